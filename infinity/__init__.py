@@ -1,0 +1,19 @@
+"""infinity: virtual memory for training."""
+
+from infinity.errors import (
+    BudgetError,
+    ConfigError,
+    InfinityError,
+    StorageError,
+    StorageFull,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "InfinityError",
+    "StorageError",
+    "StorageFull",
+]

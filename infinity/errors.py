@@ -1,0 +1,80 @@
+"""Every error that this package raises on purpose: one sentence of cause, one of cure."""
+
+from __future__ import annotations
+
+import errno as errno_codes
+import os
+
+
+class InfinityError(Exception):
+    """Base of all errors of this package. `str()` reads "cause cure"; both are also attributes."""
+
+    def __init__(self, cause: str, cure: str) -> None:
+        super().__init__(cause, cure)
+        self.cause = cause
+        self.cure = cure
+
+    def __str__(self) -> str:
+        return f"{self.cause} {self.cure}"
+
+
+class ConfigError(InfinityError, ValueError):
+    """An argument, option or environment variable has a value that cannot be used."""
+
+
+class BudgetError(InfinityError):
+    """Something does not fit its tier's budget; the cure names the smallest that would do, in bytes.
+
+    `needed` is that figure, or None where it cannot be known here.
+    """
+
+    def __init__(self, cause: str, cure: str, *, needed: int | None = None) -> None:
+        super().__init__(cause, cure)
+        self.needed = needed
+
+
+class StorageError(InfinityError, OSError):
+    """A storage operation failed for good: `path`, `offset` (bytes, or None) and `errno` say where."""
+
+    def __init__(
+        self, cause: str, cure: str, *, path: str, offset: int | None = None, errno: int | None = None
+    ) -> None:
+        super().__init__(cause, cure)
+        self.path = path
+        self.offset = offset
+        self.errno = errno
+
+
+class StorageFull(StorageError):
+    """The file system has no room left (ENOSPC or EDQUOT)."""
+
+
+_CURES = {
+    errno_codes.EIO: "The device reported a failure: look at the kernel log (dmesg) and the drive's SMART "
+    "data, and use another path.",
+    errno_codes.EACCES: "Give a path that this user may write, or change its permissions.",
+    errno_codes.EPERM: "Give a path that this user may write, or change its permissions.",
+    errno_codes.EROFS: "The file system is mounted read-only: remount it or give another path.",
+    errno_codes.ENOENT: "Create the directory first, or give one that exists.",
+    errno_codes.ENOTDIR: "Give a directory, not a file.",
+    errno_codes.EISDIR: "Give a file, not a directory.",
+    errno_codes.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno_codes.ENOMEM: "Raise the limit of locked memory (ulimit -l) or lower the host budget.",
+    errno_codes.ECANCELED: "The I/O engine was closed while this request was queued: wait for requests "
+    "before closing it.",
+}
+
+
+def storage_error(operation: str, path: str, offset: int | None, errno: int) -> StorageError:
+    """The StorageError (StorageFull for ENOSPC and EDQUOT) for a failed operation.
+
+    `operation` is a verb for people ("read", "preallocate"); `offset` is in bytes.
+    """
+    where = f"{path} at byte {offset}" if offset is not None else path
+    name = errno_codes.errorcode.get(errno, str(errno))
+    cause = f"Could not {operation} {where}: {os.strerror(errno)} ({name})."
+    if errno in (errno_codes.ENOSPC, errno_codes.EDQUOT):
+        cure = "Free space on that file system, lower the nvme budget, or add another path."
+        return StorageFull(cause, cure, path=path, offset=offset, errno=errno)
+    cure = _CURES.get(errno, "See the errno's manual page; another path or INFINITY_AIO=threads may avoid it.")
+    return StorageError(cause, cure, path=path, offset=offset, errno=errno)
