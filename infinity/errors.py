@@ -76,5 +76,7 @@ def storage_error(operation: str, path: str, offset: int | None, errno: int) -> 
     if errno in (errno_codes.ENOSPC, errno_codes.EDQUOT):
         cure = "Free space on that file system, lower the nvme budget, or add another path."
         return StorageFull(cause, cure, path=path, offset=offset, errno=errno)
-    cure = _CURES.get(errno, "See the errno's manual page; another path or INFINITY_AIO=threads may avoid it.")
+    cure = _CURES.get(
+        errno, "See the errno's manual page; another path or INFINITY_AIO=threads may avoid it."
+    )
     return StorageError(cause, cure, path=path, offset=offset, errno=errno)

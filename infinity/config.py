@@ -1,0 +1,98 @@
+"""What a user asks for: sizes and budgets. Validated here, so that the floors below need not."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from infinity.errors import ConfigError
+
+Size = int | str
+
+_UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))}
+_FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: Size, *, what: str = "size") -> int:
+    """Bytes of `size`: an int, or a string with a binary unit such as "20GiB", "1.5 TiB" or "4096".
+
+    Decimal units (GB) are refused rather than guessed at. Raises ConfigError naming `what`.
+    """
+    cure = f'Give an int in bytes or a string with a unit of {", ".join(_UNITS)}, such as "20GiB".'
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ConfigError(f"The {what} {size!r} is a {type(size).__name__}, not a size.", cure)
+    if isinstance(size, int):
+        if size < 0:
+            raise ConfigError(f"The {what} {size} is negative.", cure)
+        return size
+    match = _SIZE.fullmatch(size)
+    factor = _FACTORS.get((match[2] or "B").lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"The {what} {size!r} cannot be read.", cure)
+    return math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` for people: three digits or so and a binary unit, such as "1.50 GiB"."""
+    for unit, factor in reversed(_UNITS.items()):
+        if nbytes >= factor and unit != "B":
+            value = nbytes / factor
+            return f"{value:.0f} {unit}" if value >= 100 or value.is_integer() else f"{value:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most bytes that each tier may hold. Hard: nothing above them is ever allocated."""
+
+    device: Size | None = None
+    """Device memory. None: all that is free, less a safety margin."""
+
+    host: Size | None = None
+    """Pinned host RAM. None: what the cgroup and MemAvailable leave, less a safety margin."""
+
+    nvme: Mapping[str | os.PathLike[str], Size] | None = None
+    """Bytes per directory, each on a storage device of its own. None: no such tier."""
+
+    device_bytes: int | None = field(init=False, repr=False, default=None)
+    """`device` in bytes, or None."""
+
+    host_bytes: int | None = field(init=False, repr=False, default=None)
+    """`host` in bytes, or None."""
+
+    nvme_bytes: dict[str, int] = field(init=False, repr=False, default_factory=dict)
+    """`nvme` as absolute directory -> bytes; empty for no such tier."""
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            object.__setattr__(self, "device_bytes", _positive(self.device, "device budget"))
+        if self.host is not None:
+            object.__setattr__(self, "host_bytes", _positive(self.host, "host budget"))
+        if self.nvme is None:
+            return
+        if not isinstance(self.nvme, Mapping) or not self.nvme:
+            raise ConfigError(
+                f"The nvme budget {self.nvme!r} names no directory.",
+                'Give a mapping such as {"/mnt/nvme0": "400GiB"}, or None for no nvme tier.',
+            )
+        resolved = {}
+        for path, size in self.nvme.items():
+            directory = os.path.realpath(os.fspath(path))
+            if directory in resolved:
+                raise ConfigError(
+                    f"The nvme budget names {directory} twice.",
+                    "Give each directory once, with all its bytes.",
+                )
+            resolved[directory] = _positive(size, f"nvme budget of {os.fspath(path)}")
+        object.__setattr__(self, "nvme_bytes", resolved)
+
+
+def _positive(size: Size, what: str) -> int:
+    nbytes = parse_size(size, what=what)
+    if nbytes == 0:
+        raise ConfigError(f"The {what} is zero.", "Give at least one page, or leave it out.")
+    return nbytes

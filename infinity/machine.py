@@ -1,0 +1,192 @@
+"""What this machine is and what this process may use of it, read from /proc, /sys and cgroups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP_UNLIMITED = 1 << 60
+"""cgroup v1 says "no limit" by a number near 2**63; anything from here on means the same."""
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes of RAM, as the kernel and the cgroup see them now."""
+
+    total: int
+    available: int
+    """MemAvailable: what can be had without swapping."""
+    cgroup_limit: int | None
+    """The tightest limit on the way from this process's cgroup to the root. None: no limit."""
+    cgroup_left: int | None
+    """What that limit leaves; page cache of the cgroup counts as left, since it can be reclaimed."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that this process can still take."""
+        return self.available if self.cgroup_left is None else min(self.available, self.cgroup_left)
+
+
+@dataclass(frozen=True)
+class CpuFacts:
+    """Processors: what there is and what this process may use."""
+
+    model: str
+    online: int
+    allowed: int
+    """CPUs in this process's affinity mask."""
+    quota: float | None
+    """CPUs' worth of time that the cgroup grants, or None."""
+    numa_nodes: int
+
+
+def memory() -> MemoryFacts:
+    """RAM and the limits on it. Numbers of now; they move."""
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    limit: int | None = None
+    left: int | None = None
+    for directory in _cgroup_chain("memory"):
+        found = _memory_limit(directory)
+        if found is not None and (left is None or found[1] < left):
+            limit, left = found
+    return MemoryFacts(
+        total=fields["MemTotal"],
+        available=fields.get("MemAvailable", fields["MemFree"]),
+        cgroup_limit=limit,
+        cgroup_left=left,
+    )
+
+
+def cpu() -> CpuFacts:
+    """Processors and the limits on them."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    quotas = [quota for directory in _cgroup_chain("cpu") if (quota := _cpu_quota(directory)) is not None]
+    return CpuFacts(
+        model=model,
+        online=os.cpu_count() or 1,
+        allowed=len(os.sched_getaffinity(0)),
+        quota=min(quotas, default=None),
+        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+    )
+
+
+def memlock_limit() -> int | None:
+    """Bytes that this process may lock, or None for no limit (a privileged process has none)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK):
+        return None
+    return soft
+
+
+def open_files_limit() -> int:
+    """File descriptors that this process may hold."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def transparent_huge_pages() -> str:
+    """The kernel's mode: "always", "madvise", "never", or "absent"."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "absent"
+    return text[text.index("[") + 1 : text.index("]")]
+
+
+def kernel() -> str:
+    """The kernel's release, such as "6.8.0"."""
+    return platform.release()
+
+
+def file_system(path: str | os.PathLike[str]) -> str:
+    """The type of the file system that holds `path`, such as "ext4" or "tmpfs"; "unknown" if unlisted."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    resolved = os.path.realpath(path)
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        head, _, tail = line.partition(" - ")
+        fields = head.split()
+        mount_point = fields[4].encode().decode("unicode_escape")
+        inside = resolved == mount_point or resolved.startswith(mount_point.rstrip("/") + "/")
+        if inside and fields[2] == wanted and len(mount_point) >= len(best):
+            best, kind = mount_point, tail.split()[0]
+    return kind
+
+
+_CAP_IPC_LOCK = 14
+
+
+def _has_capability(number: int) -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> number & 1)
+    return False
+
+
+def _cgroup_chain(controller: str) -> list[Path]:
+    """Directories of this process's cgroup and its ancestors for a controller, v2 or v1."""
+    chain: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                roots = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+            elif controller in controllers.split(","):
+                roots = [Path("/sys/fs/cgroup") / controllers, Path("/sys/fs/cgroup") / controller]
+            else:
+                continue
+            for root in roots:
+                directory = root / path.lstrip("/")
+                # In a container the path may be the host's: what is mounted is then the root itself.
+                for candidate in [directory, *directory.parents]:
+                    if candidate.is_relative_to(root) and candidate.is_dir() and candidate not in chain:
+                        chain.append(candidate)
+    return chain
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return None if text == "max" else int(text)
+
+
+def _memory_limit(directory: Path) -> tuple[int, int] | None:
+    """(limit, left) in bytes of one cgroup directory, or None for no limit."""
+    for limit_name, usage_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit = _read_int(directory / limit_name)
+        usage = _read_int(directory / usage_name)
+        if limit is None or usage is None or limit >= CGROUP_UNLIMITED:
+            continue
+        reclaimable = 0
+        with contextlib.suppress(OSError):
+            for line in (directory / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == cache_name:
+                    reclaimable = int(value)
+        return limit, max(0, limit - usage + reclaimable)
+    return None
+
+
+def _cpu_quota(directory: Path) -> float | None:
+    """CPUs' worth of time of one cgroup directory, or None."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (directory / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    quota_us = _read_int(directory / "cpu.cfs_quota_us")
+    period_us = _read_int(directory / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
