@@ -1,0 +1,209 @@
+// infinity._tiers: regions, pools, leases, spans for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <memory>
+#include <system_error>
+
+#include "dlpack.hpp"
+#include "pool.hpp"
+
+namespace nb = nanobind;
+using namespace infinity::tiers;  // NOLINT: one small translation unit about one namespace
+
+namespace {
+
+// [Note: a residency is a Storage]
+// A resident unit's bytes reach torch as a DLPack tensor of its own, whose deleter drops one share
+// of the lease. torch calls the deleter when the Storage dies, that is when the last view of it
+// does: a view kept in an autograd context, a user's variable or another thread pins the bytes, the
+// pool counts them as taken meanwhile, and nobody can be handed them. The deleter is plain C++: it
+// may run on a thread that does not hold the GIL.
+struct Residency {
+    DLManagedTensor managed{};
+    std::int64_t shape = 0;
+    std::int64_t stride = 1;
+    std::shared_ptr<Lease> lease;
+};
+
+void drop_capsule(PyObject* capsule) {
+    // torch renames a capsule that it has taken over ("used_dltensor").
+    if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
+    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    managed->deleter(managed);
+}
+
+nb::object to_dlpack(std::shared_ptr<Lease> lease) {
+    auto residency = std::make_unique<Residency>();
+    residency->shape = static_cast<std::int64_t>(lease->nbytes());
+    residency->lease = std::move(lease);
+    const Device device = residency->lease->device();
+    DLTensor& tensor = residency->managed.dl_tensor;
+    tensor.data = residency->lease->address();
+    tensor.device = {static_cast<std::int32_t>(device.kind), device.index};
+    tensor.ndim = 1;
+    tensor.dtype = {1, 8, 1};
+    tensor.shape = &residency->shape;
+    tensor.strides = &residency->stride;
+    residency->managed.manager_ctx = residency.get();
+    residency->managed.deleter = [](DLManagedTensor* self) {
+        delete static_cast<Residency*>(self->manager_ctx);
+    };
+    PyObject* capsule = PyCapsule_New(&residency->managed, "dltensor", drop_capsule);
+    if (capsule == nullptr) throw nb::python_error();
+    residency.release();  // the capsule's now
+    return nb::steal(capsule);
+}
+
+// A Python handle on a lease: `release` gives up this handle's share early.
+class LeaseHandle {
+  public:
+    explicit LeaseHandle(std::shared_ptr<Lease> lease) : lease_(std::move(lease)) {}
+    const std::shared_ptr<Lease>& get() const {
+        if (!lease_) throw nb::value_error("the lease was released");
+        return lease_;
+    }
+    bool released() const { return !lease_; }
+    void release() { lease_.reset(); }
+
+  private:
+    std::shared_ptr<Lease> lease_;
+};
+
+std::chrono::nanoseconds to_timeout(double seconds) {
+    constexpr double kYear = 3.2e7;  // far from overflow of the clock, too long to matter
+    return std::chrono::nanoseconds(
+        static_cast<std::int64_t>(std::clamp(seconds, 0.0, kYear) * 1e9));
+}
+
+std::optional<LeaseHandle> lease(Pool& pool, std::uint64_t nbytes, double timeout) {
+    std::shared_ptr<Lease> granted;
+    bool signalled = false;
+    {
+        const nb::gil_scoped_release without_gil;
+        granted = pool.lease(nbytes, {to_timeout(timeout), [&signalled] {
+                                          const nb::gil_scoped_acquire gil;
+                                          signalled = PyErr_CheckSignals() != 0;
+                                          return signalled;
+                                      }});
+    }
+    if (signalled) throw nb::python_error();
+    if (!granted) return std::nullopt;
+    return LeaseHandle(std::move(granted));
+}
+
+std::shared_ptr<Region> adopt(std::uint64_t address, std::uint64_t nbytes, int device_kind,
+                              int device_index, nb::object owner) {
+    // The owner (a torch tensor on the device) is Python's: the last share to go takes the GIL to
+    // drop it, unless the interpreter is gone, whose end frees the memory anyway.
+    PyObject* kept = owner.release().ptr();
+    return std::make_shared<Region>(
+        reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address)), nbytes,
+        Device{static_cast<DeviceKind>(device_kind), device_index}, [kept] {
+            if (!nb::is_alive()) return;
+            const nb::gil_scoped_acquire gil;
+            Py_DECREF(kept);
+        });
+}
+
+nb::dict counters(const Pool& pool) {
+    const PoolCounters now = pool.counters();
+    nb::dict result;
+    result["leased"] = now.leased;
+    result["peak"] = now.peak;
+    result["leases"] = now.leases;
+    result["granted"] = now.granted;
+    result["waits"] = now.waits;
+    result["refused"] = now.refused;
+    return result;
+}
+
+void raise_os_error(const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+}
+
+}  // namespace
+
+NB_MODULE(_tiers, m) {
+    // Leases may outlive the interpreter's teardown order; that is by design and not worth a
+    // report.
+    nb::set_leak_warnings(false);
+    nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
+        try {
+            std::rethrow_exception(pending);
+        } catch (const std::system_error& error) {
+            raise_os_error(error);
+        }
+    });
+
+    nb::class_<Region>(m, "Region")
+        .def_prop_ro(
+            "address",
+            [](const Region& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
+        .def_prop_ro("nbytes", &Region::nbytes)
+        .def("resident_bytes", [](const Region& self) { return resident_bytes(self); });
+    m.def(
+        "map_host",
+        [](std::uint64_t nbytes, bool huge_pages, int numa_node, bool populate) {
+            const nb::gil_scoped_release without_gil;
+            return map_host(
+                {nbytes, huge_pages ? HugePages::advise : HugePages::never, numa_node, populate});
+        },
+        nb::arg("nbytes"), nb::kw_only(), nb::arg("huge_pages"), nb::arg("numa_node") = -1,
+        nb::arg("populate") = false);
+    m.def("adopt", &adopt, nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
+          nb::arg("device_kind"), nb::arg("device_index"), nb::arg("owner"));
+
+    nb::class_<LeaseHandle>(m, "Lease")
+        .def_prop_ro("address",
+                     [](const LeaseHandle& self) {
+                         return reinterpret_cast<std::uintptr_t>(self.get()->address());
+                     })
+        .def_prop_ro("offset", [](const LeaseHandle& self) { return self.get()->offset(); })
+        .def_prop_ro("nbytes", [](const LeaseHandle& self) { return self.get()->nbytes(); })
+        .def_prop_ro("released", &LeaseHandle::released)
+        .def("release", &LeaseHandle::release)
+        .def("to_dlpack", [](const LeaseHandle& self) { return to_dlpack(self.get()); });
+
+    nb::class_<Pool>(m, "Pool")
+        .def(nb::new_([](std::shared_ptr<Region> region, std::uint64_t offset, std::uint64_t nbytes,
+                         std::uint64_t granule) {
+                 return std::make_shared<Pool>(std::move(region), offset, nbytes, granule);
+             }),
+             nb::arg("region"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("granule"))
+        .def("lease", &lease, nb::arg("nbytes"), nb::arg("timeout"))
+        .def("close", &Pool::close)
+        .def_prop_ro("closed", &Pool::closed)
+        .def_prop_ro("capacity", &Pool::capacity)
+        .def_prop_ro("granule", &Pool::granule)
+        .def_prop_ro("largest_free", &Pool::largest_free)
+        .def("counters", &counters);
+
+    nb::class_<SpanAllocator>(m, "SpanAllocator")
+        .def(nb::init<std::uint64_t, std::uint64_t>(), nb::arg("capacity"), nb::arg("granule"))
+        .def(
+            "take",
+            [](SpanAllocator& self, std::uint64_t nbytes) -> std::optional<std::uint64_t> {
+                const auto span = self.take(nbytes);
+                if (!span) return std::nullopt;
+                return span->offset;
+            },
+            nb::arg("nbytes"))
+        .def(
+            "give_back",
+            [](SpanAllocator& self, std::uint64_t offset, std::uint64_t nbytes) {
+                self.give_back({offset, nbytes});
+            },
+            nb::arg("offset"), nb::arg("nbytes"))
+        .def_prop_ro("capacity", &SpanAllocator::capacity)
+        .def_prop_ro("granule", &SpanAllocator::granule)
+        .def_prop_ro("used", &SpanAllocator::used)
+        .def_prop_ro("largest_free", &SpanAllocator::largest_free)
+        .def_prop_ro("spans", &SpanAllocator::spans);
+}

@@ -1,0 +1,100 @@
+#include "region.hpp"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+namespace infinity::tiers {
+namespace {
+
+constexpr std::uint64_t kHugePage = std::uint64_t{2} << 20;
+
+std::uint64_t base_page() {
+    static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    return bytes;
+}
+
+[[noreturn]] void fail(int error, const char* what) {
+    throw std::system_error(error, std::generic_category(), what);
+}
+
+// Maps `nbytes` at a multiple of kHugePage: reserves one huge page more and trims both ends.
+std::byte* map_aligned(std::uint64_t nbytes) {
+    const std::uint64_t reserved = nbytes + kHugePage;
+    void* raw = ::mmap(nullptr, reserved, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (raw == MAP_FAILED) fail(errno, "mmap");
+    const auto start = reinterpret_cast<std::uintptr_t>(raw);
+    const std::uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
+    if (aligned != start) ::munmap(raw, aligned - start);
+    const std::uintptr_t end = start + reserved;
+    if (aligned + nbytes != end) {
+        ::munmap(reinterpret_cast<void*>(aligned + nbytes), end - aligned - nbytes);
+    }
+    return reinterpret_cast<std::byte*>(aligned);
+}
+
+// A preference, not a demand: a wrong node costs speed, and a kernel without NUMA says ENOSYS.
+void prefer_node(std::byte* address, std::uint64_t nbytes, int node) {
+#ifdef SYS_mbind
+    constexpr int kPreferred = 1;  // MPOL_PREFERRED of linux/mempolicy.h
+    constexpr unsigned long kBits = 8 * sizeof(unsigned long);
+    std::vector<unsigned long> mask(static_cast<unsigned>(node) / kBits + 1, 0);
+    mask[static_cast<unsigned>(node) / kBits] |= 1UL << (static_cast<unsigned>(node) % kBits);
+    ::syscall(SYS_mbind, address, nbytes, kPreferred, mask.data(), mask.size() * kBits + 1, 0);
+#else
+    (void)address, (void)nbytes, (void)node;
+#endif
+}
+
+void populate(std::byte* address, std::uint64_t nbytes) {
+#ifdef MADV_POPULATE_WRITE
+    if (::madvise(address, nbytes, MADV_POPULATE_WRITE) == 0) return;
+    if (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON) fail(errno, "populate");
+#endif
+    for (std::uint64_t at = 0; at < nbytes; at += base_page()) {
+        static_cast<volatile std::byte*>(address)[at] = std::byte{0};
+    }
+}
+
+}  // namespace
+
+Region::Region(std::byte* address, std::uint64_t nbytes, Device device,
+               std::function<void()> release)
+    : address_(address), nbytes_(nbytes), device_(device), release_(std::move(release)) {}
+
+Region::~Region() {
+    if (release_) release_();
+}
+
+std::shared_ptr<Region> map_host(const HostMapping& wanted) {
+    if (wanted.nbytes > PTRDIFF_MAX - 2 * kHugePage) fail(ENOMEM, "mmap");
+    const std::uint64_t pages =
+        std::max<std::uint64_t>((wanted.nbytes + base_page() - 1) / base_page(), 1);
+    const std::uint64_t nbytes = pages * base_page();
+    std::byte* address = map_aligned(nbytes);
+    auto region = std::make_shared<Region>(address, nbytes, Device{},
+                                           [address, nbytes] { ::munmap(address, nbytes); });
+    ::madvise(address, nbytes, MADV_DONTFORK);
+    ::madvise(address, nbytes,
+              wanted.huge_pages == HugePages::advise ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    if (wanted.numa_node >= 0) prefer_node(address, nbytes, wanted.numa_node);
+    if (wanted.populate) populate(address, nbytes);
+    return region;
+}
+
+std::uint64_t resident_bytes(const Region& region) {
+    std::vector<unsigned char> in_core((region.nbytes() + base_page() - 1) / base_page());
+    if (::mincore(region.address(), region.nbytes(), in_core.data()) != 0) fail(errno, "mincore");
+    const auto pages = std::count_if(in_core.begin(), in_core.end(),
+                                     [](unsigned char page) { return (page & 1) != 0; });
+    return static_cast<std::uint64_t>(pages) * base_page();
+}
+
+}  // namespace infinity::tiers

@@ -1,0 +1,72 @@
+#include "span_allocator.hpp"
+
+#include <iterator>
+#include <stdexcept>
+
+namespace infinity::tiers {
+
+SpanAllocator::SpanAllocator(std::uint64_t capacity, std::uint64_t granule) : granule_(granule) {
+    if (granule == 0 || (granule & (granule - 1)) != 0) {
+        throw std::invalid_argument("the granule of a span allocator must be a power of two");
+    }
+    capacity_ = capacity / granule * granule;
+    if (capacity_ != 0) insert_free(0, capacity_);
+}
+
+std::optional<Span> SpanAllocator::take(std::uint64_t nbytes) {
+    if (nbytes > capacity_) return std::nullopt;  // before rounding, which could overflow
+    const std::uint64_t size = round_up(nbytes);
+    const auto best = free_by_size_.lower_bound({size, 0});
+    if (best == free_by_size_.end()) return std::nullopt;
+    const auto [free_bytes, offset] = *best;
+    erase_free(free_by_offset_.find(offset));
+    if (free_bytes > size) insert_free(offset + size, free_bytes - size);
+    taken_.emplace(offset, size);
+    used_ += size;
+    return Span{offset, nbytes};
+}
+
+void SpanAllocator::give_back(Span span) {
+    const auto taken = taken_.find(span.offset);
+    if (taken == taken_.end() || taken->second != round_up(span.nbytes)) {
+        throw std::invalid_argument("a span came back that is not out");
+    }
+    std::uint64_t offset = taken->first;
+    std::uint64_t size = taken->second;
+    taken_.erase(taken);
+    used_ -= size;
+    const auto after = free_by_offset_.lower_bound(offset);
+    if (after != free_by_offset_.begin()) {
+        const auto before = std::prev(after);
+        if (before->first + before->second == offset) {
+            offset = before->first;
+            size += before->second;
+            erase_free(before);
+        }
+    }
+    if (after != free_by_offset_.end() && after->first == offset + size) {
+        size += after->second;
+        erase_free(after);
+    }
+    insert_free(offset, size);
+}
+
+std::uint64_t SpanAllocator::largest_free() const {
+    return free_by_size_.empty() ? 0 : free_by_size_.rbegin()->first;
+}
+
+std::uint64_t SpanAllocator::round_up(std::uint64_t nbytes) const {
+    return nbytes == 0 ? granule_ : (nbytes + granule_ - 1) / granule_ * granule_;
+}
+
+void SpanAllocator::insert_free(std::uint64_t offset, std::uint64_t nbytes) {
+    free_by_offset_.emplace(offset, nbytes);
+    free_by_size_.emplace(nbytes, offset);
+}
+
+void SpanAllocator::erase_free(std::map<std::uint64_t, std::uint64_t>::iterator position) {
+    free_by_size_.erase({position->second, position->first});
+    free_by_offset_.erase(position);
+}
+
+}  // namespace infinity::tiers

@@ -1,0 +1,21 @@
+"""Tiers: where pages live. Device memory, a host arena, slab files on NVMe, and the leases over them."""
+
+from infinity.tiers.arena import HostArena
+from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device
+from infinity.tiers.pool import Lease, Pool, PoolCounters
+from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier
+
+__all__ = [
+    "PAGE_ALIGNMENT",
+    "CpuDeviceTier",
+    "CudaTier",
+    "DeviceTier",
+    "HostArena",
+    "Lease",
+    "MemoryTier",
+    "Pool",
+    "PoolCounters",
+    "Tier",
+    "UnifiedTier",
+    "open_device",
+]

@@ -1,0 +1,133 @@
+"""The three tiers, and what those of them that are memory have in common."""
+
+from __future__ import annotations
+
+import enum
+from types import TracebackType
+
+from infinity import _tiers, machine
+from infinity.config import format_size
+from infinity.errors import BudgetError, ConfigError
+from infinity.tiers.pool import Pool
+
+PAGE_ALIGNMENT = 4096
+"""Bytes. The default granule: direct I/O accepts it everywhere, and every vector width divides it."""
+
+
+class Tier(enum.Enum):
+    """Where a page can be."""
+
+    DEVICE = "device"
+    """Memory of the device that computes. The scarcest."""
+    HOST = "host"
+    """RAM: pinned where there is a CUDA device, reachable by the CPU update and by direct I/O."""
+    NVME = "nvme"
+    """A slab file. Costs no memory; pages come up through leases of the tiers above."""
+
+
+def map_ram(
+    tier: Tier, nbytes: int, *, huge_pages: bool = False, numa_node: int = -1, populate: bool = False
+) -> _tiers.Region:
+    """RAM for a tier: exactly `nbytes` (to whole 4 KiB pages), 2 MiB aligned, not inherited over fork().
+
+    Raises BudgetError where this process cannot have that much now: the kernel would grant the
+    addresses all the same and kill somebody once they are written.
+    """
+    if nbytes <= 0:
+        raise ConfigError(f"A {tier.value} tier of {nbytes} bytes was asked for.", "Give at least one page.")
+    usable = machine.memory().usable
+    cure = f"Give a {tier.value} budget of at most {format_size(usable)} ({usable} bytes)."
+    if nbytes > usable:
+        raise BudgetError(
+            f"The {tier.value} budget is {format_size(nbytes)}; RAM and cgroup leave {format_size(usable)}.",
+            cure,
+        )
+    try:
+        return _tiers.map_host(nbytes, huge_pages=huge_pages, numa_node=numa_node, populate=populate)
+    except OSError as error:
+        raise BudgetError(
+            f"The kernel grants no {format_size(nbytes)} for the {tier.value} tier: {error.strerror}.", cure
+        ) from error
+
+
+class MemoryTier:
+    """A tier that is memory: one region of exactly the budget's bytes, carved into pools.
+
+    A context manager. Closing it ends its pools; the memory itself goes when the last lease and storage
+    over it does, so an alias that outlives the tier stays readable.
+    """
+
+    def __init__(self, tier: Tier, region: _tiers.Region, budget: int) -> None:
+        self.tier = tier
+        self.budget = budget
+        self.pools: dict[str, Pool] = {}
+        self._region: _tiers.Region | None = region
+        self._carved = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._region is None
+
+    @property
+    def region(self) -> _tiers.Region:
+        """The tier's memory. Raises ConfigError once closed."""
+        if self._region is None:
+            raise ConfigError(f"The {self.tier.value} tier is closed.", "Use it before it is closed.")
+        return self._region
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that belong to no pool yet."""
+        return self.budget - self._carved
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes on loan now, over all pools."""
+        return sum(pool.counters.leased for pool in self.pools.values())
+
+    def pool(self, name: str, nbytes: int, *, granule: int = PAGE_ALIGNMENT) -> Pool:
+        """Carve a pool of `nbytes` bytes (rounded up to whole granules) out of the budget, for good.
+
+        `granule`: bytes, a power of two up to 2 MiB. Raises BudgetError where the budget has not that many
+        bytes left, ConfigError for a name in use or a granule that is none.
+        """
+        region = self.region
+        if name in self.pools:
+            raise ConfigError(
+                f"The {self.tier.value} tier has a pool {name!r}.", "Give each pool its own name."
+            )
+        if granule <= 0 or granule & (granule - 1) or granule > 2 << 20:
+            raise ConfigError(
+                f"A granule of {granule} bytes cannot be used.", "Give a power of two up to 2097152."
+            )
+        start = -(-self._carved // granule) * granule
+        size = -(-nbytes // granule) * granule
+        if start + size > self.budget:
+            needed = start + size
+            raise BudgetError(
+                f"The pool {name!r} of {format_size(size)} does not fit the {self.tier.value} budget of "
+                f"{format_size(self.budget)}, of which {format_size(self.free_bytes)} are left.",
+                f"Give the {self.tier.value} tier {format_size(needed)} ({needed} bytes).",
+                needed=needed,
+            )
+        pool = Pool(name, _tiers.Pool(region, start, size, granule))
+        self.pools[name] = pool
+        self._carved = start + size
+        return pool
+
+    def close(self) -> None:
+        """End every pool and let go of the memory. Calling it again does nothing."""
+        if self._region is None:
+            return
+        for pool in self.pools.values():
+            pool.close()
+        self._region = None
+
+    def __enter__(self) -> MemoryTier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,394 @@
+"""Leases, pools and residencies: no overlap, no leak, no byte over the budget, aliases keep their bytes."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from infinity import _tiers
+from infinity.errors import BudgetError, ConfigError
+from infinity.tiers import HostArena, Pool
+
+PAGE = 4096
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with HostArena(16 * PAGE) as arena:
+        yield arena.pool("pages", 16 * PAGE)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random leases, residencies and views against a list of what must be out.
+
+    Every residency is filled with a number of its own; each live view is compared with it after every
+    step, so a span that is handed out while somebody still sees it shows as a wrong byte.
+    """
+
+    CAPACITY = 64 * PAGE
+
+    leases = Bundle("leases")
+    views = Bundle("views")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = HostArena(self.CAPACITY + 3 * PAGE)
+        self.arena.pool("below", PAGE)
+        self.pool = self.arena.pool("pages", self.CAPACITY)
+        self.handles: dict[int, object] = {}  # stamp -> lease not yet released
+        self.seen: dict[int, list[tuple[torch.Tensor, int]]] = {}  # stamp -> live views and their byte
+        self.sizes: dict[int, int] = {}
+        self.stamp = 0
+
+    def taken(self) -> int:
+        out = [stamp for stamp in self.sizes if stamp in self.handles or self.seen.get(stamp)]
+        return sum(max(PAGE, -(-self.sizes[stamp] // PAGE) * PAGE) for stamp in out)
+
+    @rule(target=leases, nbytes=st.one_of(st.integers(0, 20 * PAGE), st.sampled_from([1, PAGE, PAGE + 1])))
+    def borrow(self, nbytes: int) -> tuple[int, object] | None:
+        before = self.taken()
+        largest = self.pool.largest_free
+        try:
+            lease = self.pool.lease(nbytes)
+        except BudgetError:
+            assert nbytes > largest
+            assert self.pool.counters.leased == before
+            return None
+        assert nbytes <= largest
+        assert lease.address % PAGE == 0
+        assert lease.nbytes == nbytes
+        self.stamp += 1
+        self.handles[self.stamp] = lease
+        self.sizes[self.stamp] = nbytes
+        return self.stamp, lease
+
+    @rule(target=views, lease=leases)
+    def become_resident(self, lease: tuple[int, object] | None) -> tuple[int, torch.Tensor] | None:
+        if lease is None or lease[0] not in self.handles:
+            return None
+        stamp, handle = lease
+        tensor = handle.residency()  # type: ignore[attr-defined]
+        assert tensor.shape == (handle.nbytes,)  # type: ignore[attr-defined]
+        tensor.fill_(stamp % 251)
+        return self.hold(stamp, tensor)
+
+    @rule(target=views, view=views, start=st.integers(0, PAGE))
+    def alias(self, view: tuple[int, int] | None, start: int) -> tuple[int, int] | None:
+        if view is None or not self.alive(view):
+            return None
+        tensor, _ = self.seen[view[0]][view[1]]
+        return self.hold(view[0], tensor[start:])
+
+    def hold(self, stamp: int, tensor: torch.Tensor) -> tuple[int, int]:
+        views = self.seen.setdefault(stamp, [])
+        views.append((tensor, stamp % 251))
+        return stamp, len(views) - 1
+
+    def alive(self, view: tuple[int, int]) -> bool:
+        return len(self.seen.get(view[0], [])) > view[1]
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: tuple[int, object] | None) -> None:
+        if lease is None or lease[0] not in self.handles:
+            return
+        stamp, handle = lease
+        handle.release()  # type: ignore[attr-defined]
+        handle.release()  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="released"):
+            handle.residency()  # type: ignore[attr-defined]
+        del self.handles[stamp]
+
+    @rule(view=consumes(views))
+    def drop_views(self, view: tuple[int, int] | None) -> None:
+        if view is not None:
+            self.seen.pop(view[0], None)
+
+    @invariant()
+    def the_budget_holds_and_counts(self) -> None:
+        counters = self.pool.counters
+        assert counters.leased == self.taken()
+        assert counters.leased <= counters.peak <= self.CAPACITY
+        assert self.pool.largest_free <= self.CAPACITY - counters.leased
+
+    @invariant()
+    def nothing_overlaps(self) -> None:
+        spans = []
+        for stamp, lease in self.handles.items():
+            spans.append((lease.offset, self.sizes[stamp]))  # type: ignore[attr-defined]
+        for (start, nbytes), (following, _) in zip(sorted(spans), sorted(spans)[1:], strict=False):
+            assert start + nbytes <= following
+
+    @invariant()
+    def every_alias_has_its_bytes(self) -> None:
+        for views in self.seen.values():
+            for tensor, byte in views:
+                assert bool((tensor == byte).all())
+
+    def teardown(self) -> None:
+        pool = self.pool
+        self.arena.close()
+        self.every_alias_has_its_bytes()
+        for lease in self.handles.values():
+            lease.release()  # type: ignore[attr-defined]
+        self.seen.clear()
+        self.handles.clear()
+        gc.collect()
+        assert pool.counters.leased == 0
+        assert pool.counters.leases == 0
+        assert pool.largest_free == self.CAPACITY
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(
+    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_a_budget_error_names_the_size_that_works() -> None:
+    with HostArena(64 * PAGE) as arena:
+        small = arena.pool("small", 8 * PAGE)
+        held = small.lease(5 * PAGE)
+        with pytest.raises(BudgetError, match="small") as error:
+            small.lease(4 * PAGE + 1)
+        assert error.value.needed == 10 * PAGE
+        large = arena.pool("large", error.value.needed)
+        with large.lease(5 * PAGE), large.lease(4 * PAGE + 1):
+            pass
+        held.release()
+
+
+def test_what_can_never_fit_fails_at_once(pool: Pool) -> None:
+    start = threading.Event()
+    with pytest.raises(BudgetError) as error:
+        pool.lease(17 * PAGE, timeout=3600)
+    assert error.value.needed == 17 * PAGE
+    assert not start.is_set()
+
+
+def test_a_closed_pool_grants_nothing_and_keeps_what_is_out(pool: Pool) -> None:
+    lease = pool.lease(PAGE)
+    tensor = lease.residency().fill_(7)
+    pool.close()
+    with pytest.raises(ConfigError, match="closed"):
+        pool.lease(PAGE)
+    lease.release()
+    assert int(tensor.sum()) == 7 * PAGE
+
+
+def test_negative_sizes_are_refused(pool: Pool) -> None:
+    with pytest.raises(ConfigError):
+        pool.lease(-1)
+
+
+def test_a_waiter_gets_the_bytes_when_a_storage_dies(pool: Pool) -> None:
+    lease = pool.lease(16 * PAGE)
+    tensor = lease.residency()
+    lease.release()
+    got: list[int] = []
+    waiter = threading.Thread(target=lambda: got.append(pool.lease(PAGE, timeout=60).nbytes))
+    waiter.start()
+    while pool.counters.waits == 0:
+        time.sleep(0.001)
+    assert not got
+    del tensor
+    waiter.join(60)
+    assert got == [PAGE]
+
+
+def test_waiters_are_served_in_order_so_that_a_large_one_does_not_starve(pool: Pool) -> None:
+    held = [pool.lease(8 * PAGE), pool.lease(8 * PAGE)]
+    order: list[str] = []
+
+    def wait(name: str, nbytes: int) -> None:
+        with pool.lease(nbytes, timeout=60):
+            order.append(name)
+
+    large = threading.Thread(target=wait, args=("large", 16 * PAGE))
+    large.start()
+    while pool.counters.waits < 1:
+        time.sleep(0.001)
+    small = threading.Thread(target=wait, args=("small", PAGE))
+    small.start()
+    while pool.counters.waits < 2:
+        time.sleep(0.001)
+    held[0].release()
+    with pytest.raises(BudgetError):
+        pool.lease(PAGE)  # fits, but would overtake
+    held[1].release()
+    large.join(60)
+    small.join(60)
+    assert order == ["large", "small"]
+
+
+def test_waiting_lets_other_python_threads_run_and_ends_on_close(pool: Pool) -> None:
+    with pool.lease(16 * PAGE):
+        failed: list[str] = []
+
+        def wait() -> None:
+            try:
+                pool.lease(PAGE, timeout=60)
+            except ConfigError as error:
+                failed.append(error.cause)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while pool.counters.waits == 0:
+            time.sleep(0.001)
+        pool.close()
+        waiter.join(60)
+        assert "closed" in failed[0]
+
+
+def test_a_storage_dropped_by_another_thread_returns_its_lease(pool: Pool) -> None:
+    lease = pool.lease(PAGE)
+    held = [lease.residency()]
+    lease.release()
+    dropper = threading.Thread(target=held.clear)
+    dropper.start()
+    dropper.join()
+    assert pool.counters.leased == 0
+
+
+def test_autograd_pins_a_saved_alias(pool: Pool) -> None:
+    lease = pool.lease(1024)
+    weight = lease.residency().view(torch.float32).view(16, 16).fill_(0.5).requires_grad_()
+    lease.release()
+    inputs = torch.ones(4, 16, requires_grad=True)
+    loss = (inputs @ weight).sum()
+    del weight
+    gc.collect()
+    assert pool.counters.leased == PAGE, "the graph still needs the bytes"
+    loss.backward()
+    assert torch.equal(inputs.grad, torch.full((4, 16), 8.0))
+    del loss
+    gc.collect()
+    assert pool.counters.leased == 0
+
+
+def test_a_parameter_swaps_residencies_and_views_keep_the_old_one(pool: Pool) -> None:
+    def resident(value: float) -> torch.Tensor:
+        with pool.lease(256) as lease:
+            return lease.residency().view(torch.float32).fill_(value)
+
+    parameter = torch.nn.Parameter(resident(1.0))
+    kept = parameter.detach()[3:5]
+    parameter.data = resident(2.0)
+    assert pool.counters.leased == 2 * PAGE
+    assert kept.tolist() == [1.0, 1.0]
+    del kept
+    assert pool.counters.leased == PAGE
+    assert parameter.tolist() == [2.0] * 64
+
+
+def test_dtypes_of_pages_view_the_bytes(pool: Pool) -> None:
+    with pool.lease(4096) as lease:
+        base = lease.residency()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int16, torch.float64):
+        view = base.view(dtype)
+        assert view.data_ptr() == base.data_ptr()
+        view.fill_(3)
+        assert bool((view == 3).all())
+    assert base.untyped_storage().nbytes() == 4096
+
+
+def test_an_unused_capsule_returns_its_share(pool: Pool) -> None:
+    lease = pool.lease(PAGE)
+    capsule = lease._native.to_dlpack()
+    lease.release()
+    assert pool.counters.leased == PAGE
+    del capsule
+    assert pool.counters.leased == 0
+
+
+def test_empty_leases_have_addresses_of_their_own(pool: Pool) -> None:
+    with pool.lease(0) as first, pool.lease(0) as second:
+        assert first.address != second.address
+        assert first.residency().numel() == 0
+
+
+def test_many_threads_never_share_a_byte() -> None:
+    with HostArena(32 * PAGE) as arena:
+        pool = arena.pool("pages", 32 * PAGE)
+        wrong: list[int] = []
+
+        def churn(number: int) -> None:
+            generator = torch.Generator().manual_seed(number)
+            for _ in range(300):
+                nbytes = int(torch.randint(1, 6 * PAGE, (), generator=generator))
+                with pool.lease(nbytes, timeout=60) as lease:
+                    tensor = lease.residency().fill_(number)
+                view = tensor[: nbytes // 2]
+                del tensor
+                if not bool((view == number).all()):
+                    wrong.append(number)
+                del view  # or every thread would hold some bytes and wait for more
+
+        threads = [threading.Thread(target=churn, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not wrong
+        assert pool.counters.leased == 0
+        assert pool.counters.granted == 8 * 300
+
+
+def test_a_forked_child_may_drop_storages_without_touching_the_pool(pool: Pool) -> None:
+    lease = pool.lease(PAGE)
+    held = [lease.residency()]
+    child = os.fork()
+    if child == 0:
+        held.clear()
+        lease.release()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert pool.counters.leased == PAGE
+    assert held[0].fill_(1).sum() == PAGE
+
+
+class TestSpanAllocator:
+    def test_neighbours_merge_into_the_whole(self) -> None:
+        spans = _tiers.SpanAllocator(10 * PAGE + 17, PAGE)
+        assert spans.capacity == 10 * PAGE
+        offsets = [spans.take(PAGE) for _ in range(10)]
+        assert offsets == [PAGE * index for index in range(10)]
+        assert spans.take(1) is None
+        for index in (1, 3, 5, 7, 9, 0, 2, 4, 6, 8):
+            spans.give_back(PAGE * index, PAGE)
+        assert spans.largest_free == 10 * PAGE
+        assert spans.used == 0
+
+    def test_best_fit_keeps_the_large_hole_whole(self) -> None:
+        spans = _tiers.SpanAllocator(16 * PAGE, PAGE)
+        first = spans.take(2 * PAGE)
+        spans.take(PAGE)
+        assert first is not None
+        spans.give_back(first, 2 * PAGE)
+        assert spans.take(2 * PAGE) == first
+        assert spans.largest_free == 13 * PAGE
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(PAGE, PAGE), (0, 2 * PAGE), (1, PAGE)])
+    def test_what_is_not_out_cannot_come_back(self, offset: int, nbytes: int) -> None:
+        spans = _tiers.SpanAllocator(16 * PAGE, PAGE)
+        spans.take(PAGE)
+        with pytest.raises(ValueError, match="not out"):
+            spans.give_back(offset, nbytes)
+        assert spans.used == PAGE
+
+    def test_a_granule_is_a_power_of_two(self) -> None:
+        for granule in (0, 3, 4097):
+            with pytest.raises(ValueError, match="power of two"):
+                _tiers.SpanAllocator(1 << 20, granule)
+
+    def test_absurd_sizes_do_not_overflow(self) -> None:
+        spans = _tiers.SpanAllocator(16 * PAGE, PAGE)
+        assert spans.take((1 << 64) - 1) is None
+        assert spans.take(1 << 63) is None

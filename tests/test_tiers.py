@@ -1,0 +1,284 @@
+"""The memory tiers: exact budgets, alignment, unified memory, CUDA where there is one."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from infinity import _tiers, machine
+from infinity.errors import BudgetError, ConfigError
+from infinity.tiers import CpuDeviceTier, HostArena, Tier, UnifiedTier, open_device
+from infinity.tiers import arena as arena_module
+
+PAGE = 4096
+MIB = 1 << 20
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """The kernel's record (/proc/self/smaps) of the mapping that starts at `address`."""
+    record: dict[str, str] = {}
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                if record:
+                    return record
+                start, end = (int(part, 16) for part in head.split("-"))
+                if start == address:
+                    record["bytes"] = str(end - start)
+            elif record:
+                name, _, value = line.partition(":")
+                record[name] = value.strip()
+    return record
+
+
+def test_the_arena_maps_exactly_its_budget_on_a_huge_page_boundary() -> None:
+    with HostArena(5 * MIB + PAGE) as arena:
+        assert arena.region.address % (2 * MIB) == 0
+        assert arena.region.nbytes == 5 * MIB + PAGE
+        assert arena.resident_bytes == 0, "untouched memory costs nothing"
+
+
+@pytest.mark.parametrize(("advised", "flag"), [(True, "hg"), (False, "nh")])
+def test_the_kernel_was_told_about_huge_pages_and_forks(advised: bool, flag: str) -> None:
+    if machine.transparent_huge_pages() == "absent":
+        pytest.skip("this kernel has no transparent huge pages")
+    with HostArena(64 * MIB + PAGE, huge_pages=advised) as arena:
+        flags = mapping_of(arena.region.address)["VmFlags"].split()
+        assert flag in flags
+        assert "dc" in flags, "a fork must not inherit the arena"
+
+
+def test_populate_brings_every_page_in() -> None:
+    with HostArena(4 * MIB, populate=True) as arena:
+        assert arena.resident_bytes == 4 * MIB
+
+
+def test_closing_unmaps_once_the_last_alias_is_gone() -> None:
+    arena = HostArena(3 * MIB + PAGE)
+    address = arena.region.address
+    tensor = arena.pool("pages", MIB).lease(MIB).residency().fill_(5)
+    arena.close()
+    arena.close()
+    assert int(tensor[-1]) == 5
+    assert mapping_of(address)
+    del tensor
+    assert not mapping_of(address)
+
+
+def test_pools_are_carved_from_the_budget_and_no_further() -> None:
+    with HostArena(8 * PAGE) as arena:
+        first = arena.pool("first", 5 * PAGE - 7)
+        assert first.nbytes == 5 * PAGE
+        assert arena.free_bytes == 3 * PAGE
+        with pytest.raises(BudgetError) as error:
+            arena.pool("second", 3 * PAGE + 1)
+        assert error.value.needed == 9 * PAGE
+        arena.pool("second", 3 * PAGE)
+        assert arena.free_bytes == 0
+        with first.lease(1):
+            assert arena.leased_bytes == PAGE
+    with HostArena(9 * PAGE) as arena:
+        arena.pool("first", 5 * PAGE)
+        arena.pool("second", 3 * PAGE + 1)
+
+
+def test_pools_of_one_arena_do_not_overlap() -> None:
+    with HostArena(8 * PAGE) as arena:
+        small = arena.pool("small", 3 * 256, granule=256).lease(3 * 256)
+        large = arena.pool("large", 4 * PAGE, granule=2 * PAGE).lease(4 * PAGE)
+        assert small.offset + small.nbytes <= large.offset
+        assert large.address % (2 * PAGE) == 0
+
+
+@pytest.mark.parametrize("granule", [0, -4096, 3000, 4 << 20])
+def test_granules_that_are_none(granule: int) -> None:
+    with HostArena(8 * PAGE) as arena, pytest.raises(ConfigError, match="granule"):
+        arena.pool("pages", PAGE, granule=granule)
+
+
+def test_names_are_unique_and_closed_tiers_say_so() -> None:
+    arena = HostArena(8 * PAGE)
+    arena.pool("pages", PAGE)
+    with pytest.raises(ConfigError, match="pages"):
+        arena.pool("pages", PAGE)
+    arena.close()
+    with pytest.raises(ConfigError, match="closed"):
+        arena.pool("more", PAGE)
+    with pytest.raises(ConfigError, match="closed"):
+        _ = arena.region
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_an_empty_arena_is_refused(nbytes: int) -> None:
+    with pytest.raises(ConfigError):
+        HostArena(nbytes)
+
+
+def test_more_than_the_machine_has_fails_before_anything_is_taken() -> None:
+    usable = machine.memory().usable
+    for make in (HostArena, CpuDeviceTier):
+        with pytest.raises(BudgetError, match="at most"):
+            make(2 * usable)
+
+
+def test_a_mapping_the_kernel_refuses_is_a_budget_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: SimpleNamespace(usable=1 << 62))
+    with pytest.raises(BudgetError, match="grants no"):
+        HostArena(1 << 60)
+
+
+def test_a_cpu_device_tier_has_bytes_of_its_own() -> None:
+    with HostArena(4 * PAGE) as host, open_device("cpu", 8 * PAGE, host) as device:
+        assert isinstance(device, CpuDeviceTier)
+        assert device.tier is Tier.DEVICE
+        assert not device.shares_host
+        page = device.pool("pages", 8 * PAGE).lease(8 * PAGE)
+        assert not host.region.address <= page.address < host.region.address + host.region.nbytes
+        assert host.free_bytes == 4 * PAGE
+
+
+def test_unified_memory_leases_pages_of_the_host_arena() -> None:
+    with HostArena(4 * PAGE) as host, open_device("cpu", None, host) as device:
+        assert isinstance(device, UnifiedTier)
+        assert device.shares_host
+        page = device.pool("pages", 3 * PAGE).lease(PAGE)
+        assert host.region.address <= page.address < host.region.address + host.region.nbytes
+        assert host.leased_bytes == device.leased_bytes == PAGE
+        assert device.free_bytes == host.free_bytes == PAGE
+        with pytest.raises(BudgetError):
+            device.pool("more", 2 * PAGE)
+
+
+@pytest.mark.parametrize("device", ["meta", "mps"])
+def test_devices_that_are_no_tier(device: str) -> None:
+    with HostArena(PAGE) as host, pytest.raises(ConfigError, match=device):
+        open_device(device, None, host)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_a_device_is_a_typed_error() -> None:
+    with HostArena(PAGE) as host, pytest.raises(ConfigError, match="cuda"):
+        open_device("cuda", None, host)
+
+
+def test_the_huge_page_probe_decides_by_its_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = arena_module.probe_huge_pages.__wrapped__
+    monkeypatch.setattr(machine, "transparent_huge_pages", lambda: "madvise")
+    for gain, helps in ((1.3, True), (1.01, False)):
+        monkeypatch.setattr(arena_module, "_time_passes", lambda huge, gain=gain: 1.0 if huge else gain)
+        assert (probe().helps, probe().speedup) == (helps, pytest.approx(gain))
+    monkeypatch.setattr(machine, "transparent_huge_pages", lambda: "never")
+    assert not probe().helps
+    assert "never" in probe().reason
+
+
+def test_the_huge_page_probe_really_runs() -> None:
+    result = arena_module.probe_huge_pages()
+    assert result.reason
+    assert result.speedup is None or result.speedup > 0
+
+
+class FakeCudart:
+    """Records what the arena asks of the CUDA runtime."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[tuple[str, int]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", address))
+        assert flags == 1
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_registration_with_cuda_is_undone_on_close(status: int) -> None:
+    arena = HostArena(PAGE)
+    cudart = FakeCudart(status)
+    address = arena.region.address
+    registration = arena._register_with_cuda(cudart)
+    assert registration.done == (status == 0)
+    arena.close()
+    arena.close()
+    expected = [("register", address), ("unregister", address)]
+    assert cudart.calls == expected[: 2 if status == 0 else 1]
+
+
+def test_a_region_of_somebody_else_returns_to_its_owner() -> None:
+    class Owner:
+        pass
+
+    dropped: list[int] = []
+
+    class Watched(Owner):
+        def __del__(self) -> None:
+            dropped.append(1)
+
+    block = torch.empty(4 * PAGE, dtype=torch.uint8)
+    start = -(-block.data_ptr() // 64) * 64
+    region = _tiers.adopt(start, 2 * PAGE, device_kind=1, device_index=0, owner=Watched())
+    pool = _tiers.Pool(region, 0, 2 * PAGE, 64)
+    lease = pool.lease(PAGE, 0.0)
+    tensor = torch.utils.dlpack.from_dlpack(lease.to_dlpack())
+    del region, pool, lease
+    assert not dropped
+    del tensor
+    assert dropped == [1]
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 3 * PAGE), (PAGE, 2 * PAGE), (3 * PAGE, 0), (64, PAGE)])
+def test_a_pool_lies_inside_its_region(offset: int, nbytes: int) -> None:
+    region = _tiers.map_host(2 * PAGE, huge_pages=False)
+    with pytest.raises(ValueError, match="pool must"):
+        _tiers.Pool(region, offset, nbytes, PAGE)
+
+
+def test_a_child_does_not_inherit_the_arena() -> None:
+    """The parent's later writes would otherwise be copies, beyond the budget."""
+    with HostArena(PAGE) as arena:
+        tensor = arena.pool("pages", PAGE).lease(PAGE).residency().fill_(1)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if not mapping_of(arena.region.address) else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert int(tensor.sum()) == PAGE
+
+
+@needs_cuda
+class TestCuda:
+    def test_the_tier_takes_exactly_its_budget(self) -> None:
+        before = torch.cuda.memory_allocated()
+        with HostArena(PAGE) as host, open_device("cuda", 8 * MIB, host) as device:
+            assert torch.cuda.memory_allocated() - before == 8 * MIB
+            pool = device.pool("pages", 8 * MIB, granule=512)
+            tensor = pool.lease(MIB).residency()
+            assert tensor.device.type == "cuda"
+            tensor.fill_(3)
+            assert int(tensor.sum()) == 3 * MIB
+            kept = tensor[5:7]
+        del tensor, device, pool
+        assert kept.tolist() == [3, 3]
+        del kept
+        assert torch.cuda.memory_allocated() == before
+
+    def test_a_budget_beyond_the_device_is_a_budget_error(self) -> None:
+        with HostArena(PAGE) as host, pytest.raises(BudgetError, match="at most"):
+            open_device("cuda", 1 << 50, host)
+
+    def test_the_arena_is_pinned_for_cuda(self) -> None:
+        with HostArena(4 * MIB, device="cuda") as host:
+            assert host.cuda_registration.done, host.cuda_registration.reason
+            page = host.pool("pages", MIB).lease(MIB).residency()
+            assert page.is_pinned()
+            page.fill_(9)
+            assert int(page.to("cuda", non_blocking=True).sum()) == 9 * MIB
