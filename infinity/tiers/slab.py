@@ -1,0 +1,160 @@
+"""Slabs: the one preallocated file per path and rank that NVMe pages live in. Ownership only; no I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+from infinity import machine
+from infinity.config import format_size
+from infinity.errors import ConfigError, StorageError, StorageFull, storage_error
+
+_RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+
+
+class Slab:
+    """A file of `nbytes` bytes, `directory`/infinity-rank<rank>.slab: preallocated, locked, removed on close.
+
+    Its room on the file system is taken at once, so that a full disk shows before training and not hours
+    into it. It belongs to this process for as long as it is open (flock); the file that a dead process
+    left behind is not locked and is reclaimed. Mode 0600. A context manager.
+
+    directory: must exist, be writable, and not be RAM. nbytes: bytes, rounded up to whole 4 KiB blocks.
+
+    Raises StorageFull where the file system has not that much room (nothing is left behind), StorageError
+    (path, errno) for everything else: a missing, read-only or RAM-backed directory, a slab in use (EBUSY,
+    naming the process that has it); ConfigError for no bytes.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], nbytes: int, *, rank: int = 0) -> None:
+        if nbytes <= 0:
+            raise ConfigError(f"A slab of {nbytes} bytes was asked for.", "Give at least one page.")
+        self.nbytes = -(-nbytes // 4096) * 4096
+        self.directory = Path(os.path.realpath(directory))
+        self.path = self.directory / f"infinity-rank{rank}.slab"
+        self._owner = os.getpid()
+        self._descriptor: int | None = None
+        _check_directory(self.directory)
+        descriptor = self._open_locked()
+        try:
+            self._preallocate(descriptor)
+        except BaseException:
+            self._remove(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._descriptor is None
+
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the file (or, with `keep`, leave it) and give up its lock. Calling it again does nothing.
+
+        In a forked child it only closes the child's descriptor: the slab is the parent's.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        if keep or os.getpid() != self._owner:
+            os.close(descriptor)
+        else:
+            self._remove(descriptor)
+
+    def __enter__(self) -> Slab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_locked(self) -> int:
+        """A descriptor of the file that is at `path` now, with its lock held."""
+        while True:
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise storage_error("create", str(self.path), None, error.errno or 0) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The last owner may have removed the file between our open and our lock: then what we
+                # hold has no name any more, and somebody else can own the name.
+                if _is_at(descriptor, self.path):
+                    return descriptor
+                os.close(descriptor)
+            except OSError as error:
+                holder = _lock_holder(descriptor)
+                os.close(descriptor)
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise storage_error("lock", str(self.path), None, error.errno or 0) from error
+                raise StorageError(
+                    f"The slab {self.path} is in use by {holder}.",
+                    "Give each run a directory of its own, or wait until that run has ended.",
+                    path=str(self.path),
+                    errno=errno.EBUSY,
+                ) from error
+
+    def _preallocate(self, descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)  # what a dead process left
+        room = os.fstatvfs(descriptor)
+        available = room.f_bavail * room.f_frsize
+        if self.nbytes > available:
+            raise StorageFull(
+                f"{self.directory} has {format_size(available)} free of {format_size(self.nbytes)} needed.",
+                f"Give that path at most {available} bytes, free space there, or add another path.",
+                path=str(self.path),
+                errno=errno.ENOSPC,
+            )
+        try:
+            os.posix_fallocate(descriptor, 0, self.nbytes)
+        except OSError as error:
+            raise storage_error("preallocate", str(self.path), None, error.errno or 0) from error
+
+    def _remove(self, descriptor: int) -> None:
+        with contextlib.suppress(OSError):
+            # Before the lock goes: a process that waits for it must not find this file again.
+            if _is_at(descriptor, self.path):
+                os.unlink(self.path)
+        os.close(descriptor)
+
+
+def _check_directory(directory: Path) -> None:
+    path = str(directory)
+    if not directory.exists():
+        raise storage_error("open", path, None, errno.ENOENT)
+    if not directory.is_dir():
+        raise storage_error("open", path, None, errno.ENOTDIR)
+    kind = machine.file_system(directory)
+    if kind in _RAM_FILE_SYSTEMS:
+        raise StorageError(
+            f"{path} is on {kind}, which is RAM: pages kept there would not leave memory.",
+            "Give a directory on a disk, or a larger host budget.",
+            path=path,
+            errno=errno.EINVAL,
+        )
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether `path` names the file that `descriptor` has open."""
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def _lock_holder(descriptor: int) -> str:
+    """Who holds the flock of an open file, for people."""
+    inode = os.fstat(descriptor).st_ino
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
+                return "this process" if int(fields[4]) == os.getpid() else f"process {fields[4]}"
+    return "another process"

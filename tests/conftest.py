@@ -1,0 +1,46 @@
+"""Fixtures that need a file system of their own."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory on an ext4 file system of 32 MiB (some 23 MiB free), where one may be mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs mkfs.ext4")
+    image = tmp_path / "disk.img"
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    image.touch()
+    os.truncate(image, 32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    mount = ["mount", "-o", "loop", str(image), str(mounted)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no loop mount here: {done.stderr.strip()}")
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", "--lazy", str(mounted)], check=False)
+
+
+@pytest.fixture
+def ram_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a tmpfs."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or not os.access(shared, os.W_OK):
+        pytest.skip("needs a writable /dev/shm")
+    directory = shared / f"infinity-test-{os.getpid()}"
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
