@@ -1,0 +1,719 @@
+// infinity._aio: the engine for Python. No thread of the engine ever takes the GIL, so everything
+// that must happen under it (dropping the owners of buffers above all) happens here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <cmath>
+#include <thread>
+#include <utility>
+
+#include "engine.hpp"
+#include "stripe.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace infinity::aio;
+
+namespace {
+
+// ---- errors -------------------------------------------------------------------------------------
+
+nb::object make_storage_error(const Failure& failure) {
+    const nb::object errors = nb::module_::import_("infinity.errors");
+    const nb::object offset = failure.offset ? nb::object(nb::int_(*failure.offset)) : nb::none();
+    if (failure.error == end_of_file && failure.operation == "read") {
+        const std::string cause = failure.path +
+                                  " is shorter than expected: nothing to read at byte " +
+                                  std::to_string(failure.offset.value_or(0)) + ".";
+        return errors.attr("StorageError")(
+            cause, "The file was cut off or is not the one that was written: restore it.",
+            "path"_a = failure.path, "offset"_a = offset, "errno"_a = failure.error);
+    }
+    return errors.attr("storage_error")(failure.operation, failure.path, offset, failure.error);
+}
+
+[[noreturn]] void raise(const nb::object& error) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    throw nb::python_error();
+}
+
+[[noreturn]] void raise_config_error(const std::string& cause, const std::string& cure) {
+    raise(nb::module_::import_("infinity.errors").attr("ConfigError")(cause, cure));
+}
+
+// Runs something that may throw the core's exceptions, with the GIL released.
+template <typename Action>
+auto unlocked(const Action& action) {
+    std::optional<Failure> failure;
+    std::string cause;
+    std::string cure;
+    try {
+        const nb::gil_scoped_release release;
+        return action();
+    } catch (const StorageFailure& error) {
+        failure = error.failure();
+    } catch (const BadRequest& error) {
+        cause = error.what();
+        cure = error.cure();
+    } catch (const Unavailable& error) {
+        cause = "This I/O engine cannot be used here: " + std::string(error.what()) + ".";
+        cure =
+            "Leave the choice to the runtime (backend=\"auto\", no INFINITY_AIO), or use threads.";
+    }
+    if (failure) raise(make_storage_error(*failure));
+    raise_config_error(cause, cure);
+}
+
+// ---- buffers ------------------------------------------------------------------------------------
+
+// Memory and whoever keeps it alive.
+struct Span {
+    std::byte* address = nullptr;
+    uint64_t bytes = 0;
+    nb::object owner;
+};
+
+constexpr const char* buffer_cure =
+    "Give a C-contiguous bytearray, numpy array or CPU tensor, or (address, nbytes, owner).";
+
+Span span_of_buffer(nb::handle buffer, bool writable) {
+    nb::object view = nb::steal(PyMemoryView_FromObject(buffer.ptr()));
+    if (!view.is_valid()) {
+        PyErr_Clear();
+        raise_config_error("The buffer does not give out its memory.", buffer_cure);
+    }
+    const Py_buffer* memory = PyMemoryView_GET_BUFFER(view.ptr());
+    if (!PyBuffer_IsContiguous(memory, 'C'))
+        raise_config_error("The buffer is not contiguous.", buffer_cure);
+    if (writable && memory->readonly)
+        raise_config_error("The buffer is read-only, and a read would write to it.", buffer_cure);
+    return {static_cast<std::byte*>(memory->buf), static_cast<uint64_t>(memory->len),
+            std::move(view)};
+}
+
+// torch tensors and storages, by what they offer rather than by type: torch is not imported here.
+Span span_of_tensor(nb::handle tensor) {
+    if (nb::cast<std::string>(tensor.attr("device").attr("type")) != "cpu")
+        raise_config_error("The tensor is not in host memory.",
+                           "Copy it to a CPU tensor (pinned memory is fastest) first.");
+    if (nb::hasattr(tensor, "is_contiguous") && !nb::cast<bool>(tensor.attr("is_contiguous")()))
+        raise_config_error("The tensor is not contiguous.", buffer_cure);
+    nb::object bytes = tensor.attr("nbytes");
+    if (PyCallable_Check(bytes.ptr())) bytes = bytes();
+    return {reinterpret_cast<std::byte*>(nb::cast<uintptr_t>(tensor.attr("data_ptr")())),
+            nb::cast<uint64_t>(bytes), nb::borrow(tensor)};
+}
+
+Span span_of_triple(nb::handle triple) {
+    int64_t address = 0;
+    int64_t bytes = 0;
+    if (nb::len(triple) != 3 || !nb::try_cast(triple[0], address) ||
+        !nb::try_cast(triple[1], bytes))
+        raise_config_error("The buffer is a tuple, but not (address, nbytes, owner).", buffer_cure);
+    if (bytes < 0 || (address == 0 && bytes > 0))
+        raise_config_error("The buffer's address is null or its size negative.", buffer_cure);
+    return {reinterpret_cast<std::byte*>(address), static_cast<uint64_t>(bytes),
+            nb::borrow(triple[2])};
+}
+
+Span span_of(nb::handle buffer, bool writable) {
+    if (PyTuple_Check(buffer.ptr())) return span_of_triple(buffer);
+    if (PyObject_CheckBuffer(buffer.ptr())) return span_of_buffer(buffer, writable);
+    if (nb::hasattr(buffer, "data_ptr")) return span_of_tensor(buffer);
+    raise_config_error("A " + std::string(Py_TYPE(buffer.ptr())->tp_name) + " is not a buffer.",
+                       buffer_cure);
+}
+
+// ---- owners of buffers whose future nobody holds any more
+// ------------------------------------------
+
+// All of it under the GIL. Never destroyed: it may outlive the interpreter.
+class Orphans {
+  public:
+    void adopt(std::shared_ptr<Future> future, nb::object owner) {
+        waiting_.emplace_back(std::move(future), std::move(owner));
+    }
+
+    // Drops the owners of what has landed. Cheap: all are looked at once in as many calls as there
+    // are entries, or whenever `all` asks for it.
+    void reap(bool all) {
+        if (waiting_.empty() || (!all && ++calls_ < waiting_.size())) return;
+        calls_ = 0;
+        std::vector<Entry> landed;  // dropped last: an owner's destructor may come back here
+        for (size_t i = 0; i < waiting_.size();) {
+            if (!waiting_[i].first->done()) {
+                ++i;
+                continue;
+            }
+            std::swap(waiting_[i], waiting_.back());
+            landed.push_back(std::move(waiting_.back()));
+            waiting_.pop_back();
+        }
+    }
+
+  private:
+    using Entry = std::pair<std::shared_ptr<Future>, nb::object>;
+    std::vector<Entry> waiting_;
+    size_t calls_ = 0;
+};
+
+Orphans& orphans() {
+    static auto* const instance = new Orphans;
+    return *instance;
+}
+
+// ---- what Python holds --------------------------------------------------------------------------
+
+[[noreturn]] void raise_forked() {
+    raise_config_error(
+        "This I/O engine belongs to the parent process: a forked child has none of "
+        "its threads.",
+        "Make a new engine in the child, or start children with spawn.");
+}
+
+// Threads that have released the GIL in a wait; leave() at exit lets them come back first.
+std::atomic<int> waiters{0};
+
+class PyFuture {
+  public:
+    PyFuture(std::shared_ptr<Future> future, nb::object owner,
+             std::vector<std::shared_ptr<Engine>> engines)
+        : future_(std::move(future)), owner_(std::move(owner)), engines_(std::move(engines)) {}
+    PyFuture(PyFuture&&) = default;
+    ~PyFuture() {
+        // The kernel may still use the memory; in a forked child there is no kernel to wait for.
+        if (future_ && owner_.is_valid() && !future_->done() && !process_.forked())
+            orphans().adopt(std::move(future_), std::move(owner_));
+    }
+
+    bool done() const { return future_->done(); }
+
+    // False after the time limit. Throws what a signal handler throws.
+    bool landed_by(TimePoint until) {
+        while (!future_->done()) {
+            if (process_.forked()) raise_forked();
+            Future::Wait outcome;
+            ++waiters;
+            {
+                const nb::gil_scoped_release release;
+                outcome = future_->wait(until);
+            }
+            --waiters;
+            if (outcome == Future::Wait::timeout) return false;
+            if (outcome == Future::Wait::interrupted && PyErr_CheckSignals() != 0)
+                throw nb::python_error();
+        }
+        owner_.reset();
+        return true;
+    }
+
+    // Of a landed request: its error or None.
+    nb::object error() const {
+        const Failure* failure = future_->failure();
+        return failure ? make_storage_error(*failure) : nb::none();
+    }
+    void check() const {
+        if (future_->failure()) raise(error());
+    }
+    uint64_t bytes() const { return future_->bytes(); }
+
+  private:
+    Process process_;
+    std::shared_ptr<Future> future_;
+    nb::object owner_;
+    std::vector<std::shared_ptr<Engine>> engines_;  // one closes when nobody holds it
+};
+
+TimePoint limit_of(std::optional<double> timeout) {
+    // Beyond some years, or not a number: no limit.
+    if (!timeout || !(*timeout < 1e9)) return TimePoint::max();
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                              std::chrono::duration<double>(std::max(*timeout, 0.0)));
+}
+
+[[noreturn]] void raise_timeout() {
+    PyErr_SetString(PyExc_TimeoutError, "The request is still in flight.");
+    throw nb::python_error();
+}
+
+void wait_all(const std::vector<PyFuture*>& futures, std::optional<double> timeout) {
+    const TimePoint until = limit_of(timeout);
+    for (PyFuture* future : futures)
+        if (!future->landed_by(until)) raise_timeout();
+    for (const PyFuture* future : futures) future->check();
+}
+
+struct PyFaults {
+    std::shared_ptr<Faults> faults = std::make_shared<Faults>();
+};
+
+class PyEngine {
+  public:
+    explicit PyEngine(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+    PyEngine(PyEngine&&) = default;
+    ~PyEngine() {
+        if (!engine_ || engine_.use_count() > 1 || engine_->forked() || engine_->closed()) return;
+        close();
+    }
+
+    const std::shared_ptr<Engine>& core() const {
+        if (engine_->forked()) raise_forked();
+        return engine_;
+    }
+    void close() {
+        if (engine_->forked()) return;
+        unlocked([&] { engine_->close(); });
+        orphans().reap(true);
+    }
+
+  private:
+    std::shared_ptr<Engine> engine_;
+};
+
+// All open engines, for the end of the interpreter. Under the GIL.
+std::vector<std::weak_ptr<Engine>>& engines() {
+    static auto* const instance = new std::vector<std::weak_ptr<Engine>>;
+    return *instance;
+}
+
+void make_engine(PyEngine* self, std::optional<std::string> directory, std::string backend,
+                 unsigned depth, uint32_t block_bytes, double write_slack,
+                 std::optional<PyFaults*> faults) {
+    Options options;
+    options.directory = std::move(directory);
+    options.backend = std::move(backend);
+    options.depth = depth;
+    options.block_bytes = block_bytes;
+    options.write_slack = std::chrono::duration_cast<std::chrono::nanoseconds>(
+        std::chrono::duration<double>(write_slack));
+    if (faults) options.faults = (*faults)->faults;
+    std::shared_ptr<Engine> engine = unlocked([&] { return Engine::create(std::move(options)); });
+    std::erase_if(engines(), [](const std::weak_ptr<Engine>& known) { return known.expired(); });
+    engines().push_back(engine);
+    new (self) PyEngine(std::move(engine));
+}
+
+// Registered with atexit. Engines must not meet the end of the interpreter with requests in flight
+// (their memory would go under the kernel's feet), nor a thread come back from a wait to an
+// interpreter that is being taken down.
+void leave() {
+    for (const std::weak_ptr<Engine>& known : engines()) {
+        const std::shared_ptr<Engine> engine = known.lock();
+        if (engine && !engine->forked()) unlocked([&] { engine->close(); });
+    }
+    orphans().reap(true);
+    unlocked([] {
+        const TimePoint patience = Clock::now() + std::chrono::seconds(5);
+        while (waiters > 0 && Clock::now() < patience)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+}
+
+struct PyFile {
+    std::shared_ptr<File> file;
+    std::shared_ptr<Engine> engine;
+    std::string path;  // outlives the file
+    bool writable = false;
+};
+
+void check_usable(const PyFile& self, Kind kind) {
+    if (self.engine->forked()) raise_forked();
+    if (!self.file) raise_config_error(self.path + " is closed.", "Open it again before using it.");
+    if (self.engine->closed())
+        raise_config_error("The I/O engine of " + self.path + " is closed.",
+                           "Make a new engine and open the file there.");
+    if (kind == Kind::write && !self.writable)
+        raise_config_error(self.path + " was opened for reading only.", "Open it with write=True.");
+}
+
+TimePoint deadline_of(const Engine& engine, Kind kind, std::optional<double> deadline) {
+    if (!deadline || std::isnan(*deadline)) return Clock::now() + engine.slack(kind);
+    const double seconds = std::min(std::max(*deadline, -1e9), 1e9);
+    return TimePoint(
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+}
+
+uint64_t offset_of(int64_t offset, uint64_t bytes) {
+    if (offset < 0)
+        raise_config_error("The offset is " + std::to_string(offset) + ".",
+                           "Give 0 or more bytes.");
+    if (static_cast<uint64_t>(offset) + bytes > static_cast<uint64_t>(INT64_MAX))
+        raise_config_error("The range ends beyond 2^63 bytes.", "Give a smaller offset.");
+    return static_cast<uint64_t>(offset);
+}
+
+std::unique_ptr<Request> make_request(Kind kind, const PyFile& file, const Range& range,
+                                      std::optional<double> deadline,
+                                      const std::shared_ptr<Future>& future) {
+    auto request = std::make_unique<Request>();
+    request->kind = kind;
+    request->file = file.file;
+    request->left = range;
+    request->deadline = deadline_of(*file.engine, kind, deadline);
+    request->future = future;
+    return request;
+}
+
+PyFuture start(Kind kind, const PyFile& self, Span span, int64_t offset,
+               std::optional<double> deadline) {
+    check_usable(self, kind);
+    orphans().reap(false);
+    const Range range{span.address, offset_of(offset, span.bytes), span.bytes};
+    const bool something = kind == Kind::sync || span.bytes > 0;
+    auto future = std::make_shared<Future>(something ? 1 : 0, span.bytes);
+    if (something) {
+        std::vector<std::unique_ptr<Request>> requests;
+        requests.push_back(make_request(kind, self, range, deadline, future));
+        self.engine->submit(std::move(requests));
+    }
+    return {std::move(future), std::move(span.owner), {self.engine}};
+}
+
+void close_file(PyFile& self) {
+    if (!self.file || self.engine->forked()) return;
+    std::shared_ptr<File> file = std::move(self.file);
+    unlocked([&] {
+        self.engine->close_file(file);
+        file.reset();
+    });
+    orphans().reap(true);
+}
+
+// ---- volumes ------------------------------------------------------------------------------------
+
+struct PyVolume {
+    StripeMap map;
+    std::vector<PyFile*> files;  // kept alive by files_object
+    nb::object files_object;
+};
+
+PyFuture start(Kind kind, const PyVolume& self, Span span, int64_t offset,
+               std::optional<double> deadline) {
+    for (const PyFile* file : self.files) check_usable(*file, kind);
+    orphans().reap(false);
+    std::vector<Extent> extents;
+    if (kind == Kind::sync) {
+        for (uint32_t file = 0; file < self.files.size(); ++file) extents.push_back({file, 0, 0});
+    } else {
+        extents = self.map.extents(offset_of(offset, span.bytes), span.bytes);
+    }
+    auto future = std::make_shared<Future>(static_cast<uint32_t>(extents.size()), span.bytes);
+    std::vector<std::vector<std::unique_ptr<Request>>> requests(self.files.size());
+    std::byte* address = span.address;
+    for (const Extent& extent : extents) {
+        requests[extent.file].push_back(make_request(kind, *self.files[extent.file],
+                                                     {address, extent.offset, extent.bytes},
+                                                     deadline, future));
+        address += extent.bytes;
+    }
+    std::vector<std::shared_ptr<Engine>> held;
+    for (size_t file = 0; file < requests.size(); ++file) {
+        if (requests[file].empty()) continue;
+        held.push_back(self.files[file]->engine);
+        held.back()->submit(std::move(requests[file]));
+    }
+    return {std::move(future), std::move(span.owner), std::move(held)};
+}
+
+// ---- tables for people --------------------------------------------------------------------------
+
+nb::dict stats_of(const PyEngine& self) {
+    const Stats stats = self.core()->stats();
+    nb::dict result;
+    for (int kind = 0; kind < kinds; ++kind) {
+        const std::string prefix = std::string(verb(static_cast<Kind>(kind))) + "_";
+        const auto at = static_cast<size_t>(kind);
+        result[(prefix + "requests").c_str()] = stats.requests[at];
+        result[(prefix + "transfers").c_str()] = stats.transfers[at];
+        result[(prefix + "busy_seconds").c_str()] = stats.busy_seconds[at];
+        if (static_cast<Kind>(kind) != Kind::sync)
+            result[(prefix + "bytes").c_str()] = stats.bytes[at];
+    }
+    result["failures"] = stats.failures;
+    result["retries"] = stats.retries;
+    result["short_transfers"] = stats.short_transfers;
+    result["buffered_bytes"] = stats.buffered_bytes;
+    result["queue_peak"] = stats.queue_peak;
+    result["in_flight_peak"] = stats.in_flight_peak;
+    result["waits"] = stats.waits;
+    return result;
+}
+
+nb::dict report_of(const BackendReport& report) {
+    nb::dict result;
+    result["name"] = report.name;
+    result["ok"] = report.ok;
+    result["direct"] = report.direct;
+    result["reason"] = report.reason;
+    result["features"] = report.features;
+    return result;
+}
+
+nb::dict facts_of(const PyEngine& self) {
+    const Facts facts = self.core()->facts();
+    nb::dict result;
+    nb::list rejected;
+    for (const BackendReport& report : facts.rejected) rejected.append(report_of(report));
+    result["chosen"] = report_of(facts.chosen);
+    result["rejected"] = rejected;
+    result["registered_bytes"] = facts.registered_bytes;
+    result["registration_failure"] = facts.registration_failure;
+    result["depth"] = self.core()->options().depth;
+    result["block_bytes"] = self.core()->options().block_bytes;
+    return result;
+}
+
+nb::dict probe_directory(std::optional<std::string> directory) {
+    const DirectoryReport report = unlocked([&] { return probe(directory); });
+    nb::dict result;
+    nb::list backends;
+    for (const BackendReport& backend : report.backends) backends.append(report_of(backend));
+    result["direct"] = report.alignment.direct;
+    result["memory_alignment"] = report.alignment.memory;
+    result["offset_alignment"] = report.alignment.granularity;
+    result["backends"] = backends;
+    return result;
+}
+
+// ---- the module ---------------------------------------------------------------------------------
+
+Kind kind_of(const std::string& name) {
+    for (int kind = 0; kind < kinds; ++kind)
+        if (name == verb(static_cast<Kind>(kind))) return static_cast<Kind>(kind);
+    raise_config_error("There is no request kind '" + name + "'.", "Use read, write, sync or any.");
+}
+
+void add_rule(PyFaults& self, const std::string& kind, uint64_t nth, std::optional<uint64_t> times,
+              FaultRule rule) {
+    if (kind != "any") rule.kind = kind_of(kind);
+    if (nth == 0) raise_config_error("nth is 0.", "Requests are counted from 1.");
+    rule.nth = nth;
+    rule.times = times.value_or(Faults::always);
+    self.faults->add(rule);
+}
+
+void bind_faults(nb::module_& m) {
+    nb::class_<PyFaults>(m, "Faults")
+        .def(nb::init<>())
+        .def(
+            "fail",
+            [](PyFaults& self, const std::string& kind, uint64_t nth, int error,
+               std::optional<uint64_t> times) {
+                if (error <= 0)
+                    raise_config_error("errno is not positive.", "Give errno.EIO or so.");
+                FaultRule rule;
+                rule.action = FaultRule::Action::fail;
+                rule.error = error;
+                add_rule(self, kind, nth, times, rule);
+            },
+            "kind"_a, "nth"_a, "errno"_a, "times"_a = 1)
+        .def(
+            "shorten",
+            [](PyFaults& self, const std::string& kind, uint64_t nth, uint32_t bytes,
+               std::optional<uint64_t> times) {
+                FaultRule rule;
+                rule.action = FaultRule::Action::shorten;
+                rule.bytes = bytes;
+                add_rule(self, kind, nth, times, rule);
+            },
+            "kind"_a, "nth"_a, "nbytes"_a, "times"_a = 1)
+        .def(
+            "delay",
+            [](PyFaults& self, const std::string& kind, uint64_t nth, double seconds,
+               std::optional<uint64_t> times) {
+                FaultRule rule;
+                rule.action = FaultRule::Action::delay;
+                rule.delay = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                    std::chrono::duration<double>(seconds));
+                add_rule(self, kind, nth, times, rule);
+            },
+            "kind"_a, "nth"_a, "seconds"_a, "times"_a = 1)
+        .def("clear", [](PyFaults& self) { self.faults->clear(); })
+        .def_prop_ro("calls",
+                     [](const PyFaults& self) {
+                         nb::dict result;
+                         const auto calls = self.faults->calls();
+                         for (int kind = 0; kind < kinds; ++kind)
+                             result[verb(static_cast<Kind>(kind))] =
+                                 calls[static_cast<size_t>(kind)];
+                         return result;
+                     })
+        .def_prop_ro("fired", [](const PyFaults& self) { return self.faults->fired(); });
+}
+
+void bind_future(nb::module_& m) {
+    nb::class_<PyFuture>(m, "Future")
+        .def("done", &PyFuture::done)
+        .def(
+            "wait",
+            [](PyFuture& self, std::optional<double> timeout) {
+                if (!self.landed_by(limit_of(timeout))) return false;
+                self.check();
+                return true;
+            },
+            "timeout"_a = nb::none())
+        .def(
+            "result",
+            [](PyFuture& self, std::optional<double> timeout) {
+                if (!self.landed_by(limit_of(timeout))) raise_timeout();
+                self.check();
+                return self.bytes();
+            },
+            "timeout"_a = nb::none())
+        .def(
+            "exception",
+            [](PyFuture& self, std::optional<double> timeout) {
+                if (!self.landed_by(limit_of(timeout))) raise_timeout();
+                return self.error();
+            },
+            "timeout"_a = nb::none());
+    m.def("wait_all", &wait_all, "futures"_a, "timeout"_a = nb::none());
+}
+
+template <typename Self>
+void bind_requests(nb::class_<Self>& target) {
+    target
+        .def(
+            "read",
+            [](const Self& self, nb::handle buffer, int64_t offset,
+               std::optional<double> deadline) {
+                return start(Kind::read, self, span_of(buffer, true), offset, deadline);
+            },
+            "buffer"_a, "offset"_a, "deadline"_a = nb::none())
+        .def(
+            "write",
+            [](const Self& self, nb::handle buffer, int64_t offset,
+               std::optional<double> deadline) {
+                return start(Kind::write, self, span_of(buffer, false), offset, deadline);
+            },
+            "buffer"_a, "offset"_a, "deadline"_a = nb::none())
+        .def(
+            "sync",
+            [](const Self& self, std::optional<double> deadline) {
+                return start(Kind::sync, self, Span{}, 0, deadline);
+            },
+            "deadline"_a = nb::none());
+}
+
+void bind_file(nb::module_& m) {
+    auto file = nb::class_<PyFile>(m, "File");
+    bind_requests(file);
+    const auto alive = [](const PyFile& self) -> const File& {
+        check_usable(self, Kind::read);
+        return *self.file;
+    };
+    file.def("close", &close_file)
+        .def_prop_ro("closed", [](const PyFile& self) { return !self.file; })
+        .def_ro("path", &PyFile::path)
+        .def_ro("writable", &PyFile::writable)
+        .def_prop_ro("size", [=](const PyFile& self) { return alive(self).size(); })
+        .def_prop_ro("direct", [=](const PyFile& self) { return alive(self).alignment().direct; })
+        .def_prop_ro("memory_alignment",
+                     [=](const PyFile& self) { return alive(self).alignment().memory; })
+        .def_prop_ro("offset_alignment",
+                     [=](const PyFile& self) { return alive(self).alignment().granularity; })
+        .def("__enter__", [](nb::object self) { return self; })
+        .def("__exit__", [](PyFile& self, nb::args) { close_file(self); });
+}
+
+void bind_engine(nb::module_& m) {
+    nb::class_<PyEngine>(m, "Engine")
+        .def("__init__", &make_engine, "directory"_a.none(), "backend"_a, "depth"_a,
+             "block_bytes"_a, "write_slack"_a, "faults"_a.none())
+        .def(
+            "open",
+            [](const PyEngine& self, const std::string& path, bool write) {
+                const std::shared_ptr<Engine> engine = self.core();
+                if (engine->closed())
+                    raise_config_error("The I/O engine is closed.", "Make a new one.");
+                std::shared_ptr<File> file = unlocked([&] { return engine->open(path, write); });
+                return PyFile{std::move(file), engine, path, write};
+            },
+            "path"_a, "write"_a = true)
+        .def(
+            "register_buffer",
+            [](const PyEngine& self, uintptr_t address, uint64_t bytes) {
+                if (address == 0 || bytes == 0)
+                    raise_config_error("The buffer to register is empty.",
+                                       "Give address and size.");
+                auto* memory = reinterpret_cast<std::byte*>(address);
+                const std::shared_ptr<Engine> engine = self.core();
+                return unlocked([&] { return engine->register_buffer(memory, bytes); });
+            },
+            "address"_a, "nbytes"_a)
+        .def(
+            "unregister_buffer",
+            [](const PyEngine& self, uintptr_t address) {
+                auto* memory = reinterpret_cast<std::byte*>(address);
+                const std::shared_ptr<Engine> engine = self.core();
+                unlocked([&] { engine->unregister_buffer(memory); });
+            },
+            "address"_a)
+        .def("close", &PyEngine::close)
+        .def_prop_ro("closed", [](const PyEngine& self) { return self.core()->closed(); })
+        .def("_stats", &stats_of)
+        .def("_facts", &facts_of);
+}
+
+void bind_volume(nb::module_& m) {
+    nb::class_<StripeMap>(m, "StripeMap")
+        .def(
+            "__init__",
+            [](StripeMap* self, const std::vector<uint32_t>& weights, uint64_t stripe_bytes) {
+                new (self) StripeMap(unlocked([&] { return StripeMap(weights, stripe_bytes); }));
+            },
+            "weights"_a, "stripe_bytes"_a)
+        .def_prop_ro("weights",
+                     [](const StripeMap& self) { return nb::tuple(nb::cast(self.weights())); })
+        .def_prop_ro("period",
+                     [](const StripeMap& self) { return nb::tuple(nb::cast(self.period())); })
+        .def_prop_ro("stripe_bytes", &StripeMap::stripe_bytes)
+        .def(
+            "extents",
+            [](const StripeMap& self, int64_t offset, int64_t bytes) {
+                if (bytes < 0) raise_config_error("nbytes is negative.", "Give 0 or more bytes.");
+                const uint64_t first = offset_of(offset, static_cast<uint64_t>(bytes));
+                std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> result;
+                for (const Extent& extent : self.extents(first, static_cast<uint64_t>(bytes)))
+                    result.emplace_back(extent.file, extent.offset, extent.bytes);
+                return result;
+            },
+            "offset"_a, "nbytes"_a)
+        .def("file_bytes", &StripeMap::file_bytes, "nbytes"_a);
+    auto volume = nb::class_<PyVolume>(m, "Volume");
+    volume
+        .def(
+            "__init__",
+            [](PyVolume* self, const nb::list& files, const StripeMap& map) {
+                std::vector<PyFile*> pointers;
+                for (nb::handle file : files) pointers.push_back(nb::cast<PyFile*>(file));
+                if (pointers.size() != map.weights().size())
+                    raise_config_error("A volume needs one weight for each file.",
+                                       "Give (file, weight) pairs.");
+                new (self) PyVolume{map, std::move(pointers), nb::tuple(files)};
+            },
+            "files"_a, "map"_a)
+        .def_prop_ro("files", [](const PyVolume& self) { return self.files_object; })
+        .def_prop_ro("map", [](const PyVolume& self) -> const StripeMap& { return self.map; });
+    bind_requests(volume);
+}
+
+}  // namespace
+
+NB_MODULE(_aio, m) {
+    m.doc() = "The native I/O engine. Use infinity.aio.";
+    pthread_atfork(nullptr, nullptr, [] { waiters = 0; });  // none of those threads is in the child
+    bind_faults(m);
+    bind_future(m);
+    bind_file(m);
+    bind_engine(m);
+    bind_volume(m);
+    m.def("probe", &probe_directory, "directory"_a.none());
+    m.def("_leave", &leave);
+}

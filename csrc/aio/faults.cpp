@@ -1,0 +1,139 @@
+#include "faults.hpp"
+
+#include <algorithm>
+
+#include "transfer_now.hpp"
+
+namespace infinity::aio {
+
+void Faults::add(FaultRule rule) {
+    const std::lock_guard lock(mutex_);
+    rules_.push_back({rule, 0});
+}
+
+void Faults::clear() {
+    const std::lock_guard lock(mutex_);
+    rules_.clear();
+}
+
+std::array<uint64_t, kinds> Faults::calls() const {
+    const std::lock_guard lock(mutex_);
+    return calls_;
+}
+
+uint64_t Faults::fired() const {
+    const std::lock_guard lock(mutex_);
+    return fired_;
+}
+
+std::vector<FaultRule> Faults::next(Kind kind) {
+    const std::lock_guard lock(mutex_);
+    ++calls_[static_cast<size_t>(kind)];
+    std::vector<FaultRule> acting;
+    for (Counted& counted : rules_) {
+        if (counted.rule.kind && *counted.rule.kind != kind) continue;
+        ++counted.seen;
+        if (counted.seen < counted.rule.nth) continue;
+        if (counted.seen - counted.rule.nth >= counted.rule.times) continue;
+        ++fired_;
+        acting.push_back(counted.rule);
+    }
+    return acting;
+}
+
+namespace {
+
+class Faulty final : public Backend {
+  public:
+    Faulty(std::unique_ptr<Backend> inner, std::shared_ptr<Faults> faults)
+        : inner_(std::move(inner)), faults_(std::move(faults)) {}
+
+    const char* name() const override { return inner_->name(); }
+    void start() override { inner_->start(); }
+    void submit(Transfer& transfer) override;
+    void wait(TimePoint until, bool wakeable, std::vector<Completion>& done) override;
+    void wake() override { inner_->wake(); }
+    void expedite() override;
+    bool attach(File& file) override { return inner_->attach(file); }
+    void detach(File& file) override { inner_->detach(file); }
+    std::string register_buffer(std::byte* address, size_t bytes) override {
+        return inner_->register_buffer(address, bytes);
+    }
+    void unregister_buffer(std::byte* address) override { inner_->unregister_buffer(address); }
+    std::string features() const override { return inner_->features(); }
+
+  private:
+    struct Held {
+        Transfer* transfer;
+        TimePoint due;
+        std::vector<FaultRule> rules;  // what else happens to it then
+    };
+
+    void release(Transfer& transfer, const std::vector<FaultRule>& rules);
+
+    std::unique_ptr<Backend> inner_;
+    std::shared_ptr<Faults> faults_;
+    std::vector<Held> held_;
+    std::vector<Completion> ready_;  // completed here, never seen by the inner backend
+};
+
+void Faulty::submit(Transfer& transfer) {
+    std::vector<FaultRule> rules = faults_->next(transfer.kind);
+    std::chrono::nanoseconds delay{0};
+    for (const FaultRule& rule : rules)
+        if (rule.action == FaultRule::Action::delay) delay = std::max(delay, rule.delay);
+    if (delay.count() > 0) {
+        held_.push_back({&transfer, Clock::now() + delay, std::move(rules)});
+    } else {
+        release(transfer, rules);
+    }
+}
+
+void Faulty::release(Transfer& transfer, const std::vector<FaultRule>& rules) {
+    for (const FaultRule& rule : rules) {
+        if (rule.action == FaultRule::Action::fail) {
+            ready_.push_back({&transfer, -rule.error});
+            return;
+        }
+        if (rule.action == FaultRule::Action::shorten && transfer.kind != Kind::sync) {
+            // Truly short: exactly so many bytes move, as after a real one. Buffered, because
+            // O_DIRECT would refuse the length.
+            const uint32_t bytes = std::min(rule.bytes, transfer.bytes);
+            ready_.push_back({&transfer, bytes == 0 ? 0 : transfer_now(transfer, bytes, false)});
+            return;
+        }
+    }
+    inner_->submit(transfer);
+}
+
+void Faulty::wait(TimePoint until, bool, std::vector<Completion>& done) {
+    const TimePoint now = Clock::now();
+    for (size_t i = 0; i < held_.size();) {
+        if (held_[i].due > now) {
+            until = std::min(until, held_[i].due);
+            ++i;
+            continue;
+        }
+        const Held due = std::move(held_[i]);
+        held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(i));
+        release(*due.transfer, due.rules);
+    }
+    if (!ready_.empty()) until = TimePoint::min();
+    done.insert(done.end(), ready_.begin(), ready_.end());
+    ready_.clear();
+    inner_->wait(until, true, done);
+}
+
+void Faulty::expedite() {
+    for (Held& held : held_) held.due = TimePoint::min();
+    inner_->expedite();
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_faulty(std::unique_ptr<Backend> inner,
+                                     std::shared_ptr<Faults> faults) {
+    return std::make_unique<Faulty>(std::move(inner), std::move(faults));
+}
+
+}  // namespace infinity::aio

@@ -1,0 +1,67 @@
+// What the submission thread owns: requests on their way through a backend.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "backend.hpp"
+#include "queue.hpp"
+#include "stats.hpp"
+
+namespace infinity::aio {
+
+// One thread at a time. The engine's mutex lets others hand requests to that thread; none of them
+// comes in here.
+class Loop {
+  public:
+    Loop(Backend& backend, unsigned depth, uint32_t block_bytes);
+    ~Loop();
+    Loop(const Loop&) = delete;
+    Loop& operator=(const Loop&) = delete;
+
+    void add(std::unique_ptr<Request> request);
+
+    // Fills free slots with blocks, earliest deadline first.
+    void issue();
+
+    // No slot is free, so that a new request could not start.
+    bool full() const { return free_.empty(); }
+    // Nothing is in flight or queued.
+    bool idle() const { return free_.size() == transfers_.size() && queue_.empty(); }
+
+    // One trip to the backend, then lands what came back.
+    void wait(bool wakeable);
+
+    // Fails all that the kernel does not have yet.
+    void cancel();
+
+    // The files of requests that have landed since the last call, one entry a request.
+    std::vector<std::shared_ptr<File>> take_landed();
+    Stats stats() const;
+
+  private:
+    void send(Transfer& transfer);
+    void land(Transfer& transfer, int64_t result);
+    void advance(Transfer& transfer, uint32_t moved);
+    void retry(Transfer& transfer, int error);
+    void fail(Transfer& transfer, int error);
+    void retire(Transfer& transfer);
+    void finish_if_landed(Request* request);
+    void account(Kind kind, int change);
+
+    Backend& backend_;
+    const uint32_t block_bytes_;
+    DeadlineQueue queue_;
+    std::vector<Transfer> transfers_;
+    std::vector<Transfer*> free_;
+    std::vector<Transfer*> parked_;  // waiting out a back-off
+    std::vector<Completion> completions_;
+    std::vector<std::shared_ptr<File>> landed_;
+    uint64_t sequence_ = 0;
+    Stats stats_;
+    std::array<uint32_t, kinds> in_flight_{};
+    std::array<TimePoint, kinds> busy_since_{};
+};
+
+}  // namespace infinity::aio

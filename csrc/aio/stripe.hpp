@@ -1,0 +1,45 @@
+// Where the bytes of a volume over several files lie.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace infinity::aio {
+
+// A part of a volume's range that is contiguous in one file.
+struct Extent {
+    uint32_t file = 0;
+    uint64_t offset = 0;  // bytes, in that file
+    uint64_t bytes = 0;
+};
+
+// [Note: striping]
+// A volume is a sequence of stripes of `stripe_bytes`. A period has as many stripes as the weights
+// add up to, weights[i] of them in file i, spread as evenly as they go (smooth weighted
+// round-robin, ties to the lower file). Each file holds its stripes in order without gaps.
+// The map follows from (weights, stripe_bytes) alone, and a manifest stores just these: the
+// algorithm is part of the file format.
+class StripeMap {
+  public:
+    // Throws BadRequest.
+    StripeMap(std::vector<uint32_t> weights, uint64_t stripe_bytes);
+
+    const std::vector<uint32_t>& weights() const { return weights_; }
+    uint64_t stripe_bytes() const { return stripe_bytes_; }
+    // The file of each stripe of a period.
+    const std::vector<uint32_t>& period() const { return period_; }
+
+    // In the volume's order; neighbours in one file are merged.
+    std::vector<Extent> extents(uint64_t offset, uint64_t bytes) const;
+
+    // The size that each file needs for a volume of so many bytes.
+    std::vector<uint64_t> file_bytes(uint64_t bytes) const;
+
+  private:
+    std::vector<uint32_t> weights_;
+    uint64_t stripe_bytes_;
+    std::vector<uint32_t> period_;
+    std::vector<uint32_t> rank_;  // of a stripe among those of its file in the period
+};
+
+}  // namespace infinity::aio

@@ -1,0 +1,247 @@
+"""Asynchronous file I/O for the NVMe tier: one engine per path, a future per request.
+
+An `Engine` has a submission thread of its own over io_uring, libaio or plain threads, whichever works
+first where it is tried. Requests of any size, offset and address are cut into blocks; whatever O_DIRECT
+does not take goes through the page cache, and `Engine.stats` counts those bytes. Every result is checked:
+short transfers go on, EAGAIN and EINTR are retried, anything else raises a typed error from the future of
+that request and leaves the engine usable.
+
+What the caller must know:
+
+- A buffer belongs to the engine until its future is done. The engine keeps the buffer's owner alive, also
+  when the future is dropped.
+- Requests in flight together are not ordered, overlapping or not. Wait for the first before asking for the
+  second. `sync` makes those writes durable whose futures were done when it was asked for.
+- `wait` and `result` raise the request's error. Whoever drops a future without asking never hears of it,
+  except in `Engine.stats.failures`.
+- In a forked child every call raises ConfigError: make new engines there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from infinity import _aio
+from infinity._aio import Faults, File, Future, StripeMap, wait_all
+from infinity.errors import ConfigError
+
+__all__ = [
+    "BACKENDS",
+    "BackendReport",
+    "DirectoryReport",
+    "Engine",
+    "Facts",
+    "Faults",
+    "File",
+    "Future",
+    "Stats",
+    "StripeMap",
+    "Volume",
+    "probe",
+    "stripe_weights",
+    "wait_all",
+]
+
+BACKENDS = ("io_uring", "libaio", "threads")
+"""In order of choice."""
+
+atexit.register(_aio._leave)
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """What a real round trip showed about one backend."""
+
+    name: str
+    ok: bool
+    direct: bool
+    """The round trip went through O_DIRECT."""
+    reason: str
+    """Why it does not work, or why only through the page cache; else empty."""
+    features: str
+    """What of the kernel's newer offers is in use."""
+
+
+@dataclass(frozen=True)
+class DirectoryReport:
+    """What I/O in a directory can be done, and how."""
+
+    direct: bool
+    """The file system says that it has O_DIRECT."""
+    memory_alignment: int
+    """Bytes; what O_DIRECT asks of addresses."""
+    offset_alignment: int
+    """Bytes; of offsets and lengths. At least a page, see the note "unaligned parts" in csrc/aio/file.hpp."""
+    backends: tuple[BackendReport, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine has chosen, and why."""
+
+    chosen: BackendReport
+    rejected: tuple[BackendReport, ...]
+    """Those that were tried first and did not work."""
+    depth: int
+    block_bytes: int
+    registered_bytes: int
+    """Of buffers that the kernel has registered."""
+    registration_failure: str
+    """Why the last `register_buffer` was in vain; else empty."""
+
+    @property
+    def backend(self) -> str:
+        return self.chosen.name
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts since the engine was made. Bytes are those moved; transfers include resubmissions."""
+
+    read_requests: int
+    read_transfers: int
+    read_bytes: int
+    read_busy_seconds: float
+    """Time with at least one read in flight."""
+    write_requests: int
+    write_transfers: int
+    write_bytes: int
+    write_busy_seconds: float
+    sync_requests: int
+    sync_transfers: int
+    sync_busy_seconds: float
+    failures: int
+    """Requests that ended with an error, whether anyone asked for it or not."""
+    retries: int
+    """After EAGAIN or EINTR."""
+    short_transfers: int
+    buffered_bytes: int
+    """Moved through the page cache instead of O_DIRECT."""
+    queue_peak: int
+    """Most requests that waited for a free slot."""
+    in_flight_peak: int
+    """Most transfers in the kernel at once."""
+    waits: int
+    """Times that the submission thread went to its backend."""
+
+
+def probe(directory: str | os.PathLike[str] | None) -> DirectoryReport:
+    """Try every backend by writing and reading back a few pages of a temporary file in `directory`.
+
+    `None` tries them in memory, which shows only that the system calls are allowed. Raises StorageError
+    where no file can be made, StorageFull where it cannot be written.
+    """
+    found = _aio.probe(None if directory is None else os.fspath(directory))
+    backends = tuple(BackendReport(**report) for report in found.pop("backends"))
+    return DirectoryReport(backends=backends, **found)
+
+
+class Engine(_aio.Engine):
+    """Asynchronous I/O on one device.
+
+    `directory` is where backends are tried (any directory on the device; None tries them in memory).
+    `backend` is "auto" or one of BACKENDS; for "auto" the environment variable INFINITY_AIO decides, if set.
+    Requests are cut into blocks of `block_bytes`, of which `depth` are in flight. Blocks go out by deadline:
+    a read's is the moment it is asked for, a write's is `write_slack` seconds later, so that reads go ahead
+    of writes and writes never starve. `faults` puts a fault-injecting wrapper around the backend.
+
+    Raises ConfigError for an unknown or unavailable backend (with the reason), StorageError for a directory
+    that cannot be written, StorageFull for one without room.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        backend: str = "auto",
+        depth: int = 32,
+        block_bytes: int = 4 << 20,
+        write_slack: float = 0.1,
+        faults: Faults | None = None,
+    ) -> None:
+        if backend == "auto":
+            backend = os.environ.get("INFINITY_AIO") or "auto"
+        if not 0 <= depth < 1 << 31 or not 0 <= block_bytes < 1 << 31 or not 0 <= write_slack < 1e9:
+            raise ConfigError(
+                f"depth {depth}, block_bytes {block_bytes} or write_slack {write_slack} is out of range.",
+                "Give 1 to 4096 transfers, a multiple of 4096 bytes up to 1 GiB, and seconds from 0.",
+            )
+        super().__init__(
+            None if directory is None else os.fspath(directory),
+            backend,
+            depth,
+            block_bytes,
+            write_slack,
+            faults,
+        )
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(**self._stats())
+
+    @property
+    def facts(self) -> Facts:
+        found: dict[str, Any] = self._facts()
+        chosen = BackendReport(**found.pop("chosen"))
+        rejected = tuple(BackendReport(**report) for report in found.pop("rejected"))
+        return Facts(chosen=chosen, rejected=rejected, **found)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def stripe_weights(bandwidths: Iterable[float], most: int = 16) -> list[int]:
+    """Small integers, none above `most`, in proportion to measured bandwidths.
+
+    Every path gets at least 1. The same bandwidths always give the same weights.
+    """
+    given = [float(bandwidth) for bandwidth in bandwidths]
+    if not given or not all(0 < bandwidth < float("inf") for bandwidth in given):
+        raise ConfigError(f"The weights are {given}.", "Give one positive number for each file.")
+    fastest = max(given)
+
+    def rounded(top: int) -> list[int]:
+        return [max(1, round(bandwidth / fastest * top)) for bandwidth in given]
+
+    def error(weights: Sequence[int]) -> float:
+        """Seconds lost on the slowest path, relative to a perfect split."""
+        return max(w / b for w, b in zip(weights, given, strict=True)) * sum(given) / sum(weights)
+
+    best = rounded(1)
+    for top in range(2, most + 1):
+        if error(rounded(top)) < error(best) - 1e-9:
+            best = rounded(top)
+    return best
+
+
+class Volume(_aio.Volume):
+    """Several files, on engines of their own, as one range of bytes.
+
+    `parts` are (file, weight) pairs; `weight` is a measured bandwidth or any positive number. Weights that
+    are not integers up to 65536 in all become small ones (`stripe_weights`). `map` says where each byte lies
+    and is made from (weights, stripe_bytes) alone, so a manifest that stores these can rebuild it.
+
+    `read`, `write` and `sync` are those of a file, with one future for all parts.
+    """
+
+    def __init__(self, parts: Iterable[tuple[File, float]], stripe_bytes: int = 4 << 20) -> None:
+        pairs = list(parts)
+        if not pairs:
+            raise ConfigError("A volume needs at least one file.", "Give (file, weight) pairs.")
+        weights = [weight for _, weight in pairs]
+        integral = [int(weight) for weight in weights if float(weight).is_integer() and weight > 0]
+        if len(integral) < len(weights) or sum(integral) > 65536:
+            integral = stripe_weights(weights)
+        if not 0 < stripe_bytes <= 1 << 40:
+            raise ConfigError(f"stripe_bytes is {stripe_bytes}.", "Give between 1 byte and 1 TiB.")
+        super().__init__([file for file, _ in pairs], StripeMap(integral, stripe_bytes))
