@@ -80,13 +80,11 @@ struct ResourceUpdate {
     uint32_t count, reserved2;
 };
 
-enum Opcode : uint8_t {
-    op_fsync = 3,
-    op_read_fixed = 4,
-    op_write_fixed = 5,
-    op_read = 22,  // Linux 5.6
-    op_write = 23,
-};
+inline constexpr uint8_t op_fsync = 3;
+inline constexpr uint8_t op_read_fixed = 4;
+inline constexpr uint8_t op_write_fixed = 5;
+inline constexpr uint8_t op_read = 22;  // Linux 5.6
+inline constexpr uint8_t op_write = 23;
 
 inline constexpr uint8_t sqe_fixed_file = 1 << 0;
 inline constexpr uint32_t fsync_datasync = 1 << 0;
