@@ -1,0 +1,276 @@
+// The Python face of the core, as thin as it can be: infinity/cpu_adam.py checks tensors and holds
+// the documentation. Addresses come in as integers, so that no torch ABI is needed.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpus.hpp"
+#include "errors.hpp"
+#include "isa.hpp"
+#include "jobs.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace infinity::cpu_adam {
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Waits in slices, so that Ctrl-C reaches a thread that waits for a long update.
+bool wait_seeing_signals(const Ticket& ticket, std::optional<double> timeout) {
+    using Clock = std::chrono::steady_clock;
+    constexpr double kSlice = 0.05;
+    const Clock::time_point start = Clock::now();
+    for (;;) {
+        double slice = kSlice;
+        if (timeout) {
+            const std::chrono::duration<double> waited = Clock::now() - start;
+            slice = std::clamp(*timeout - waited.count(), 0.0, kSlice);
+        }
+        bool done = false;
+        {
+            nb::gil_scoped_release release;
+            done = ticket.wait(slice);
+        }
+        if (done) return true;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (timeout && slice < kSlice) return false;
+    }
+}
+
+template <class J>
+struct JobTicket {
+    Ticket ticket;
+    std::shared_ptr<J> job;
+};
+
+// A pool together with the Python objects whose memory its jobs use. No thread of the pool knows of
+// them: they are let go under the GIL, by the first call that finds their job done.
+class OwningPool {
+  public:
+    OwningPool(const std::vector<int>& cpus, const std::string& isa, size_t chunk)
+        : kernels_(select_kernels(isa)), chunk_(chunk), pool_(cpus), cpus_(cpus) {}
+    OwningPool(const OwningPool&) = delete;
+    OwningPool& operator=(const OwningPool&) = delete;
+    ~OwningPool() { close(); }
+
+    template <class J>
+    JobTicket<J> submit(std::shared_ptr<J> job, nb::object owners) {
+        reap();
+        JobTicket<J> handle{pool_.submit(job), job};
+        held_.emplace_back(std::move(job), std::move(owners));
+        return handle;
+    }
+
+    void close() {
+        {
+            nb::gil_scoped_release release;
+            pool_.close();
+        }
+        reap();
+    }
+
+    void reap() {
+        // Letting an object go can run any Python code, this method too: take them out first.
+        std::vector<std::pair<std::shared_ptr<Job>, nb::object>> done;
+        const auto finished = [](const auto& each) { return each.first->done(); };
+        std::copy_if(held_.begin(), held_.end(), std::back_inserter(done), finished);
+        held_.erase(std::remove_if(held_.begin(), held_.end(), finished), held_.end());
+    }
+
+    const KernelTable& kernels() const { return kernels_; }
+    size_t chunk() const { return chunk_; }
+    const std::vector<int>& cpus() const { return cpus_; }
+    bool closed() const { return pool_.closed(); }
+
+  private:
+    const KernelTable& kernels_;
+    const size_t chunk_;
+    ThreadPool pool_;
+    const std::vector<int> cpus_;
+    std::vector<std::pair<std::shared_ptr<Job>, nb::object>> held_;
+};
+
+using SegmentTuple = std::tuple<size_t, size_t, size_t>;
+
+std::vector<Segment> segments_of(const std::vector<SegmentTuple>& tuples) {
+    std::vector<Segment> segments;
+    segments.reserve(tuples.size());
+    for (const auto& [start, count, hyper] : tuples) segments.push_back({start, count, hyper});
+    return segments;
+}
+
+JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t elements,
+                                   Dtype grad_dtype, ParameterFormat format, uintptr_t grad,
+                                   uintptr_t accumulated, uintptr_t parameter, uintptr_t remainder,
+                                   uintptr_t copy, uintptr_t first_moment, uintptr_t second_moment,
+                                   const std::vector<SegmentTuple>& segments,
+                                   const std::vector<Hyper>& hypers, double scale) {
+    UpdateRequest request{elements,
+                          grad_dtype,
+                          format,
+                          {pointer<const void>(grad), pointer<const float>(accumulated),
+                           pointer<void>(parameter), pointer<int16_t>(remainder),
+                           pointer<void>(copy), pointer<float>(first_moment),
+                           pointer<float>(second_moment)},
+                          segments_of(segments),
+                          hypers,
+                          scale};
+    return pool.submit(make_update_job(pool.kernels(), std::move(request), pool.chunk()),
+                       std::move(owners));
+}
+
+JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size_t elements,
+                                       Dtype grad_dtype, uintptr_t grad, uintptr_t accumulated,
+                                       bool read_accumulated, bool write_accumulated, bool squares,
+                                       const std::vector<SegmentTuple>& segments, double scale) {
+    GradientRequest request{elements,
+                            grad_dtype,
+                            {pointer<const void>(grad), pointer<float>(accumulated),
+                             read_accumulated, write_accumulated, squares,
+                             static_cast<float>(scale)},
+                            segments_of(segments)};
+    return pool.submit(make_gradient_job(pool.kernels(), std::move(request), pool.chunk()),
+                       std::move(owners));
+}
+
+JobTicket<StreamJob> submit_stream(
+    OwningPool& pool, nb::object owners, size_t elements, size_t granule,
+    const std::vector<std::tuple<uintptr_t, uint32_t, Access>>& arrays) {
+    StreamRequest request{elements, {}, granule};
+    for (const auto& [address, bytes, access] : arrays) {
+        request.arrays.push_back({pointer<unsigned char>(address), bytes, access});
+    }
+    return pool.submit(make_stream_job(pool.kernels(), std::move(request), pool.chunk()),
+                       std::move(owners));
+}
+
+using Float64Array = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
+
+std::vector<Float64Array> block_sums(const JobTicket<GradientJob>& self) {
+    std::vector<Float64Array> arrays;
+    for (size_t i = 0; i < self.job->segments(); ++i) {
+        auto sums = std::make_unique<std::vector<double>>(self.job->block_sums(i));
+        double* const data = sums->data();
+        const size_t count = sums->size();
+        const nb::capsule owner(sums.release(), [](void* p) noexcept {
+            delete static_cast<std::vector<double>*>(p);
+        });
+        arrays.emplace_back(data, std::initializer_list<size_t>{count}, owner);
+    }
+    return arrays;
+}
+
+template <class J>
+nb::class_<JobTicket<J>> bind_ticket(nb::module_& m, const char* name) {
+    return nb::class_<JobTicket<J>>(m, name)
+        .def("done", [](const JobTicket<J>& self) { return self.ticket.done(); })
+        .def(
+            "wait",
+            [](const JobTicket<J>& self, std::optional<double> timeout) {
+                return wait_seeing_signals(self.ticket, timeout);
+            },
+            "timeout"_a.none());
+}
+
+void translate(const std::exception_ptr& caught, void*) {
+    try {
+        std::rethrow_exception(caught);
+    } catch (const ConfigError& error) {
+        const nb::object type = nb::module_::import_("infinity.errors").attr("ConfigError");
+        const nb::object instance = type(error.cause, error.cure);
+        PyErr_SetObject(type.ptr(), instance.ptr());
+    }
+}
+
+void bind_hypers(nb::module_& m) {
+    nb::class_<AdamHyper>(m, "AdamHyper")
+        .def(nb::init<bool, double, double, double, double, double, int64_t, bool>(), "decoupled"_a,
+             "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "step"_a, "maximize"_a);
+    nb::class_<SgdHyper>(m, "SgdHyper")
+        .def(nb::init<double, double, double, double, bool, bool, bool>(), "lr"_a, "momentum"_a,
+             "dampening"_a, "weight_decay"_a, "nesterov"_a, "first_step"_a, "maximize"_a);
+    nb::class_<AdagradHyper>(m, "AdagradHyper")
+        .def(nb::init<double, double, double, double, int64_t, bool>(), "lr"_a, "lr_decay"_a,
+             "eps"_a, "weight_decay"_a, "step"_a, "maximize"_a);
+}
+
+void bind_pool(nb::module_& m) {
+    nb::class_<OwningPool>(m, "Pool")
+        .def(nb::init<const std::vector<int>&, const std::string&, size_t>(), "cpus"_a, "isa"_a,
+             "chunk"_a)
+        .def("close", &OwningPool::close)
+        .def_prop_ro("closed", &OwningPool::closed)
+        .def_prop_ro("cpus", &OwningPool::cpus)
+        .def_prop_ro("isa", [](const OwningPool& self) { return self.kernels().name; })
+        .def("reap", &OwningPool::reap)
+        .def("submit_update", submit_update, "owners"_a, "elements"_a, "grad_dtype"_a, "format"_a,
+             "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a, "first_moment"_a,
+             "second_moment"_a, "segments"_a, "hypers"_a, "scale"_a)
+        .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
+             "accumulated"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
+             "segments"_a, "scale"_a)
+        .def("submit_stream", submit_stream, "owners"_a, "elements"_a, "granule"_a, "arrays"_a);
+}
+
+}  // namespace
+}  // namespace infinity::cpu_adam
+
+NB_MODULE(_cpu_adam, m) {
+    using namespace infinity::cpu_adam;
+    // An instance that lives until the interpreter ends is not a fault to print about.
+    nb::set_leak_warnings(false);
+    nb::register_exception_translator(translate);
+    nb::enum_<Dtype>(m, "Dtype")
+        .value("F32", Dtype::kF32)
+        .value("BF16", Dtype::kBf16)
+        .value("F16", Dtype::kF16);
+    nb::enum_<ParameterFormat>(m, "ParameterFormat")
+        .value("PLAIN", ParameterFormat::kPlain)
+        .value("PLAIN_F32", ParameterFormat::kPlainF32)
+        .value("PLAIN_BF16", ParameterFormat::kPlainBf16)
+        .value("PLAIN_F16", ParameterFormat::kPlainF16)
+        .value("SPLIT", ParameterFormat::kSplit);
+    nb::enum_<Access>(m, "Access")
+        .value("READ", Access::kRead)
+        .value("WRITE", Access::kWrite)
+        .value("READ_WRITE", Access::kReadWrite);
+    bind_hypers(m);
+    bind_ticket<UpdateJob>(m, "UpdateTicket").def("nonfinite", [](const JobTicket<UpdateJob>& t) {
+        return t.job->nonfinite();
+    });
+    bind_ticket<GradientJob>(m, "GradientTicket").def("block_sums", block_sums);
+    bind_ticket<StreamJob>(m, "StreamTicket");
+    bind_pool(m);
+    m.def("runnable_isas", [] {
+        std::vector<std::string> names;
+        for (const KernelTable* table : runnable_kernels()) names.emplace_back(table->name);
+        return names;
+    });
+    m.def("worker_cpus", [] { return worker_cpus(one_per_core(affinity_cpus()), cgroup_quota()); });
+    m.def("affinity_cpus", affinity_cpus);
+    m.def(
+        "sum_in_order",
+        [](const nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>& sums,
+           double start) { return sum_in_order(sums.data(), sums.size(), start); },
+        "sums"_a, "start"_a);
+    m.attr("BLOCK") = kBlock;
+    m.attr("DEFAULT_CHUNK") = kDefaultChunk;
+}

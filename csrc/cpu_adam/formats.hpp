@@ -1,0 +1,103 @@
+// What lies in memory, and the plain structs that cross from the host side into the kernels.
+//
+// This header is included by files compiled for instruction sets that the running CPU may lack, so
+// it holds plain data only: an inline function here could be emitted with AVX-512 code and then be
+// picked by the linker for everybody.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace infinity::cpu_adam {
+
+enum class Dtype : uint8_t { kF32, kBf16, kF16 };
+constexpr int kDtypes = 3;
+
+// How the fp32 master parameter is kept, and which copy of it the pass writes out.
+enum class ParameterFormat : uint8_t {
+    kPlain,      // fp32 master, no copy
+    kPlainF32,   // fp32 master, fp32 copy out
+    kPlainBf16,  // fp32 master, bf16 copy out (rounded half up)
+    kPlainF16,   // fp32 master, fp16 copy out (rounded to nearest, ties to even)
+    kSplit,      // the bf16 parameter is the master's rounded high half, an int16 its remainder
+};
+constexpr int kParameterFormats = 5;
+
+// One arithmetic each. SGD without momentum keeps no state, so it is a rule of its own.
+enum class Rule : uint8_t { kAdamW, kAdam, kSgd, kSgdMomentum, kAdagrad };
+constexpr int kRules = 5;
+
+// Elements per block, counted from a parameter's first element: norms are summed per block, and
+// work is cut at block boundaries only, so that a block-wise format of the moments can be added
+// whose blocks never straddle two threads.
+constexpr size_t kBlock = 4096;
+
+// [Note: fixed lanes] Element i of a block is squared into fp64 lane i % kLanes, and the lanes are
+// added in one fixed tree. Every ISA does exactly these additions, whatever its register width
+// (the square of an fp32 is exact in fp64, so fused or not makes no difference), hence equal bits.
+constexpr size_t kLanes = 32;
+
+// A hyper-parameter set folded to the fp32 constants of the kernels; see fold() for the formulas.
+struct Folded {
+    Rule rule;
+    bool first_step;      // SGD: the momentum buffer has no content yet
+    bool nesterov;        // SGD
+    bool decay_from_one;  // second moment: v - w v (small w) or beta v (large w)
+    bool lerp_from_grad;  // first moment: m + w d (small w) or g + (w-1) d (large w)
+    float scale;          // gradient scale: unscaling times clipping, negative to maximize
+    float weight_decay;   // L2 rules: coefficient; AdamW: lr * weight_decay
+    float step_size;      // Adam: lr / bias correction 1; SGD: lr; Adagrad: decayed lr
+    float lerp;           // Adam: w or w - 1; SGD: 1 - dampening
+    float momentum;       // SGD
+    float grad_weight;    // Adam: 1 - beta2
+    float keep_weight;    // Adam: -(1 - beta2) or beta2
+    float root_scale;     // Adam: 1 / sqrt(bias correction 2)
+    float eps;
+};
+
+// The arrays of an update, indexed by the same element number. Unused ones are null.
+struct UpdateArrays {
+    const void* grad = nullptr;      // Dtype elements
+    const float* acc = nullptr;      // added to the gradient
+    void* param = nullptr;           // fp32 master, or the uint16 high half of a split one
+    int16_t* remainder = nullptr;    // low half of a split master
+    void* copy = nullptr;            // copy out, written only
+    float* first_moment = nullptr;   // Adam: mean of gradients; SGD: momentum buffer
+    float* second_moment = nullptr;  // Adam: mean of squares; Adagrad: sum of squares
+};
+
+// The arrays of a gradient pass: x = grad (+ acc), optionally stored to acc, optionally squared.
+struct GradientArrays {
+    const void* grad = nullptr;
+    float* acc = nullptr;
+    bool read_acc = false;
+    bool write_acc = false;
+    bool squares = false;
+    float scale = 1.0F;  // squares are of x * scale
+};
+
+// One array of a bandwidth measurement.
+enum class Access : uint8_t { kRead, kWrite, kReadWrite };
+struct StreamArray {
+    unsigned char* data;
+    uint32_t bytes_per_element;
+    Access access;
+};
+constexpr int kMaxStreamArrays = 8;
+
+// True where a scaled gradient was not finite.
+using UpdateKernel = bool (*)(const UpdateArrays&, const Folded&, size_t begin, size_t count);
+// Writes one sum per started block of kBlock elements into `sums` if squares are asked for.
+using GradientKernel = void (*)(const GradientArrays&, size_t begin, size_t count, double* sums);
+// Returns a digest of what was read, so that no read can be left out.
+using StreamKernel = uint64_t (*)(const StreamArray*, int arrays, size_t granule, size_t begin,
+                                  size_t count);
+
+struct KernelTable {
+    const char* name;
+    UpdateKernel update[kRules][kDtypes][kParameterFormats];
+    GradientKernel gradient[kDtypes];
+    StreamKernel stream;
+};
+
+}  // namespace infinity::cpu_adam

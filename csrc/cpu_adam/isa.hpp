@@ -1,0 +1,26 @@
+// Which instruction sets were compiled, which of them this CPU runs, and the choice among them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "formats.hpp"
+
+namespace infinity::cpu_adam {
+
+extern const KernelTable kScalarKernels;
+#if defined(INFINITY_X86)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+#elif defined(INFINITY_ARM64)
+extern const KernelTable kNeonKernels;
+#endif
+
+// The compiled kernels that this CPU and kernel can run, best first; the last one is "scalar".
+const std::vector<const KernelTable*>& runnable_kernels();
+
+// The kernels of that name; an empty name stands for $INFINITY_ISA, and without it for the best.
+// Throws ConfigError for an unknown name and for one that this machine cannot run.
+const KernelTable& select_kernels(const std::string& name = "");
+
+}  // namespace infinity::cpu_adam

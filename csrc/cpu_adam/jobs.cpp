@@ -1,0 +1,301 @@
+#include "jobs.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "errors.hpp"
+
+namespace infinity::cpu_adam {
+namespace {
+
+constexpr size_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+
+size_t copy_bytes(ParameterFormat format) {
+    switch (format) {
+        case ParameterFormat::kPlainF32:
+            return 4;
+        case ParameterFormat::kPlainBf16:
+        case ParameterFormat::kPlainF16:
+            return 2;
+        default:
+            return 0;
+    }
+}
+
+// One array of a request, as the checks see it.
+struct Array {
+    const char* name;
+    const void* data;
+    size_t bytes_per_element;
+    bool written;
+};
+
+void check_arrays(const std::vector<Array>& arrays, size_t elements) {
+    for (const Array& a : arrays) {
+        const uintptr_t at = reinterpret_cast<uintptr_t>(a.data);
+        if (a.data == nullptr && elements > 0) {
+            throw ConfigError("The array '" + std::string(a.name) + "' is missing.",
+                              "Give it: this rule and format need it.");
+        }
+        if (elements > (UINTPTR_MAX - at) / std::max<size_t>(a.bytes_per_element, 1)) {
+            throw ConfigError("The array '" + std::string(a.name) + "' of " +
+                                  std::to_string(elements) + " elements ends beyond the address "
+                                  "space.",
+                              "Give the number of elements, not of bytes.");
+        }
+        if (a.bytes_per_element == 4 || a.bytes_per_element == 2) {
+            if (at % a.bytes_per_element != 0) {
+                throw ConfigError("The array '" + std::string(a.name) +
+                                      "' is not aligned to its elements.",
+                                  "Start it at a multiple of its element size in bytes.");
+            }
+        }
+    }
+    for (size_t i = 0; i < arrays.size(); ++i) {
+        for (size_t j = 0; j < i; ++j) {
+            const Array& a = arrays[i];
+            const Array& b = arrays[j];
+            const uintptr_t at_a = reinterpret_cast<uintptr_t>(a.data);
+            const uintptr_t at_b = reinterpret_cast<uintptr_t>(b.data);
+            if ((a.written || b.written) && at_a < at_b + elements * b.bytes_per_element &&
+                at_b < at_a + elements * a.bytes_per_element) {
+                throw ConfigError("The arrays '" + std::string(b.name) + "' and '" + a.name +
+                                      "' overlap.",
+                                  "Give each kind of state memory of its own.");
+            }
+        }
+    }
+}
+
+void check_segments(const std::vector<Segment>& segments, size_t elements) {
+    std::vector<std::pair<size_t, size_t>> order;
+    for (size_t i = 0; i < segments.size(); ++i) {
+        const Segment& s = segments[i];
+        if (s.count > elements || s.start > elements - s.count) {
+            throw ConfigError("Segment " + std::to_string(i) + " (start " +
+                                  std::to_string(s.start) + ", count " + std::to_string(s.count) +
+                                  ") ends outside the arrays of " + std::to_string(elements) +
+                                  " elements.",
+                              "Give starts and counts in elements, within the arrays.");
+        }
+        if (s.count > 0) order.emplace_back(s.start, i);
+    }
+    std::sort(order.begin(), order.end());
+    for (size_t i = 1; i < order.size(); ++i) {
+        const Segment& before = segments[order[i - 1].second];
+        if (before.start + before.count > order[i].first) {
+            throw ConfigError("Segments " + std::to_string(order[i - 1].second) + " and " +
+                                  std::to_string(order[i].second) + " overlap.",
+                              "Give every element to one segment at most.");
+        }
+    }
+}
+
+void check_chunk(size_t chunk) {
+    if (chunk == 0 || chunk % kBlock != 0) {
+        throw ConfigError("A chunk of " + std::to_string(chunk) + " elements was asked for.",
+                          "Give a positive multiple of " + std::to_string(kBlock) + ".");
+    }
+}
+
+Chunks cut(const std::vector<Segment>& segments, size_t chunk) {
+    Chunks plan;
+    size_t room = chunk;
+    for (size_t index = 0; index < segments.size(); ++index) {
+        const Segment& s = segments[index];
+        for (size_t done = 0; done < s.count;) {
+            // Whole blocks, unless the rest of the segment fits.
+            size_t take = std::min(s.count - done, room);
+            if (take < s.count - done) take -= take % kBlock;
+            if (take == 0) {
+                plan.first.push_back(plan.pieces.size());
+                room = chunk;
+                continue;
+            }
+            plan.pieces.push_back({index, s.start + done, take});
+            done += take;
+            room -= take;
+        }
+    }
+    if (plan.first.back() != plan.pieces.size()) plan.first.push_back(plan.pieces.size());
+    return plan;
+}
+
+// The bytes between the first and the last element that any segment names.
+std::vector<ByteRange> touched(const std::vector<Array>& arrays,
+                               const std::vector<Segment>& segments) {
+    size_t begin = SIZE_MAX;
+    size_t end = 0;
+    for (const Segment& s : segments) {
+        if (s.count == 0) continue;
+        begin = std::min(begin, s.start);
+        end = std::max(end, s.start + s.count);
+    }
+    std::vector<ByteRange> ranges;
+    for (const Array& a : arrays) {
+        if (begin >= end) break;
+        const uintptr_t at = reinterpret_cast<uintptr_t>(a.data);
+        ranges.push_back(
+            {at + begin * a.bytes_per_element, at + end * a.bytes_per_element, a.written});
+    }
+    return ranges;
+}
+
+std::vector<Array> arrays_of(const UpdateRequest& r, bool first_moment, bool second_moment) {
+    const bool split = r.format == ParameterFormat::kSplit;
+    std::vector<Array> arrays{{"grad", r.arrays.grad, dtype_bytes(r.grad_dtype), false},
+                              {"parameter", r.arrays.param, split ? 2U : 4U, true}};
+    if (r.arrays.acc != nullptr) arrays.push_back({"accumulated", r.arrays.acc, 4, false});
+    if (split) arrays.push_back({"remainder", r.arrays.remainder, 2, true});
+    if (const size_t bytes = copy_bytes(r.format); bytes != 0) {
+        arrays.push_back({"copy", r.arrays.copy, bytes, true});
+    }
+    if (first_moment) arrays.push_back({"first_moment", r.arrays.first_moment, 4, true});
+    if (second_moment) arrays.push_back({"second_moment", r.arrays.second_moment, 4, true});
+    return arrays;
+}
+
+}  // namespace
+
+UpdateJob::UpdateJob(const KernelTable& kernels, const UpdateRequest& request, Chunks chunks,
+                     std::vector<Folded> folded, std::vector<ByteRange> touches)
+    : Job(chunks.first.size() - 1, std::move(touches)),
+      kernels_(kernels),
+      request_(request),
+      plan_(std::move(chunks)),
+      folded_(std::move(folded)),
+      nonfinite_(request.segments.size()) {}
+
+void UpdateJob::run(size_t chunk) noexcept {
+    for (size_t i = plan_.first[chunk]; i < plan_.first[chunk + 1]; ++i) {
+        const Piece& piece = plan_.pieces[i];
+        const Folded& folded = folded_[request_.segments[piece.segment].hyper];
+        const UpdateKernel kernel =
+            kernels_.update[static_cast<int>(folded.rule)][static_cast<int>(request_.grad_dtype)]
+                           [static_cast<int>(request_.format)];
+        if (kernel(request_.arrays, folded, piece.begin, piece.count)) {
+            nonfinite_[piece.segment].store(true, std::memory_order_relaxed);
+        }
+    }
+}
+
+std::vector<size_t> UpdateJob::nonfinite() const {
+    std::vector<size_t> segments;
+    for (size_t i = 0; i < nonfinite_.size(); ++i) {
+        if (nonfinite_[i].load(std::memory_order_relaxed)) segments.push_back(i);
+    }
+    return segments;
+}
+
+GradientJob::GradientJob(const KernelTable& kernels, const GradientRequest& request, Chunks chunks,
+                         std::vector<ByteRange> touches)
+    : Job(chunks.first.size() - 1, std::move(touches)),
+      kernels_(kernels),
+      request_(request),
+      plan_(std::move(chunks)) {
+    size_t blocks = 0;
+    for (const Segment& s : request_.segments) {
+        first_block_.push_back(blocks);
+        if (request_.arrays.squares) blocks += (s.count + kBlock - 1) / kBlock;
+    }
+    first_block_.push_back(blocks);
+    sums_.resize(blocks);
+}
+
+void GradientJob::run(size_t chunk) noexcept {
+    const GradientKernel kernel = kernels_.gradient[static_cast<int>(request_.grad_dtype)];
+    for (size_t i = plan_.first[chunk]; i < plan_.first[chunk + 1]; ++i) {
+        const Piece& piece = plan_.pieces[i];
+        const size_t block = (piece.begin - request_.segments[piece.segment].start) / kBlock;
+        double* const sums = request_.arrays.squares
+                                 ? sums_.data() + first_block_[piece.segment] + block
+                                 : nullptr;
+        kernel(request_.arrays, piece.begin, piece.count, sums);
+    }
+}
+
+std::vector<double> GradientJob::block_sums(size_t segment) const {
+    return {sums_.begin() + static_cast<std::ptrdiff_t>(first_block_[segment]),
+            sums_.begin() + static_cast<std::ptrdiff_t>(first_block_[segment + 1])};
+}
+
+StreamJob::StreamJob(const KernelTable& kernels, StreamRequest request, size_t chunk,
+                     std::vector<ByteRange> touches)
+    : Job((request.elements + chunk - 1) / chunk, std::move(touches)),
+      kernels_(kernels),
+      request_(std::move(request)),
+      chunk_(chunk) {}
+
+void StreamJob::run(size_t chunk) noexcept {
+    const size_t begin = chunk * chunk_;
+    const size_t count = std::min(chunk_, request_.elements - begin);
+    const uint64_t digest =
+        kernels_.stream(request_.arrays.data(), static_cast<int>(request_.arrays.size()),
+                        request_.granule, begin, count);
+    digest_.fetch_xor(digest, std::memory_order_relaxed);
+}
+
+std::shared_ptr<UpdateJob> make_update_job(const KernelTable& kernels, UpdateRequest request,
+                                           size_t chunk) {
+    check_chunk(chunk);
+    std::vector<Folded> folded;
+    for (const Hyper& hyper : request.hypers) folded.push_back(fold(hyper, request.scale));
+    check_segments(request.segments, request.elements);
+    bool first_moment = false;
+    bool second_moment = false;
+    for (const Segment& s : request.segments) {
+        if (s.hyper >= folded.size()) {
+            throw ConfigError("A segment names hyper-parameters " + std::to_string(s.hyper) +
+                                  " of " + std::to_string(folded.size()) + ".",
+                              "Give an index into the list of hyper-parameters, from 0.");
+        }
+        first_moment |= uses_first_moment(folded[s.hyper].rule);
+        second_moment |= uses_second_moment(folded[s.hyper].rule);
+    }
+    const std::vector<Array> arrays = arrays_of(request, first_moment, second_moment);
+    check_arrays(arrays, request.elements);
+    Chunks chunks = cut(request.segments, chunk);
+    return std::make_shared<UpdateJob>(kernels, request, std::move(chunks), std::move(folded),
+                                       touched(arrays, request.segments));
+}
+
+std::shared_ptr<GradientJob> make_gradient_job(const KernelTable& kernels, GradientRequest request,
+                                               size_t chunk) {
+    check_chunk(chunk);
+    check_segments(request.segments, request.elements);
+    const GradientArrays& a = request.arrays;
+    std::vector<Array> arrays{{"grad", a.grad, dtype_bytes(request.grad_dtype), false}};
+    if (a.read_acc || a.write_acc) arrays.push_back({"accumulated", a.acc, 4, a.write_acc});
+    check_arrays(arrays, request.elements);
+    Chunks chunks = cut(request.segments, chunk);
+    return std::make_shared<GradientJob>(kernels, request, std::move(chunks),
+                                         touched(arrays, request.segments));
+}
+
+std::shared_ptr<StreamJob> make_stream_job(const KernelTable& kernels, StreamRequest request,
+                                           size_t chunk) {
+    check_chunk(chunk);
+    if (request.arrays.empty() || request.arrays.size() > kMaxStreamArrays ||
+        request.granule == 0) {
+        throw ConfigError("A stream over " + std::to_string(request.arrays.size()) +
+                              " arrays, " + std::to_string(request.granule) +
+                              " elements in turn, was asked for.",
+                          "Give 1 to " + std::to_string(kMaxStreamArrays) +
+                              " arrays and a granule of at least one element.");
+    }
+    std::vector<Array> arrays;
+    for (const StreamArray& a : request.arrays) {
+        arrays.push_back({"stream", a.data, a.bytes_per_element, a.access != Access::kRead});
+    }
+    check_arrays(arrays, request.elements);
+    std::vector<ByteRange> touches = touched(arrays, {{0, request.elements, 0}});
+    return std::make_shared<StreamJob>(kernels, std::move(request), chunk, std::move(touches));
+}
+
+double sum_in_order(const double* sums, size_t count, double start) {
+    for (size_t i = 0; i < count; ++i) start += sums[i];
+    return start;
+}
+
+}  // namespace infinity::cpu_adam

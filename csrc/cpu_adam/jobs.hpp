@@ -1,0 +1,123 @@
+// Requests in terms of flat arrays and segments, checked and cut into the chunks of a Job.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "formats.hpp"
+#include "hyper.hpp"
+#include "thread_pool.hpp"
+
+namespace infinity::cpu_adam {
+
+// Elements per chunk unless told otherwise: a pass over one is some 100 us, far above the cost of
+// handing it out and far below that of a whole page.
+constexpr size_t kDefaultChunk = 16 * kBlock;
+
+// A contiguous part of the arrays that belongs to one parameter. Blocks count from `start`, so a
+// parameter that is split over segments must be split at multiples of kBlock of its elements.
+struct Segment {
+    size_t start;
+    size_t count;
+    size_t hyper;  // index of its hyper-parameters; unused by gradient jobs
+};
+
+struct UpdateRequest {
+    size_t elements;  // length of every array
+    Dtype grad_dtype;
+    ParameterFormat format;
+    UpdateArrays arrays;
+    std::vector<Segment> segments;
+    std::vector<Hyper> hypers;
+    double scale;
+};
+
+struct GradientRequest {
+    size_t elements;
+    Dtype grad_dtype;
+    GradientArrays arrays;
+    std::vector<Segment> segments;
+};
+
+struct StreamRequest {
+    size_t elements;
+    std::vector<StreamArray> arrays;
+    size_t granule;  // elements of one array before the next one's turn
+};
+
+// Elements [begin, begin + count) of one segment; begin is a whole number of blocks into it.
+struct Piece {
+    size_t segment;
+    size_t begin;
+    size_t count;
+};
+
+// Pieces in chunks of about the asked size, small segments sharing one. Chunk c holds the pieces
+// [first[c], first[c + 1]).
+struct Chunks {
+    std::vector<Piece> pieces;
+    std::vector<size_t> first{0};
+};
+
+class UpdateJob : public Job {
+  public:
+    UpdateJob(const KernelTable& kernels, const UpdateRequest& request, Chunks chunks,
+              std::vector<Folded> folded, std::vector<ByteRange> touches);
+    void run(size_t chunk) noexcept override;
+    // The segments, by index, in which a scaled gradient was not finite. For a finished job.
+    std::vector<size_t> nonfinite() const;
+
+  private:
+    const KernelTable& kernels_;
+    const UpdateRequest request_;
+    const Chunks plan_;
+    const std::vector<Folded> folded_;
+    std::vector<std::atomic<bool>> nonfinite_;
+};
+
+class GradientJob : public Job {
+  public:
+    GradientJob(const KernelTable& kernels, const GradientRequest& request, Chunks chunks,
+                std::vector<ByteRange> touches);
+    void run(size_t chunk) noexcept override;
+    // The sums of squares of one segment's blocks, in order. For a finished job.
+    std::vector<double> block_sums(size_t segment) const;
+    size_t segments() const { return request_.segments.size(); }
+
+  private:
+    const KernelTable& kernels_;
+    const GradientRequest request_;
+    const Chunks plan_;
+    std::vector<size_t> first_block_;  // of each segment, into sums_
+    std::vector<double> sums_;
+};
+
+class StreamJob : public Job {
+  public:
+    StreamJob(const KernelTable& kernels, StreamRequest request, size_t chunk,
+              std::vector<ByteRange> touches);
+    void run(size_t chunk) noexcept override;
+
+  private:
+    const KernelTable& kernels_;
+    const StreamRequest request_;
+    const size_t chunk_;
+    std::atomic<uint64_t> digest_{0};
+};
+
+// Each checks its request (ConfigError: null or misaligned arrays, segments outside them or
+// overlapping, arrays overlapping, formats that do not go together) before anything is touched.
+// `chunk` is in elements, a positive multiple of kBlock.
+std::shared_ptr<UpdateJob> make_update_job(const KernelTable& kernels, UpdateRequest request,
+                                           size_t chunk);
+std::shared_ptr<GradientJob> make_gradient_job(const KernelTable& kernels, GradientRequest request,
+                                               size_t chunk);
+std::shared_ptr<StreamJob> make_stream_job(const KernelTable& kernels, StreamRequest request,
+                                           size_t chunk);
+
+// The sum of the sums, one after the other: how a parameter's blocks make its total.
+double sum_in_order(const double* sums, size_t count, double start);
+
+}  // namespace infinity::cpu_adam

@@ -1,0 +1,10 @@
+#include "isa.hpp"
+#include "vec_avx2.hpp"
+// Needs Vec.
+#include "kernels.inl"
+
+namespace infinity::cpu_adam {
+
+constinit const KernelTable kAvx2Kernels = make_table("avx2");
+
+}  // namespace infinity::cpu_adam

@@ -1,0 +1,212 @@
+#include "thread_pool.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "errors.hpp"
+#include "float_mode.hpp"
+
+namespace infinity::cpu_adam {
+namespace {
+
+void pin_to(int cpu) {
+    if (cpu < 0 || cpu >= CPU_SETSIZE) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    // A refusal (the cgroup's CPUs changed meanwhile) costs locality, not correctness.
+    pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+}
+
+// Signals are the trainer's: a handler that ran here could not reach it.
+class SignalsBlocked {
+  public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+  private:
+    sigset_t before_;
+};
+
+ConfigError forked_error() {
+    return {"This update pool belongs to the process that this one was forked from; its threads do "
+            "not exist here.",
+            "Make a pool of your own after the fork, or start processes with the spawn method."};
+}
+
+}  // namespace
+
+bool Job::conflicts_with(const Job& other) const {
+    for (const ByteRange& a : touches_) {
+        for (const ByteRange& b : other.touches_) {
+            if ((a.written || b.written) && a.begin < b.end && b.begin < a.end) return true;
+        }
+    }
+    return false;
+}
+
+// [Note: fork] A child has one thread, and a copy of this state whose mutex may be locked and whose
+// condition variables may have waiters, for ever. So nothing here is locked, joined or destroyed in
+// a child: every entry checks the process first, and the last owner there lets the state leak.
+class PoolState {
+  public:
+    explicit PoolState(const std::vector<int>& cpus) {
+        const SignalsBlocked blocked;
+        try {
+            for (const int cpu : cpus) threads_.emplace_back([this, cpu] { work(cpu); });
+        } catch (const std::system_error& error) {
+            close();
+            throw ConfigError("The system refused an update thread: " + std::string(error.what()),
+                              "Raise the limit of processes (ulimit -u, pids cgroup) or lower "
+                              "threads.");
+        }
+    }
+
+    bool forked() const { return getpid() != process_; }
+
+    void submit(const std::shared_ptr<Job>& job) {
+        if (forked()) throw forked_error();
+        const std::lock_guard lock(mutex_);
+        if (closing_) {
+            throw ConfigError("This update pool is closed.",
+                              "Submit before close(), or make a new pool.");
+        }
+        if (job->chunks_ == 0) {
+            job->done_.store(true, std::memory_order_release);
+            return;
+        }
+        job->after_all_earlier_ =
+            std::any_of(unfinished_.begin(), unfinished_.end(),
+                        [&](const auto& earlier) { return job->conflicts_with(*earlier); });
+        unfinished_.push_back(job);
+        work_.notify_all();
+    }
+
+    bool wait(const Job& job, double seconds) {
+        if (job.done()) return true;
+        if (forked()) throw forked_error();
+        std::unique_lock lock(mutex_);
+        const auto done = [&] { return job.done(); };
+        if (seconds >= 0) {
+            return finished_.wait_for(lock, std::chrono::duration<double>(seconds), done);
+        }
+        finished_.wait(lock, done);
+        return true;
+    }
+
+    void close() {
+        if (forked()) return;
+        std::vector<std::thread> ending;
+        {
+            const std::lock_guard lock(mutex_);
+            closing_ = true;
+            ending.swap(threads_);
+            work_.notify_all();
+        }
+        for (std::thread& thread : ending) thread.join();
+    }
+
+    bool closed() const {
+        if (forked()) return true;
+        const std::lock_guard lock(mutex_);
+        return closing_;
+    }
+
+  private:
+    void work(int cpu) {
+        pthread_setname_np(pthread_self(), "infinity-update");
+        pin_to(cpu);
+        set_default_float_mode();
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            std::shared_ptr<Job> job = startable();
+            if (job == nullptr) {
+                if (closing_ && unfinished_.empty()) return;
+                work_.wait(lock);
+                continue;
+            }
+            lock.unlock();
+            const bool last = run_chunks(*job);
+            lock.lock();
+            if (last) finish(*job);
+        }
+    }
+
+    // The first job with chunks left that need not wait for an earlier one.
+    std::shared_ptr<Job> startable() const {
+        for (const std::shared_ptr<Job>& job : unfinished_) {
+            if (job->after_all_earlier_ && job != unfinished_.front()) continue;
+            if (job->next_.load(std::memory_order_relaxed) < job->chunks_) return job;
+        }
+        return nullptr;
+    }
+
+    // True for the one thread that has run the last chunk.
+    static bool run_chunks(Job& job) {
+        size_t ran = 0;
+        for (;; ++ran) {
+            const size_t chunk = job.next_.fetch_add(1, std::memory_order_relaxed);
+            if (chunk >= job.chunks_) break;
+            job.run(chunk);
+        }
+        if (ran == 0) return false;
+        return job.finished_.fetch_add(ran, std::memory_order_acq_rel) + ran == job.chunks_;
+    }
+
+    void finish(Job& job) {
+        job.done_.store(true, std::memory_order_release);
+        unfinished_.erase(
+            std::find_if(unfinished_.begin(), unfinished_.end(),
+                         [&](const std::shared_ptr<Job>& each) { return each.get() == &job; }));
+        finished_.notify_all();
+        work_.notify_all();  // for jobs that waited for this one, and for close()
+    }
+
+    const pid_t process_ = getpid();
+    mutable std::mutex mutex_;
+    std::condition_variable work_;
+    std::condition_variable finished_;
+    std::deque<std::shared_ptr<Job>> unfinished_;
+    bool closing_ = false;
+    std::vector<std::thread> threads_;
+};
+
+Ticket::Ticket(std::shared_ptr<PoolState> pool, std::shared_ptr<Job> job)
+    : pool_(std::move(pool)), job_(std::move(job)) {}
+
+bool Ticket::wait(double seconds) const { return pool_->wait(*job_, seconds); }
+
+ThreadPool::ThreadPool(const std::vector<int>& cpus)
+    : state_(new PoolState(cpus), [](PoolState* state) {
+          if (!state->forked()) delete state;
+      }) {}
+
+ThreadPool::~ThreadPool() { close(); }
+
+Ticket ThreadPool::submit(std::shared_ptr<Job> job) {
+    state_->submit(job);
+    return {state_, std::move(job)};
+}
+
+void ThreadPool::close() { state_->close(); }
+
+bool ThreadPool::closed() const { return state_->closed(); }
+
+}  // namespace infinity::cpu_adam

@@ -1,0 +1,82 @@
+// Pinned threads that run jobs chunk by chunk. Knows nothing of kernels, and never of Python.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace infinity::cpu_adam {
+
+struct ByteRange {
+    uintptr_t begin;
+    uintptr_t end;
+    bool written;
+};
+
+// Work cut into chunks that may run in any order and on any thread. `touches` names the bytes that
+// the chunks read and write.
+class Job {
+  public:
+    Job(size_t chunks, std::vector<ByteRange> touches)
+        : chunks_(chunks), touches_(std::move(touches)) {}
+    Job(const Job&) = delete;
+    Job& operator=(const Job&) = delete;
+    virtual ~Job() = default;
+
+    virtual void run(size_t chunk) noexcept = 0;
+
+    // Everything that the job wrote is visible to a thread that has seen true.
+    bool done() const { return done_.load(std::memory_order_acquire); }
+
+  private:
+    friend class PoolState;
+    bool conflicts_with(const Job& other) const;
+
+    const size_t chunks_;
+    const std::vector<ByteRange> touches_;
+    std::atomic<size_t> next_{0};
+    std::atomic<size_t> finished_{0};
+    std::atomic<bool> done_{false};
+    bool after_all_earlier_ = false;  // guarded by the pool's mutex
+};
+
+class PoolState;
+
+// A job on its way. Copies are cheap; it may outlive its pool.
+class Ticket {
+  public:
+    Ticket(std::shared_ptr<PoolState> pool, std::shared_ptr<Job> job);
+    bool done() const { return job_->done(); }
+    // True once the job is done; false after that many seconds (negative: no limit).
+    // Throws ConfigError in a forked child, where nobody will ever finish the job.
+    bool wait(double seconds) const;
+
+  private:
+    std::shared_ptr<PoolState> pool_;
+    std::shared_ptr<Job> job_;
+};
+
+// Jobs behave as if they ran one after the other in the order of submission: the next one starts
+// while the last chunks of the one before are still running only where they share no written byte.
+class ThreadPool {
+  public:
+    // One thread per entry, pinned to that CPU if the system allows; -1 pins to none.
+    explicit ThreadPool(const std::vector<int>& cpus);
+    // Finishes what is queued. In a forked child, where the threads do not exist, does nothing.
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    // Throws ConfigError if the pool is closed, or belongs to the parent of this process.
+    Ticket submit(std::shared_ptr<Job> job);
+    // Finishes what is queued, then ends the threads. Harmless when repeated.
+    void close();
+    bool closed() const;
+
+  private:
+    std::shared_ptr<PoolState> state_;
+};
+
+}  // namespace infinity::cpu_adam

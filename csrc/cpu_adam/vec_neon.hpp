@@ -1,0 +1,134 @@
+// Four elements at a time: NEON, which every AArch64 CPU has.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace infinity::cpu_adam {
+namespace {
+
+struct Vec {
+    using F = float32x4_t;
+    static constexpr int kWidth = 4;
+    struct Full {};
+    // The first `count` elements. There are no masked accesses, so they go through a copy; the
+    // lanes beyond the count are zero.
+    struct Part {
+        explicit Part(size_t n) : count(n) {}
+        size_t count;
+    };
+
+    static F set(float x) { return vdupq_n_f32(x); }
+    static F add(F a, F b) { return vaddq_f32(a, b); }
+    static F sub(F a, F b) { return vsubq_f32(a, b); }
+    static F mul(F a, F b) { return vmulq_f32(a, b); }
+    static F div(F a, F b) { return vdivq_f32(a, b); }
+    static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+    static F sqrt(F x) { return vsqrtq_f32(x); }
+    // Smaller of a constant and x; NaN if x is.
+    static F at_most(F bound, F x) { return vminq_f32(bound, x); }
+    static F quiet(F x) {
+        return vbslq_f32(vceqq_f32(x, x), x, vreinterpretq_f32_u32(vdupq_n_u32(0x7FC00000U)));
+    }
+    static bool any_nan(F x) { return vminvq_u32(vceqq_f32(x, x)) == 0; }
+
+    static F load(const float* p, Full) { return vld1q_f32(p); }
+    static F load(const float* p, Part lanes) {
+        float buffer[4] = {};
+        for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
+        return vld1q_f32(buffer);
+    }
+    template <class L>
+    static F load_bf16(const uint16_t* p, L lanes) {
+        return vreinterpretq_f32_u32(vshll_n_u16(load_words(p, lanes), 16));
+    }
+    template <class L>
+    static F load_f16(const uint16_t* p, L lanes) {
+        return vcvt_f32_f16(vreinterpret_f16_u16(load_words(p, lanes)));
+    }
+    template <class L>
+    static F load_split(const uint16_t* high, const int16_t* low, L lanes) {
+        const uint32x4_t upper = vreinterpretq_u32_f32(load_bf16(high, lanes));
+        const uint16x4_t words = load_words(reinterpret_cast<const uint16_t*>(low), lanes);
+        const int32x4_t lower = vmovl_s16(vreinterpret_s16_u16(words));
+        return vreinterpretq_f32_u32(vaddq_u32(upper, vreinterpretq_u32_s32(lower)));
+    }
+
+    static void store(float* p, F x, Full) { vst1q_f32(p, x); }
+    static void store(float* p, F x, Part lanes) {
+        float buffer[4];
+        vst1q_f32(buffer, x);
+        for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
+    }
+    // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
+    template <class L>
+    static void store_bf16(uint16_t* p, F x, L lanes) {
+        const uint32x4_t up = vaddq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x8000U));
+        store_words(p, vshrn_n_u32(up, 16), lanes);
+    }
+    template <class L>
+    static void store_f16(uint16_t* p, F x, L lanes) {
+        store_words(p, vreinterpret_u16_f16(vcvt_f16_f32(x)), lanes);
+    }
+    template <class L>
+    static void store_split(uint16_t* high, int16_t* low, F x, L lanes) {
+        const uint16x4_t lower = vmovn_u32(vreinterpretq_u32_f32(x));  // truncates
+        store_words(reinterpret_cast<uint16_t*>(low), lower, lanes);
+        store_bf16(high, x, lanes);
+    }
+    // NEON has no streaming stores for one register.
+    static void stream(float* p, F x) { store(p, x, Full{}); }
+    static void stream_bf16(uint16_t* p, F x) { store_bf16(p, x, Full{}); }
+    static void stream_f16(uint16_t* p, F x) { store_f16(p, x, Full{}); }
+    static void fence() {}
+
+    // See [Note: fixed lanes].
+    struct Squares {
+        float64x2_t lane[kLanes / 2];
+        Squares() {
+            for (float64x2_t& each : lane) each = vdupq_n_f64(0);
+        }
+        void add(F x, int position) {
+            add_half(vcvt_f64_f32(vget_low_f32(x)), position / 2);
+            add_half(vcvt_high_f64_f32(x), position / 2 + 1);
+        }
+        void add_half(float64x2_t d, int at) { lane[at] = vfmaq_f64(lane[at], d, d); }
+        void read(double* out) const {
+            for (size_t i = 0; i < kLanes / 2; ++i) vst1q_f64(out + 2 * i, lane[i]);
+        }
+    };
+
+    // Opaque bytes, for the stream kernel.
+    struct Bytes {
+        uint8x16_t x;
+        static constexpr size_t kSize = 16;
+        static Bytes set(uint64_t v) { return {vreinterpretq_u8_u64(vdupq_n_u64(v))}; }
+        static Bytes load(const unsigned char* p) { return {vld1q_u8(p)}; }
+        void store(unsigned char* p) const { vst1q_u8(p, x); }
+        void stream(unsigned char* p) const { store(p); }
+        Bytes exclusive_or(Bytes o) const { return {veorq_u8(x, o.x)}; }
+        uint64_t digest() const {
+            const uint64x2_t word = vreinterpretq_u64_u8(x);
+            return vgetq_lane_u64(word, 0) ^ vgetq_lane_u64(word, 1);
+        }
+    };
+
+  private:
+    static uint16x4_t load_words(const uint16_t* p, Full) { return vld1_u16(p); }
+    static uint16x4_t load_words(const uint16_t* p, Part lanes) {
+        uint16_t buffer[4] = {};
+        for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
+        return vld1_u16(buffer);
+    }
+    static void store_words(uint16_t* p, uint16x4_t x, Full) { vst1_u16(p, x); }
+    static void store_words(uint16_t* p, uint16x4_t x, Part lanes) {
+        uint16_t buffer[4];
+        vst1_u16(buffer, x);
+        for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
+    }
+};
+
+}  // namespace
+}  // namespace infinity::cpu_adam

@@ -1,0 +1,126 @@
+// One element at a time, for any CPU, and the definition of what the wider ones must compute.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace infinity::cpu_adam {
+namespace {
+
+struct Vec {
+    using F = float;
+    static constexpr int kWidth = 1;
+    struct Full {};
+    struct Part {  // never made: a width of one leaves no tail
+        explicit Part(size_t) {}
+    };
+
+    static uint32_t bits(F x) {
+        uint32_t u;
+        std::memcpy(&u, &x, 4);
+        return u;
+    }
+    static F from_bits(uint32_t u) {
+        F x;
+        std::memcpy(&x, &u, 4);
+        return x;
+    }
+
+    static F set(float x) { return x; }
+    static F add(F a, F b) { return a + b; }
+    static F sub(F a, F b) { return a - b; }
+    static F mul(F a, F b) { return a * b; }
+    static F div(F a, F b) { return a / b; }
+    static F fma(F a, F b, F c) { return std::fma(a, b, c); }
+    static F sqrt(F x) { return std::sqrt(x); }
+    // Smaller of a constant and x; NaN if x is.
+    static F at_most(F bound, F x) { return bound < x ? bound : x; }
+    static F quiet(F x) { return x != x ? from_bits(0x7FC00000U) : x; }
+    static bool any_nan(F x) { return x != x; }
+
+    template <class L>
+    static F load(const float* p, L) {
+        return *p;
+    }
+    template <class L>
+    static F load_bf16(const uint16_t* p, L) {
+        return from_bits(static_cast<uint32_t>(*p) << 16);
+    }
+    template <class L>
+    static F load_f16(const uint16_t* p, L) {
+        const uint32_t sign = static_cast<uint32_t>(*p & 0x8000U) << 16;
+        const uint32_t magnitude = *p & 0x7FFFU;
+        if (magnitude >= 0x7C00U) return from_bits(sign | 0x7F800000U | (magnitude << 13));
+        if (magnitude >= 0x0400U) return from_bits(sign | ((magnitude << 13) + 0x38000000U));
+        const float subnormal = static_cast<float>(magnitude) * 0x1p-24F;
+        return from_bits(sign | bits(subnormal));
+    }
+    template <class L>
+    static F load_split(const uint16_t* high, const int16_t* low, L) {
+        return from_bits((static_cast<uint32_t>(*high) << 16) + static_cast<uint32_t>(*low));
+    }
+
+    template <class L>
+    static void store(float* p, F x, L) {
+        *p = x;
+    }
+    // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
+    template <class L>
+    static void store_bf16(uint16_t* p, F x, L) {
+        *p = static_cast<uint16_t>((bits(x) + 0x8000U) >> 16);
+    }
+    template <class L>
+    static void store_f16(uint16_t* p, F x, L) {
+        const uint32_t sign = (bits(x) >> 16) & 0x8000U;
+        uint32_t u = bits(x) & 0x7FFFFFFFU;
+        if (u > 0x7F800000U) {
+            u = 0x7E00U;
+        } else if (u >= 0x47800000U) {  // 65536
+            u = 0x7C00U;
+        } else if (u < 0x38800000U) {  // below the smallest normal half: let an fp32 add round
+            u = bits(from_bits(u) + 0.5F) - bits(0.5F);
+        } else {
+            u = (u + 0x0FFFU + ((u >> 13) & 1U) - 0x38000000U) >> 13;
+        }
+        *p = static_cast<uint16_t>(sign | u);
+    }
+    template <class L>
+    static void store_split(uint16_t* high, int16_t* low, F x, L lanes) {
+        *low = static_cast<int16_t>(bits(x) & 0xFFFFU);
+        store_bf16(high, x, lanes);
+    }
+    static void stream(float* p, F x) { *p = x; }
+    static void stream_bf16(uint16_t* p, F x) { store_bf16(p, x, Full{}); }
+    static void stream_f16(uint16_t* p, F x) { store_f16(p, x, Full{}); }
+    static void fence() {}
+
+    // See [Note: fixed lanes].
+    struct Squares {
+        double lane[kLanes] = {};
+        void add(F x, int position) {
+            const double d = x;
+            lane[position] += d * d;
+        }
+        void read(double* out) const { std::memcpy(out, lane, sizeof(lane)); }
+    };
+
+    // Opaque bytes, for the stream kernel.
+    struct Bytes {
+        uint64_t x;
+        static constexpr size_t kSize = 8;
+        static Bytes set(uint64_t v) { return {v}; }
+        static Bytes load(const unsigned char* p) {
+            Bytes b;
+            std::memcpy(&b.x, p, 8);
+            return b;
+        }
+        void store(unsigned char* p) const { std::memcpy(p, &x, 8); }
+        void stream(unsigned char* p) const { store(p); }
+        Bytes exclusive_or(Bytes o) const { return {x ^ o.x}; }
+        uint64_t digest() const { return x; }
+    };
+};
+
+}  // namespace
+}  // namespace infinity::cpu_adam

@@ -1,0 +1,120 @@
+"""The native core of infinity.cpu_adam; see there for the meaning of every argument."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK: int
+DEFAULT_CHUNK: int
+
+class Dtype(Enum):
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+
+class ParameterFormat(Enum):
+    PLAIN = 0
+    PLAIN_F32 = 1
+    PLAIN_BF16 = 2
+    PLAIN_F16 = 3
+    SPLIT = 4
+
+class Access(Enum):
+    READ = 0
+    WRITE = 1
+    READ_WRITE = 2
+
+class AdamHyper:
+    def __init__(
+        self,
+        decoupled: bool,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        maximize: bool,
+    ) -> None: ...
+
+class SgdHyper:
+    def __init__(
+        self,
+        lr: float,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        nesterov: bool,
+        first_step: bool,
+        maximize: bool,
+    ) -> None: ...
+
+class AdagradHyper:
+    def __init__(
+        self, lr: float, lr_decay: float, eps: float, weight_decay: float, step: int, maximize: bool
+    ) -> None: ...
+
+class UpdateTicket:
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None) -> bool: ...
+    def nonfinite(self) -> list[int]: ...
+
+class GradientTicket:
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None) -> bool: ...
+    def block_sums(self) -> list[npt.NDArray[np.float64]]: ...
+
+class StreamTicket:
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None) -> bool: ...
+
+class Pool:
+    def __init__(self, cpus: Sequence[int], isa: str, chunk: int) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def cpus(self) -> list[int]: ...
+    @property
+    def isa(self) -> str: ...
+    def reap(self) -> None: ...
+    def submit_update(
+        self,
+        owners: object,
+        elements: int,
+        grad_dtype: Dtype,
+        format: ParameterFormat,
+        grad: int,
+        accumulated: int,
+        parameter: int,
+        remainder: int,
+        copy: int,
+        first_moment: int,
+        second_moment: int,
+        segments: Sequence[tuple[int, int, int]],
+        hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper],
+        scale: float,
+    ) -> UpdateTicket: ...
+    def submit_gradient(
+        self,
+        owners: object,
+        elements: int,
+        grad_dtype: Dtype,
+        grad: int,
+        accumulated: int,
+        read_accumulated: bool,
+        write_accumulated: bool,
+        squares: bool,
+        segments: Sequence[tuple[int, int, int]],
+        scale: float,
+    ) -> GradientTicket: ...
+    def submit_stream(
+        self, owners: object, elements: int, granule: int, arrays: Sequence[tuple[int, int, Access]]
+    ) -> StreamTicket: ...
+
+def runnable_isas() -> list[str]: ...
+def worker_cpus() -> list[int]: ...
+def affinity_cpus() -> list[int]: ...
+def sum_in_order(sums: npt.NDArray[np.float64], start: float) -> float: ...
