@@ -12,6 +12,9 @@ from pathlib import Path
 CGROUP_UNLIMITED = 1 << 60
 """cgroup v1 says "no limit" by a number near 2**63; anything from here on means the same."""
 
+RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+"""Types of file systems whose files are memory."""
+
 
 @dataclass(frozen=True)
 class MemoryFacts:

@@ -3,10 +3,17 @@
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from infinity import machine
+
+if machine.file_system(tempfile.gettempdir()) == "tmpfs":
+    # Slabs refuse RAM, so `tmp_path` has to be on a disk; /var/tmp is one by convention.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
 
 @pytest.fixture

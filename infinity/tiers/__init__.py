@@ -2,7 +2,9 @@
 
 from infinity.tiers.arena import HostArena
 from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device
+from infinity.tiers.nvme import Extent, NvmeTier
 from infinity.tiers.pool import Lease, Pool, PoolCounters
+from infinity.tiers.slab import Slab
 from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier
 
 __all__ = [
@@ -10,11 +12,14 @@ __all__ = [
     "CpuDeviceTier",
     "CudaTier",
     "DeviceTier",
+    "Extent",
     "HostArena",
     "Lease",
     "MemoryTier",
+    "NvmeTier",
     "Pool",
     "PoolCounters",
+    "Slab",
     "Tier",
     "UnifiedTier",
     "open_device",

@@ -13,8 +13,6 @@ from infinity import machine
 from infinity.config import format_size
 from infinity.errors import ConfigError, StorageError, StorageFull, storage_error
 
-_RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-
 
 class Slab:
     """A file of `nbytes` bytes, `directory`/infinity-rank<rank>.slab: preallocated, locked, removed on close.
@@ -130,7 +128,7 @@ def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise storage_error("open", path, None, errno.ENOTDIR)
     kind = machine.file_system(directory)
-    if kind in _RAM_FILE_SYSTEMS:
+    if kind in machine.RAM_FILE_SYSTEMS:
         raise StorageError(
             f"{path} is on {kind}, which is RAM: pages kept there would not leave memory.",
             "Give a directory on a disk, or a larger host budget.",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from infinity import _tiers, machine
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.tiers.pool import Pool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PAGE_ALIGNMENT = 4096
 """Bytes. The default granule: direct I/O accepts it everywhere, and every vector width divides it."""
@@ -124,7 +128,7 @@ class MemoryTier:
             pool.close()
         self._region = None
 
-    def __enter__(self) -> MemoryTier:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
