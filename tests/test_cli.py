@@ -1,0 +1,77 @@
+"""The command line: exit codes, JSON on the last line, no traceback for a user's error."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity import __version__, cli
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "infinity", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_doctor_examines_this_machine(tmp_path: Path) -> None:
+    done = run("doctor", "--json", "--path", os.fspath(tmp_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["infinity"] == __version__
+    findings = {finding["name"]: finding for finding in report["findings"]}
+    for finding in findings.values():
+        assert bool(finding["missing"]) == bool(finding["cost"]) == bool(finding["cure"]), finding
+    assert findings["memory speed"]["figures"]["bytes_per_second"] > 1e8
+    speed = findings[f"{tmp_path} speed"]["figures"]
+    assert min(speed["read"], speed["write"], speed["mixed"]) > 1e6
+    assert speed["backend"] in ("io_uring", "libaio", "threads")
+    assert findings[f"{tmp_path} threads"]["figures"]["ok"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_says_which_path_cannot_hold_pages(tmp_path: Path) -> None:
+    done = run("doctor", "--path", os.fspath(tmp_path / "absent"))
+    assert done.returncode == 1
+    assert "cannot hold pages" in done.stdout
+    assert "Create the directory" in done.stdout.replace("\n", " ")
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_users_errors_are_one_paragraph_and_a_json_line(tmp_path: Path) -> None:
+    done = run("doctor", "--json", "--path", os.fspath(tmp_path), INFINITY_ISA="mmx")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("ConfigError: ")
+    assert "Traceback" not in done.stderr
+    error = json.loads(done.stdout.splitlines()[-1])
+    assert error["error"] == "ConfigError"
+    assert "mmx" in error["cause"]
+    assert error["cure"]
+
+
+def test_help_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert __version__ in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["doctor", "--help"])
+    assert stop.value.code == 0
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["levitate"])
+    assert stop.value.code == 2
+
+
+def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.doctor, "run", interrupt)
+    assert cli.main(["doctor"]) == 130
