@@ -1,4 +1,4 @@
-"""Fixtures that need a file system of their own."""
+"""Where tests run, and fixtures that need a file system of their own."""
 
 import os
 import shutil
@@ -14,6 +14,15 @@ from infinity import machine
 if machine.file_system(tempfile.gettempdir()) == "tmpfs":
     # Slabs refuse RAM, so `tmp_path` has to be on a disk; /var/tmp is one by convention.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def away_from_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Python processes that tests start import what is installed, not the folder they would start in."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture
