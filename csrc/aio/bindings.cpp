@@ -585,14 +585,14 @@ void bind_requests(nb::class_<Self>& target) {
                std::optional<double> deadline) {
                 return start(Kind::read, self, span_of(buffer, true), offset, deadline);
             },
-            "buffer"_a, "offset"_a, "deadline"_a = nb::none())
+            "buffer"_a.none(), "offset"_a, "deadline"_a = nb::none())
         .def(
             "write",
             [](const Self& self, nb::handle buffer, int64_t offset,
                std::optional<double> deadline) {
                 return start(Kind::write, self, span_of(buffer, false), offset, deadline);
             },
-            "buffer"_a, "offset"_a, "deadline"_a = nb::none())
+            "buffer"_a.none(), "offset"_a, "deadline"_a = nb::none())
         .def(
             "sync",
             [](const Self& self, std::optional<double> deadline) {

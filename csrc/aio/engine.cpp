@@ -186,14 +186,21 @@ void Engine::run() {
     }
 }
 
-// Trades with the other threads, in one short hold of the mutex: what has landed for what is new.
+// Trades with the other threads: what has landed for what is new.
 Engine::Next Engine::exchange(Loop& loop) {
-    std::vector<std::shared_ptr<File>> landed = loop.take_landed();
+    std::vector<Landed> landed = loop.take_landed();
+    if (!landed.empty()) {
+        {
+            const std::lock_guard lock(mutex_);
+            stats_ = loop.stats();
+        }
+        for (Landed& request : landed) request.tell();
+    }
     Inbox inbox;
     bool closing;
     {
         const std::lock_guard lock(mutex_);
-        for (std::shared_ptr<File>& file : landed) --file->pending;
+        for (const Landed& request : landed) --request.file->pending;
         if (!landed.empty()) {
             landed.clear();  // before anyone believes that the file is free of references
             landed_.notify_all();

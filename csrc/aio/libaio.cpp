@@ -18,8 +18,9 @@ class Libaio final : public Backend {
   public:
     explicit Libaio(unsigned depth) : controls_(depth), events_(depth) {
         if (syscall(SYS_io_setup, depth, &context_) == 0) return;
-        std::string reason = describe_errno("io_setup", errno);
-        if (errno == EAGAIN) reason += "; all of /proc/sys/fs/aio-max-nr is in use";
+        const int error = errno;
+        std::string reason = describe_errno("io_setup", error);
+        if (error == EAGAIN) reason += "; all of /proc/sys/fs/aio-max-nr is in use";
         throw Unavailable(reason);
     }
     ~Libaio() override { syscall(SYS_io_destroy, context_); }

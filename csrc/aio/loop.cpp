@@ -32,8 +32,6 @@ Loop::Loop(Backend& backend, unsigned depth, uint32_t block_bytes)
     completions_.reserve(depth);
 }
 
-Loop::~Loop() { cancel(); }
-
 void Loop::add(std::unique_ptr<Request> request) {
     request->sequence = sequence_++;
     queue_.push(request.release());
@@ -156,19 +154,17 @@ void Loop::retire(Transfer& transfer) {
 }
 
 // A failed request may land while it is still queued; the queue's entry then goes when its turn
-// comes, so the request outlives its future's completion.
+// comes, so the request outlives its landing.
 void Loop::finish_if_landed(Request* request) {
     if (request->in_flight != 0 || !request->issued()) return;
     if (request->future) {
         ++stats_.requests[index(request->kind)];
+        Landed landed{std::move(request->future), std::move(request->file), std::nullopt};
         if (request->failed) {
             ++stats_.failures;
-            request->future->land(std::move(request->failure));
-        } else {
-            request->future->land();
+            landed.failure = std::move(request->failure);
         }
-        request->future.reset();
-        landed_.push_back(std::move(request->file));
+        landed_.push_back(std::move(landed));
     }
     if (!request->queued) delete request;
 }
@@ -201,7 +197,7 @@ void Loop::account(Kind kind, int change) {
         std::max<uint64_t>(stats_.in_flight_peak, transfers_.size() - free_.size());
 }
 
-std::vector<std::shared_ptr<File>> Loop::take_landed() { return std::exchange(landed_, {}); }
+std::vector<Landed> Loop::take_landed() { return std::exchange(landed_, {}); }
 
 Stats Loop::stats() const {
     Stats stats = stats_;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "backend.hpp"
@@ -11,12 +12,26 @@
 
 namespace infinity::aio {
 
+// A request that is over, its future not told yet.
+struct Landed {
+    std::shared_ptr<Future> future;
+    std::shared_ptr<File> file;
+    std::optional<Failure> failure;
+
+    void tell() {
+        if (failure) {
+            future->land(std::move(*failure));
+        } else {
+            future->land();
+        }
+    }
+};
+
 // One thread at a time. The engine's mutex lets others hand requests to that thread; none of them
 // comes in here.
 class Loop {
   public:
     Loop(Backend& backend, unsigned depth, uint32_t block_bytes);
-    ~Loop();
     Loop(const Loop&) = delete;
     Loop& operator=(const Loop&) = delete;
 
@@ -36,8 +51,9 @@ class Loop {
     // Fails all that the kernel does not have yet.
     void cancel();
 
-    // The files of requests that have landed since the last call, one entry a request.
-    std::vector<std::shared_ptr<File>> take_landed();
+    // The requests that have landed since the last call. Whoever takes them tells their futures,
+    // after publishing the stats: a caller whose future is done finds it counted.
+    std::vector<Landed> take_landed();
     Stats stats() const;
 
   private:
@@ -57,7 +73,7 @@ class Loop {
     std::vector<Transfer*> free_;
     std::vector<Transfer*> parked_;  // waiting out a back-off
     std::vector<Completion> completions_;
-    std::vector<std::shared_ptr<File>> landed_;
+    std::vector<Landed> landed_;
     uint64_t sequence_ = 0;
     Stats stats_;
     std::array<uint32_t, kinds> in_flight_{};

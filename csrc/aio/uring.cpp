@@ -108,8 +108,10 @@ void Ring::set_up(unsigned entries) {
         }
         if (errno != EINVAL) break;  // EINVAL: a kernel that lacks these flags
     }
-    std::string reason = describe_errno("io_uring_setup", errno);
-    if (errno == EPERM) reason += "; see /proc/sys/kernel/io_uring_disabled, or a seccomp filter";
+    const int error = errno;
+    std::string reason = describe_errno("io_uring_setup", error);
+    if (error == EPERM) reason += "; see /proc/sys/kernel/io_uring_disabled, or a seccomp filter";
+    if (error == ENOMEM) reason += "; the limit of locked memory (ulimit -l) is too low";
     throw Unavailable(reason);
 }
 

@@ -1,0 +1,286 @@
+"""Our I/O engine against fio: same backend, block, depth, file and order, in turns within one run.
+
+fio is the limit: what this kernel and device give to a program that does nothing else. A disk's speed may
+change severalfold within a minute (virtual disks above all), so turns are short, their order is swapped each
+time, and only the ratio within a pair of neighbouring turns counts; the figure is the median over pairs.
+
+    python benchmarks/aio.py --directory /mnt/nvme0
+    python benchmarks/aio.py --directory /tmp --quick --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infinity import aio
+
+MODES = ("read", "write", "mixed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination that both sides run."""
+
+    engine: str
+    mode: str
+    block: int
+    depth: int
+
+    def __str__(self) -> str:
+        size = f"{self.block >> 20} MiB" if self.block >= 1 << 20 else f"{self.block >> 10} KiB"
+        return f"{self.engine:8} {self.mode:5} {size:>7} x {self.depth}"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side did in one turn."""
+
+    bytes_per_second: float
+    cpu_seconds_per_gib: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case over all pairs of turns; `ratio` is ours over fio's, the median over pairs."""
+
+    case: Case
+    ratio: float
+    ratios: list[float]
+    ours_gb_s: float
+    fio_gb_s: float
+    ours_cpu_s_per_gib: float
+    fio_cpu_s_per_gib: float
+
+
+class Memory:
+    """Anonymous pages holding random bytes, for direct I/O."""
+
+    def __init__(self, nbytes: int) -> None:
+        # Private, as an arena has it: shared anonymous memory never gets huge pages here.
+        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.map.madvise(mmap.MADV_HUGEPAGE)
+        pattern = os.urandom(1 << 20)
+        for start in range(0, nbytes, len(pattern)):
+            self.map[start : start + len(pattern)] = pattern[: nbytes - start]
+        self.view = memoryview(self.map)
+        self.nbytes = nbytes
+
+
+class Ours:
+    """Our engine, kept open between turns as a runtime keeps it."""
+
+    def __init__(self, case: Case, path: Path) -> None:
+        self.engine = aio.Engine(
+            path.parent, backend=case.engine, depth=case.depth, block_bytes=case.block
+        )
+        self.file = self.engine.open(str(path))
+        # Requests as the runtime makes them: several blocks each, enough of them to keep the queue full.
+        self.request = max(case.block, 8 << 20)
+        self.window = max(3, 2 * case.depth * case.block // self.request)
+        self.memory = Memory(self.request * self.window)
+        if case.engine == "io_uring":
+            address = aio_address(self.memory.map)
+            self.engine.register_buffer(address, self.memory.nbytes)
+
+    def turn(self, case: Case, nbytes: int) -> Turn:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        start = time.perf_counter()
+        pending: deque[aio.Future] = deque()
+        for index, offset in enumerate(range(0, nbytes, self.request)):
+            if len(pending) == self.window:
+                pending.popleft().wait()
+            slot = index % self.window * self.request
+            view = self.memory.view[slot : slot + min(self.request, nbytes - offset)]
+            reading = case.mode == "read" or (case.mode == "mixed" and index % 2 == 0)
+            pending.append(self.file.read(view, offset) if reading else self.file.write(view, offset))
+        aio.wait_all(list(pending))
+        seconds = time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+        return Turn(nbytes / seconds, cpu / (nbytes / 2**30))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def aio_address(memory: mmap.mmap) -> int:
+    """Where a mapping begins."""
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def fio_turn(fio: str, case: Case, path: Path, nbytes: int, fixed: bool) -> Turn:
+    """One run of fio over the same bytes, with its fastest settings for this backend.
+
+    `fixed`: registered buffers, as ours had them.
+    """
+    command = [
+        fio,
+        "--name=limit",
+        f"--filename={path}",
+        f"--ioengine={case.engine}",
+        f"--rw={'rw' if case.mode == 'mixed' else case.mode}",
+        f"--bs={case.block}",
+        f"--iodepth={case.depth}",
+        f"--size={nbytes}",
+        "--rwmixread=50",
+        "--direct=1",
+        "--thread",
+        "--gtod_reduce=1",
+        "--scramble_buffers=0",
+        "--fallocate=none",
+        "--invalidate=0",
+        "--output-format=json",
+    ]
+    if case.engine == "io_uring":
+        command += ["--registerfiles=1", *(["--fixedbufs=1"] if fixed else [])]
+    # Huge pages for fio's buffers too (glibc >= 2.35), where ours have them: over 4 KiB pages a transfer has
+    # so many segments that a disk may cut it into small requests, at half the speed.
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    job = json.loads(output[output.index("{") :])["jobs"][0]
+    moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+    if moved != nbytes:
+        raise RuntimeError(f"fio moved {moved} bytes instead of {nbytes}")
+    seconds = max(job["read"]["runtime"], job["write"]["runtime"]) / 1000
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return Turn(nbytes / seconds, cpu / (nbytes / 2**30))
+
+
+def compare(fio: str, case: Case, path: Path, nbytes: int, pairs: int) -> Result:
+    ours = Ours(case, path)
+    fixed = ours.engine.facts.registered_bytes > 0
+    turns: list[tuple[Turn, Turn]] = []
+    try:
+        ours.turn(case, nbytes)  # neither side's first touch counts
+        for pair in range(pairs):
+            if pair % 2 == 0:
+                mine = ours.turn(case, nbytes)
+                limit = fio_turn(fio, case, path, nbytes, fixed)
+            else:
+                limit = fio_turn(fio, case, path, nbytes, fixed)
+                mine = ours.turn(case, nbytes)
+            turns.append((mine, limit))
+    finally:
+        ours.close()
+    ratios = [mine.bytes_per_second / limit.bytes_per_second for mine, limit in turns]
+    return Result(
+        case=case,
+        ratio=statistics.median(ratios),
+        ratios=[round(ratio, 3) for ratio in ratios],
+        ours_gb_s=statistics.median(mine.bytes_per_second for mine, _ in turns) / 1e9,
+        fio_gb_s=statistics.median(limit.bytes_per_second for _, limit in turns) / 1e9,
+        ours_cpu_s_per_gib=statistics.median(mine.cpu_seconds_per_gib for mine, _ in turns),
+        fio_cpu_s_per_gib=statistics.median(limit.cpu_seconds_per_gib for _, limit in turns),
+    )
+
+
+def written_file(path: Path, nbytes: int) -> None:
+    """A file whose every block was really written: reading or overwriting unwritten extents is another job."""
+    chunk = os.urandom(4 << 20)
+    with open(path, "wb") as file:
+        for start in range(0, nbytes, len(chunk)):
+            file.write(chunk[: nbytes - start])
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def facts(directory: Path, fio: str) -> dict[str, object]:
+    cpu = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        platform.machine(),
+    )
+    version = subprocess.run([fio, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "cpu": cpu,
+        "cpus": os.cpu_count(),
+        "kernel": platform.release(),
+        "fio": version,
+        "probe": asdict(aio.probe(directory)),
+    }
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    for block in arguments.block:
+        for engine in arguments.engine:
+            for mode in arguments.mode:
+                yield Case(engine, mode, block, arguments.depth)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the device")
+    parser.add_argument("--file", type=Path, help="an existing file to overwrite, instead of a new one")
+    parser.add_argument("--size", type=int, default=1 << 30, help="bytes per turn (default 1 GiB)")
+    parser.add_argument("--pairs", type=int, default=9, help="pairs of turns per case")
+    parser.add_argument("--engine", nargs="+", default=["io_uring", "libaio"], choices=aio.BACKENDS[:2])
+    parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--block", nargs="+", type=int, default=[4 << 20, 256 << 10], help="bytes")
+    parser.add_argument("--depth", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="a second or so: shows that it runs")
+    parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.size, arguments.pairs, arguments.block = 32 << 20, 1, [1 << 20]
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    fio = shutil.which("fio")
+    if fio is None:
+        print("fio is not installed; it is what this benchmark compares with.", file=sys.stderr)
+        return 2
+    made = None
+    path = arguments.file
+    if path is None:
+        path = made = arguments.directory / f"infinity-benchmark-{os.getpid()}"
+    try:
+        if made:
+            written_file(path, arguments.size)
+        elif path.stat().st_size < arguments.size:
+            print(f"{path} is smaller than {arguments.size} bytes.", file=sys.stderr)
+            return 2
+        results = []
+        for case in cases(arguments):
+            result = compare(fio, case, path, arguments.size, arguments.pairs)
+            results.append(result)
+            print(
+                f"{case}  ours {result.ours_gb_s:5.2f} GB/s  fio {result.fio_gb_s:5.2f} GB/s  "
+                f"ratio {result.ratio:.3f}  cpu {result.ours_cpu_s_per_gib:.3f} against "
+                f"{result.fio_cpu_s_per_gib:.3f} s/GiB",
+                flush=True,
+            )
+        report = {
+            "facts": facts(path.parent, fio),
+            "bytes_per_turn": arguments.size,
+            "pairs": arguments.pairs,
+            "results": [asdict(result) for result in results],
+        }
+        if arguments.json:
+            print(json.dumps(report))
+    finally:
+        if made:
+            made.unlink(missing_ok=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

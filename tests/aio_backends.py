@@ -1,0 +1,59 @@
+"""What the tests of infinity.aio share: every backend that works here, and memory at a chosen alignment."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from infinity import aio
+
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(report.name, marks=[] if report.ok else [pytest.mark.skip(reason=report.reason)])
+        for report in aio.probe(tempfile.gettempdir()).backends
+    ],
+)
+
+PAGE = 4096
+BLOCK = 16384
+"""Small, so that requests of some KiB have several blocks."""
+
+
+def make_file(path: Path, content: bytes | int) -> Path:
+    """A file of these bytes, or of so many zero bytes."""
+    with open(path, "wb") as file:
+        if isinstance(content, int):
+            file.truncate(content)
+        else:
+            file.write(content)
+    return path
+
+
+def memory(nbytes: int, shift: int = 0) -> memoryview:
+    """Writable memory that begins `shift` bytes after a page boundary."""
+    return memoryview(mmap.mmap(-1, nbytes + shift + 1))[shift : shift + nbytes]
+
+
+def filled(content: bytes, shift: int = 0) -> memoryview:
+    view = memory(len(content), shift)
+    view[:] = content
+    return view
+
+
+def engine(path: Path, backend: str, **options: object) -> aio.Engine:
+    """An engine with small blocks, tried in the directory of `path`."""
+    directory = path if path.is_dir() else path.parent
+    return aio.Engine(directory, backend=backend, **{"block_bytes": BLOCK, "depth": 8, **options})  # type: ignore[arg-type]
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

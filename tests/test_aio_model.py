@@ -1,0 +1,139 @@
+"""10^5 random operations for each backend against plain bytes: two files and a volume, on two engines."""
+
+from __future__ import annotations
+
+import errno
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from aio_backends import PAGE, each_backend, engine, make_file, memory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity import aio
+
+EXAMPLES = 20
+OPERATIONS = 5000  # in an example: 10^5 in all
+SIZE = (1 << 20) + 1357
+
+
+@dataclass
+class Target:
+    """Something with read, write and sync, and what must be in it."""
+
+    store: aio.File | aio.Volume
+    model: bytearray
+    source: memoryview
+    target: memoryview
+
+
+def ranges(rng: random.Random) -> Iterator[tuple[int, int]]:
+    """Disjoint ranges in random order: the rest of the batch has the places between."""
+    unit = rng.choice((1, 1, 512, PAGE))
+    span = rng.choice((200, 5000, 40000, SIZE // 4))
+    cuts, at = [], rng.randrange(SIZE // 2) // unit * unit
+    while at < SIZE and len(cuts) < rng.randint(2, 48):
+        cuts.append(at)
+        at += max(unit, rng.randrange(1, span) // unit * unit)
+    pairs = list(zip(cuts, cuts[1:], strict=False))
+    rng.shuffle(pairs)
+    yield from pairs
+
+
+def batch(rng: random.Random, target: Target) -> int:
+    """Operations in flight together, then a comparison of all that was read."""
+    shift = rng.choice((0, 0, 0, 1, 64, 512))
+    reads: list[tuple[int, int]] = []
+    futures: list[aio.Future] = []
+    for begin, end in ranges(rng):
+        action = rng.random()
+        place = slice(shift + begin, shift + end)
+        if action < 0.45:
+            target.model[begin:end] = rng.randbytes(end - begin)
+            target.source[place] = target.model[begin:end]
+            futures.append(target.store.write(target.source[place], begin))
+        elif action < 0.95:
+            target.target[place] = bytes(end - begin)
+            futures.append(target.store.read(target.target[place], begin))
+            reads.append((begin, end))
+        else:
+            futures.append(target.store.sync())
+    aio.wait_all(futures)
+    for begin, end in reads:
+        assert target.target[shift + begin : shift + end] == target.model[begin:end], (begin, end, shift)
+    return len(futures)
+
+
+def add_faults(rng: random.Random, faults: aio.Faults) -> None:
+    """Now and then what a kernel may do without losing anything."""
+    faults.clear()
+    if rng.random() < 0.5:
+        faults.fail("any", rng.randint(1, 300), rng.choice((errno.EAGAIN, errno.EINTR)), times=2)
+        faults.shorten(rng.choice(("read", "write")), rng.randint(1, 100), rng.randint(1, 20000), times=3)
+        faults.delay("any", rng.randint(1, 300), 0.001)
+
+
+def drive(backend: str, seed: int, directory: Path, operations: int) -> None:
+    rng = random.Random(seed)
+    with ExitStack() as stack:
+        faults = [aio.Faults(), aio.Faults()]
+        engines = [
+            stack.enter_context(engine(directory, backend, faults=fault, block_bytes=65536, depth=16))
+            for fault in faults
+        ]
+
+        def opened(name: str, size: int, which: int) -> aio.File:
+            return engines[which].open(str(make_file(directory / name, size)))
+
+        weights = (rng.randint(1, 3), rng.randint(1, 3))
+        stripe = rng.choice((PAGE, 4 * PAGE, 1000))
+        sizes = aio.StripeMap(weights, stripe).file_bytes(SIZE)
+        halves = [opened(name, sizes[i], i) for i, name in enumerate(("half0", "half1"))]
+        stores: list[aio.File | aio.Volume] = [
+            opened("file0", SIZE, 0),
+            opened("file1", SIZE, 1),
+            aio.Volume(list(zip(halves, weights, strict=True)), stripe),
+        ]
+        targets = [
+            Target(store, bytearray(SIZE), memory(SIZE + PAGE), memory(SIZE + PAGE)) for store in stores
+        ]
+        done = 0
+        while done < operations:
+            for fault in faults:
+                add_faults(rng, fault)
+            done += batch(rng, rng.choice(targets))
+        # Not through the engine: what is in the files now.
+        for name, target in zip(("file0", "file1"), targets, strict=False):
+            assert (directory / name).read_bytes() == target.model
+        whole = bytearray()
+        content = [(directory / name).read_bytes() for name in ("half0", "half1")]
+        for which, offset, nbytes in aio.StripeMap(weights, stripe).extents(0, SIZE):
+            whole += content[which][offset : offset + nbytes]
+        assert whole == targets[2].model
+
+
+@each_backend
+def test_random_operations(backend: str) -> None:
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(seed=st.integers(0, 2**32 - 1))
+    def run(seed: int) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            drive(backend, seed, Path(directory), OPERATIONS)
+
+    run()
+
+
+@pytest.mark.slow
+@each_backend
+def test_many_more_random_operations(backend: str, tmp_path: Path) -> None:
+    drive(backend, random.randrange(2**32), tmp_path, 10**6)
