@@ -247,7 +247,7 @@ class Stream:
     read: Sequence[Array] = ()
     read_write: Sequence[Array] = ()
     write: Sequence[Array] = ()
-    granule: int = 1024
+    granule: int = 64
     """Elements of one array that are handled before the next array's turn."""
 
     @property

@@ -23,9 +23,18 @@ enum class ParameterFormat : uint8_t {
 };
 constexpr int kParameterFormats = 5;
 
-// One arithmetic each. SGD without momentum keeps no state, so it is a rule of its own.
-enum class Rule : uint8_t { kAdamW, kAdam, kSgd, kSgdMomentum, kAdagrad };
-constexpr int kRules = 5;
+// One arithmetic each. SGD without momentum keeps no state, and Adam with a beta of at most one half
+// takes other formulas, so they are rules of their own.
+enum class Rule : uint8_t {
+    kAdamW,
+    kAdamWSmallBeta,
+    kAdam,
+    kAdamSmallBeta,
+    kSgd,
+    kSgdMomentum,
+    kAdagrad,
+};
+constexpr int kRules = 7;
 
 // Elements per block, counted from a parameter's first element: norms are summed per block, and
 // work is cut at block boundaries only, so that a block-wise format of the moments can be added

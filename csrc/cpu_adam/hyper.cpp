@@ -43,9 +43,13 @@ Folded fold_one(const AdamHyper& h, double scale) {
     const double w1 = 1.0 - h.beta1;
     const double w2 = 1.0 - h.beta2;
     Folded f{};
-    f.rule = h.decoupled ? Rule::kAdamW : Rule::kAdam;
     f.lerp_from_grad = w1 >= 0.5;
     f.decay_from_one = w2 < 0.5;
+    if (f.lerp_from_grad || !f.decay_from_one) {
+        f.rule = h.decoupled ? Rule::kAdamWSmallBeta : Rule::kAdamSmallBeta;
+    } else {
+        f.rule = h.decoupled ? Rule::kAdamW : Rule::kAdam;
+    }
     f.scale = signed_scale(scale, h.maximize);
     f.weight_decay = static_cast<float>(h.decoupled ? h.lr * h.weight_decay : h.weight_decay);
     f.step_size = static_cast<float>(h.lr / correction1);
@@ -101,12 +105,8 @@ Folded fold(const Hyper& hyper, double scale) {
     return std::visit([scale](const auto& h) { return fold_one(h, scale); }, hyper);
 }
 
-bool uses_first_moment(Rule rule) {
-    return rule == Rule::kAdamW || rule == Rule::kAdam || rule == Rule::kSgdMomentum;
-}
+bool uses_first_moment(Rule rule) { return rule != Rule::kSgd && rule != Rule::kAdagrad; }
 
-bool uses_second_moment(Rule rule) {
-    return rule == Rule::kAdamW || rule == Rule::kAdam || rule == Rule::kAdagrad;
-}
+bool uses_second_moment(Rule rule) { return rule != Rule::kSgd && rule != Rule::kSgdMomentum; }
 
 }  // namespace infinity::cpu_adam

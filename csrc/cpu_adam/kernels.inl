@@ -6,6 +6,11 @@
 // depends on its element's inputs alone: not on the ISA, the position in a register, the tail, the
 // chunk or the thread. Only the squares add across elements; see [Note: fixed lanes].
 //
+// [Note: quiet last] Payloads of NaNs do depend on the ISA, and a payload would break the rounding to
+// bf16. A NaN in any state of an element makes its new parameter NaN, whatever the rule; so one
+// sticky test of the parameters tells at the end whether there is any, and only then a second pass
+// replaces them all. (A split master loses no bit, hence no payload, on the way.)
+//
 // [Note: no shared inline code] These files are compiled for CPUs that the running one may not be.
 // Everything here has internal linkage, and nothing from the standard library that the linker
 // could merge with another file's copy is called.
@@ -20,6 +25,17 @@ constexpr size_t kWidth = Vec::kWidth;
 
 #define INFINITY_INLINE __attribute__((always_inline)) inline
 
+template <Dtype D>
+struct Element {
+    using Type = uint16_t;
+};
+template <>
+struct Element<Dtype::kF32> {
+    using Type = float;
+};
+template <Dtype D>
+using GradientElement = typename Element<D>::Type;
+
 template <Dtype D, class L>
 INFINITY_INLINE F load_gradient(const void* base, size_t i, L lanes) {
     if constexpr (D == Dtype::kF32) {
@@ -28,6 +44,20 @@ INFINITY_INLINE F load_gradient(const void* base, size_t i, L lanes) {
         return Vec::load_bf16(static_cast<const uint16_t*>(base) + i, lanes);
     } else {
         return Vec::load_f16(static_cast<const uint16_t*>(base) + i, lanes);
+    }
+}
+
+// One cache line of a 16-bit array, two of an fp32 one: what is prefetched at a time, and how far
+// ahead (in elements). Six streams are more than the hardware follows across page boundaries.
+constexpr size_t kGroup = 32;
+constexpr size_t kAhead = 256;
+
+template <class T>
+INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
+    // May point past the array, where a prefetch does nothing; hence integers, not pointers.
+    const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (i + kAhead) * sizeof(T);
+    for (size_t byte = 0; byte < kGroup * sizeof(T); byte += 64) {
+        __builtin_prefetch(reinterpret_cast<const void*>(at + byte));
     }
 }
 
@@ -72,6 +102,14 @@ struct Parameters {
         if constexpr (kBf16) Vec::stream_bf16(narrow_copy + i, x);
         if constexpr (kF16) Vec::stream_f16(narrow_copy + i, x);
     }
+    INFINITY_INLINE void prefetch(size_t i) const {
+        if constexpr (kSplit) {
+            prefetch_group(high, i);
+            prefetch_group(low, i);
+        } else {
+            prefetch_group(master, i);
+        }
+    }
     // Elements from i until the copy is aligned for streaming stores.
     size_t until_aligned(size_t i) const {
         if constexpr (kCopyBytes == 0) return 0;
@@ -101,19 +139,22 @@ struct MomentsF32 {
     }
     template <class L>
     INFINITY_INLINE void store_first(size_t i, F x, L lanes) const {
-        Vec::store(first + i, Vec::quiet(x), lanes);
+        Vec::store(first + i, x, lanes);
     }
     template <class L>
     INFINITY_INLINE void store_second(size_t i, F x, L lanes) const {
-        Vec::store(second + i, Vec::quiet(x), lanes);
+        Vec::store(second + i, x, lanes);
     }
+    INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_group(first, i); }
+    INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_group(second, i); }
     float* first;
     float* second;
 };
 
 // ---- Rules: one element's arithmetic. step() returns the new parameter. ----
 
-template <bool kDecoupled>
+// kSmallBeta: for betas of at most one half the other form of each average is the accurate one.
+template <bool kDecoupled, bool kSmallBeta>
 struct Adam {
     static constexpr bool kFirst = true;
     static constexpr bool kSecond = true;
@@ -121,8 +162,7 @@ struct Adam {
         : lerp_from_grad(h.lerp_from_grad),
           decay_from_one(h.decay_from_one),
           weight_decay(Vec::set(h.weight_decay)),
-          minus_step(Vec::set(-h.step_size)),
-          step_size(Vec::set(h.step_size)),
+          step_size(Vec::set(kDecoupled ? h.step_size : -h.step_size)),
           lerp(Vec::set(h.lerp)),
           grad_weight(Vec::set(h.grad_weight)),
           keep_weight(Vec::set(h.keep_weight)),
@@ -132,23 +172,34 @@ struct Adam {
 
     INFINITY_INLINE F step(F p, F g, F& m, F& v) const {
         if constexpr (!kDecoupled) g = Vec::fma(weight_decay, p, g);
-        // The weight of the difference is the smaller one: one rounding at the size of m.
-        m = Vec::fma(lerp, Vec::sub(g, m), lerp_from_grad ? g : m);
-        // v - w v keeps the bits of w that beta2 as an fp32 would lose. The bound keeps an
-        // infinite v infinite (inf - inf would be NaN).
-        const F kept = decay_from_one ? Vec::fma(keep_weight, Vec::at_most(largest, v), v)
-                                      : Vec::mul(keep_weight, v);
-        v = Vec::fma(Vec::mul(grad_weight, g), g, kept);
+        m = mean(g, m);
+        v = Vec::fma(Vec::mul(grad_weight, g), g, kept(v));
         const F ratio = Vec::div(m, Vec::fma(Vec::sqrt(v), root_scale, eps));
         // The whole change is formed first: one rounding at the size of p.
         if constexpr (kDecoupled) {
             return Vec::sub(p, Vec::fma(weight_decay, p, Vec::mul(step_size, ratio)));
         }
-        return Vec::fma(minus_step, ratio, p);
+        return Vec::fma(step_size, ratio, p);
+    }
+    // The difference has the smaller of the two weights: one rounding at the size of m.
+    INFINITY_INLINE F mean(F g, F m) const {
+        const F difference = Vec::sub(g, m);
+        if constexpr (kSmallBeta) {
+            if (lerp_from_grad) return Vec::fma(lerp, difference, g);
+        }
+        return Vec::fma(lerp, difference, m);
+    }
+    // v - w v keeps the bits of w that beta2 as an fp32 would lose. The bound keeps an infinite v
+    // infinite (inf - inf would be NaN).
+    INFINITY_INLINE F kept(F v) const {
+        if constexpr (kSmallBeta) {
+            if (!decay_from_one) return Vec::mul(keep_weight, v);
+        }
+        return Vec::fma(keep_weight, Vec::at_most(largest, v), v);
     }
 
     bool lerp_from_grad, decay_from_one;
-    F weight_decay, minus_step, step_size, lerp, grad_weight, keep_weight, root_scale, eps, largest;
+    F weight_decay, step_size, lerp, grad_weight, keep_weight, root_scale, eps, largest;
 };
 
 template <bool kMomentum>
@@ -166,8 +217,16 @@ struct Sgd {
     INFINITY_INLINE F step(F p, F g, F& m, F&) const {
         g = Vec::fma(weight_decay, p, g);
         if constexpr (kMomentum) {
-            m = first_step ? g : Vec::fma(momentum, m, Vec::mul(grad_share, g));
-            g = nesterov ? Vec::fma(momentum, m, g) : m;
+            if (first_step) {
+                m = g;
+            } else {
+                m = Vec::fma(momentum, m, Vec::mul(grad_share, g));
+            }
+            if (nesterov) {
+                g = Vec::fma(momentum, m, g);
+            } else {
+                g = m;
+            }
         }
         return Vec::fma(minus_step, g, p);
     }
@@ -195,56 +254,87 @@ struct Adagrad {
 
 // ---- The fused pass. ----
 
+// Makes every NaN of the outputs the same NaN, see [Note: quiet last].
+template <class R, ParameterFormat P>
+__attribute__((noinline)) void quiet(const UpdateArrays& a, size_t begin, size_t count) {
+    const Parameters<P> parameters(a);
+    const MomentsF32 moments(a);
+    const auto element = [&](size_t i, auto lanes) {
+        if constexpr (R::kFirst) {
+            moments.store_first(i, Vec::quiet(moments.load_first(i, lanes)), lanes);
+        }
+        if constexpr (R::kSecond) {
+            moments.store_second(i, Vec::quiet(moments.load_second(i, lanes)), lanes);
+        }
+        const F p = Vec::quiet(parameters.load(i, lanes));
+        parameters.store(i, p, lanes);
+        parameters.store_copy(i, p, lanes);
+    };
+    size_t i = begin;
+    const size_t end = begin + count;
+    for (; i + kWidth <= end; i += kWidth) element(i, Full{});
+    if (i < end) element(i, Part(end - i));
+}
+
 template <class R, Dtype D, ParameterFormat P>
-bool update(const UpdateArrays& a, const Folded& h, size_t begin, size_t count) {
+bool update(const UpdateArrays& arrays, const Folded& h, size_t begin, size_t count) {
+    const UpdateArrays a = arrays;  // by value: no store can be thought to change it
     const R rule(h);
     const Parameters<P> parameters(a);
     const MomentsF32 moments(a);
     const F scale = Vec::set(h.scale);
     const F zero = Vec::set(0.0F);
-    F bad = zero;  // becomes NaN, and stays so, at the first gradient that is not finite
+    Vec::Finite finite_gradient;
+    Vec::Finite finite_result;
 
     const auto element = [&](size_t i, auto lanes) __attribute__((always_inline)) {
         F g = load_gradient<D>(a.grad, i, lanes);
         if (a.acc != nullptr) g = Vec::add(Vec::load(a.acc + i, lanes), g);
         g = Vec::mul(g, scale);
-        bad = Vec::fma(g, zero, bad);
+        finite_gradient.see(g);
         F m = zero;
         F v = zero;
         if constexpr (R::kFirst) m = moments.load_first(i, lanes);
         if constexpr (R::kSecond) v = moments.load_second(i, lanes);
-        const F p = Vec::quiet(rule.step(parameters.load(i, lanes), g, m, v));
+        const F p = rule.step(parameters.load(i, lanes), g, m, v);
+        finite_result.see(p);
         if constexpr (R::kFirst) moments.store_first(i, m, lanes);
         if constexpr (R::kSecond) moments.store_second(i, v, lanes);
         parameters.store(i, p, lanes);
         return p;
     };
 
+    // The copy is not read back soon: streaming it saves the read of its lines.
+    const auto whole = [&](size_t i) __attribute__((always_inline)) {
+        parameters.stream_copy(i, element(i, Full{}));
+    };
+    const auto part = [&](size_t i, size_t n) {
+        const Part lanes(n);
+        parameters.store_copy(i, element(i, lanes), lanes);
+    };
+    const auto prefetch = [&](size_t i) __attribute__((always_inline)) {
+        prefetch_group(static_cast<const GradientElement<D>*>(a.grad), i);
+        parameters.prefetch(i);
+        if constexpr (R::kFirst) moments.prefetch_first(i);
+        if constexpr (R::kSecond) moments.prefetch_second(i);
+    };
+
     size_t i = begin;
     const size_t end = begin + count;
-    if constexpr (Parameters<P>::kCopyBytes != 0) {
-        // The copy is not read back soon: streaming it saves the read of its lines.
-        const size_t head = parameters.until_aligned(i);
-        if (count >= head + kWidth) {
-            if (head != 0) {
-                const Part lanes(head);
-                parameters.store_copy(i, element(i, lanes), lanes);
-                i += head;
-            }
-            for (; i + kWidth <= end; i += kWidth) {
-                parameters.stream_copy(i, element(i, Full{}));
-            }
-            Vec::fence();
-        }
+    if (size_t head = parameters.until_aligned(i); head != 0) {
+        if (head > count) head = count;
+        part(i, head);
+        i += head;
     }
-    for (; i + kWidth <= end; i += kWidth) {
-        parameters.store_copy(i, element(i, Full{}), Full{});
+    for (; i + kGroup <= end; i += kGroup) {
+        prefetch(i);
+        for (size_t k = 0; k < kGroup; k += kWidth) whole(i + k);
     }
-    if (i < end) {
-        const Part lanes(end - i);
-        parameters.store_copy(i, element(i, lanes), lanes);
-    }
-    return Vec::any_nan(bad);
+    for (; i + kWidth <= end; i += kWidth) whole(i);
+    if (i < end) part(i, end - i);
+    Vec::fence();
+    if (!finite_result.all()) quiet<R, P>(a, begin, count);
+    return !finite_gradient.all();
 }
 
 // ---- The gradient pass: accumulation and norms. ----
@@ -371,8 +461,10 @@ constexpr void fill_dtypes(UpdateKernel (&rows)[kDtypes][kParameterFormats]) {
 constexpr KernelTable make_table(const char* name) {
     KernelTable table{};
     table.name = name;
-    fill_dtypes<Adam<true>>(table.update[static_cast<int>(Rule::kAdamW)]);
-    fill_dtypes<Adam<false>>(table.update[static_cast<int>(Rule::kAdam)]);
+    fill_dtypes<Adam<true, false>>(table.update[static_cast<int>(Rule::kAdamW)]);
+    fill_dtypes<Adam<true, true>>(table.update[static_cast<int>(Rule::kAdamWSmallBeta)]);
+    fill_dtypes<Adam<false, false>>(table.update[static_cast<int>(Rule::kAdam)]);
+    fill_dtypes<Adam<false, true>>(table.update[static_cast<int>(Rule::kAdamSmallBeta)]);
     fill_dtypes<Sgd<false>>(table.update[static_cast<int>(Rule::kSgd)]);
     fill_dtypes<Sgd<true>>(table.update[static_cast<int>(Rule::kSgdMomentum)]);
     fill_dtypes<Adagrad>(table.update[static_cast<int>(Rule::kAdagrad)]);

@@ -32,7 +32,12 @@ struct Vec {
         const F nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
     }
-    static bool any_nan(F x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
+    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    struct Finite {
+        __m512 x = _mm512_setzero_ps();
+        void see(F y) { x = _mm512_fmadd_ps(y, _mm512_setzero_ps(), x); }
+        bool all() const { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) == 0; }
+    };
 
     static F load(const float* p, Full) { return _mm512_loadu_ps(p); }
     static F load(const float* p, Part lanes) { return _mm512_maskz_loadu_ps(lanes.mask, p); }

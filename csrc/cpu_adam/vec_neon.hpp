@@ -32,7 +32,12 @@ struct Vec {
     static F quiet(F x) {
         return vbslq_f32(vceqq_f32(x, x), x, vreinterpretq_f32_u32(vdupq_n_u32(0x7FC00000U)));
     }
-    static bool any_nan(F x) { return vminvq_u32(vceqq_f32(x, x)) == 0; }
+    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    struct Finite {
+        float32x4_t x = vdupq_n_f32(0);
+        void see(F y) { x = vfmaq_f32(x, y, vdupq_n_f32(0)); }
+        bool all() const { return vminvq_u32(vceqq_f32(x, x)) != 0; }
+    };
 
     static F load(const float* p, Full) { return vld1q_f32(p); }
     static F load(const float* p, Part lanes) {

@@ -37,7 +37,12 @@ struct Vec {
     // Smaller of a constant and x; NaN if x is.
     static F at_most(F bound, F x) { return bound < x ? bound : x; }
     static F quiet(F x) { return x != x ? from_bits(0x7FC00000U) : x; }
-    static bool any_nan(F x) { return x != x; }
+    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    struct Finite {
+        float x = 0;
+        void see(F y) { x += y * 0.0F; }
+        bool all() const { return x == x; }
+    };
 
     template <class L>
     static F load(const float* p, L) {

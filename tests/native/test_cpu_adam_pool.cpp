@@ -1,0 +1,237 @@
+// The thread pool and the jobs: order, waiting, closing, forking, floating-point mode, bad requests.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "cpu_adam_compare.hpp"
+#include "errors.hpp"
+#include "jobs.hpp"
+
+namespace infinity::cpu_adam {
+namespace {
+
+struct CountingJob : Job {
+    CountingJob(size_t chunks, std::vector<ByteRange> touches, std::atomic<int>& counter)
+        : Job(chunks, std::move(touches)), counter_(counter) {}
+    void run(size_t) noexcept override { counter_.fetch_add(1); }
+    std::atomic<int>& counter_;
+};
+
+// Reads and writes plain memory: wrong unless jobs over the same bytes run one after the other.
+struct AddJob : Job {
+    AddJob(std::vector<long>& cells, long factor, long term)
+        : Job(cells.size(), {range(cells)}), cells_(cells), factor_(factor), term_(term) {}
+    static ByteRange range(std::vector<long>& cells) {
+        const uintptr_t at = reinterpret_cast<uintptr_t>(cells.data());
+        return {at, at + cells.size() * sizeof(long), true};
+    }
+    void run(size_t chunk) noexcept override {
+        // Not the own cell: a chunk depends on what the job before did everywhere.
+        if (chunk == 0) {
+            for (long& cell : cells_) cell = cell * factor_ + term_;
+        }
+    }
+    std::vector<long>& cells_;
+    long factor_, term_;
+};
+
+struct SleepingJob : Job {
+    SleepingJob() : Job(1, {}) {}
+    void run(size_t) noexcept override { usleep(50000); }
+};
+
+std::vector<int> unpinned(size_t threads) { return std::vector<int>(threads, -1); }
+
+void test_order() {
+    std::vector<long> cells(64, 1);
+    std::vector<long> others(64, 1);
+    long expected = 1;
+    ThreadPool pool(unpinned(4));
+    std::optional<Ticket> last;
+    for (int i = 0; i < 300; ++i) {
+        pool.submit(std::make_shared<AddJob>(others, 1, 1));
+        last = pool.submit(std::make_shared<AddJob>(cells, i % 3, i));
+        expected = expected * (i % 3) + i;
+    }
+    CHECK(last->wait(-1));
+    for (const long cell : cells) CHECK(cell == expected);
+    pool.close();
+    for (const long cell : others) CHECK(cell == 301);
+}
+
+void test_many_submitters_and_close_with_work_queued() {
+    std::atomic<int> counter{0};
+    std::optional<Ticket> outlives;
+    {
+        ThreadPool pool(unpinned(3));
+        std::vector<std::thread> submitters;
+        for (int t = 0; t < 4; ++t) {
+            submitters.emplace_back([&] {
+                for (int i = 0; i < 100; ++i) {
+                    const Ticket ticket =
+                        pool.submit(std::make_shared<CountingJob>(5, std::vector<ByteRange>{}, counter));
+                    if (i % 10 == 0) CHECK(ticket.wait(-1));
+                }
+            });
+        }
+        for (std::thread& thread : submitters) thread.join();
+        outlives = pool.submit(std::make_shared<SleepingJob>());
+        CHECK(!outlives->wait(0.0));
+        CHECK(!outlives->wait(0.001));
+    }
+    CHECK(counter == 4 * 100 * 5);
+    CHECK(outlives->done() && outlives->wait(-1));
+}
+
+template <class F>
+bool refused(F&& f) {
+    try {
+        f();
+    } catch (const ConfigError& error) {
+        CHECK(!error.cause.empty() && !error.cure.empty());
+        return true;
+    }
+    return false;
+}
+
+void test_closed_and_empty() {
+    std::atomic<int> counter{0};
+    ThreadPool pool(unpinned(1));
+    const auto empty = std::make_shared<CountingJob>(0, std::vector<ByteRange>{}, counter);
+    CHECK(pool.submit(empty).wait(-1));
+    pool.close();
+    pool.close();
+    CHECK(pool.closed());
+    CHECK(refused([&] { pool.submit(empty); }));
+}
+
+void test_fork() {
+    auto pool = std::make_unique<ThreadPool>(unpinned(2));
+    std::optional<Ticket> busy = pool->submit(std::make_shared<SleepingJob>());
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        alarm(10);  // a hang is a failure
+        bool ok = refused([&] { pool->submit(std::make_shared<SleepingJob>()); });
+        ok = ok && refused([&] { busy->wait(-1); });
+        pool->close();
+        pool.reset();
+        busy.reset();
+        _exit(ok ? 0 : 1);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(busy->wait(-1));
+}
+
+// With denormals flushed, 1e-40 would be 0.
+void test_float_mode() {
+#if defined(INFINITY_X86)
+    const unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before | 0x8040);
+    ThreadPool pool(unpinned(1));
+    __builtin_ia32_ldmxcsr(before);
+#else
+    ThreadPool pool(unpinned(1));
+#endif
+    for (const KernelTable* table : runnable_kernels()) {
+        float p = 0;
+        const float g = -1e-40F;
+        UpdateRequest request{1, Dtype::kF32, ParameterFormat::kPlain, {}, {{0, 1, 0}}, {}, 1.0};
+        request.arrays.grad = &g;
+        request.arrays.param = &p;
+        request.hypers = {SgdHyper{1.0, 0.0, 0.0, 0.0, false, false, false}};
+        CHECK(pool.submit(make_update_job(*table, request, kBlock)).wait(-1));
+        CHECK(p == 1e-40F);
+    }
+}
+
+// Chunks, segments and threads change nothing; every segment gets its own hyper-parameters.
+void test_jobs_match_one_kernel_call() {
+    constexpr size_t kElements = 5 * kBlock + 321;
+    const std::vector<Hyper> hypers{AdamHyper{true, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, false},
+                                    AdamHyper{true, 1e-3, 0.8, 0.99, 1e-6, 0.0, 9, false}};
+    const std::vector<Segment> segments{{0, 2 * kBlock + 5, 0}, {2 * kBlock + 8, 3, 1},
+                                        {2 * kBlock + 20, 3 * kBlock + 301, 1}};
+    Page expected(kElements, 11);
+    const KernelTable& kernels = *runnable_kernels().front();
+    for (const Segment& s : segments) {
+        const Folded folded = fold(hypers[s.hyper], 0.5);
+        kernels.update[0][0][4](expected.arrays(ParameterFormat::kSplit, true), folded, s.start,
+                                s.count);
+    }
+    for (const size_t chunk : {kBlock, 2 * kBlock, 64 * kBlock}) {
+        for (const size_t threads : {1U, 2U, 5U}) {
+            Page page(kElements, 11);
+            ThreadPool pool(unpinned(threads));
+            const UpdateRequest request{kElements,
+                                        Dtype::kF32,
+                                        ParameterFormat::kSplit,
+                                        page.arrays(ParameterFormat::kSplit, true),
+                                        segments,
+                                        hypers,
+                                        0.5};
+            CHECK(pool.submit(make_update_job(kernels, request, chunk)).wait(-1));
+            CHECK(same_bits(page, expected));
+        }
+    }
+}
+
+void test_bad_requests() {
+    Page page(100, 1);
+    const Page before = page;
+    UpdateRequest good{100, Dtype::kF32, ParameterFormat::kPlainBf16,
+                       page.arrays(ParameterFormat::kPlainBf16, false),
+                       {{0, 100, 0}},
+                       {AdamHyper{true, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, false}},
+                       1.0};
+    const auto bad = [&](auto&& change) {
+        UpdateRequest request = good;
+        change(request);
+        return refused([&] { make_update_job(kScalarKernels, request, kBlock); });
+    };
+    CHECK(!bad([](UpdateRequest&) {}));
+    CHECK(bad([](UpdateRequest& r) { r.arrays.grad = nullptr; }));
+    CHECK(bad([](UpdateRequest& r) { r.arrays.copy = nullptr; }));
+    CHECK(bad([](UpdateRequest& r) { r.arrays.second_moment = nullptr; }));
+    CHECK(bad([](UpdateRequest& r) { r.arrays.second_moment = r.arrays.first_moment + 99; }));
+    CHECK(bad([](UpdateRequest& r) { r.segments[0].count = 101; }));
+    CHECK(bad([](UpdateRequest& r) { r.segments[0].start = SIZE_MAX; }));
+    CHECK(bad([](UpdateRequest& r) { r.segments.push_back({50, 1, 0}); }));
+    CHECK(bad([](UpdateRequest& r) { r.segments[0].hyper = 1; }));
+    CHECK(bad([](UpdateRequest& r) { r.elements = SIZE_MAX / 2; }));
+    CHECK(bad([](UpdateRequest& r) { std::get<AdamHyper>(r.hypers[0]).beta1 = 1.0; }));
+    CHECK(bad([](UpdateRequest& r) { std::get<AdamHyper>(r.hypers[0]).step = 0; }));
+    CHECK(bad([](UpdateRequest& r) {
+        r.hypers[0] = SgdHyper{0.1, 0.0, 0.0, 0.0, true, false, false};
+    }));
+    CHECK(refused([&] { make_update_job(kScalarKernels, good, kBlock - 1); }));
+    CHECK(refused([&] { make_update_job(kScalarKernels, good, 0); }));
+    CHECK(refused([&] { select_kernels("pentium"); }));
+    CHECK(same_bits(page, before));
+}
+
+}  // namespace
+}  // namespace infinity::cpu_adam
+
+int main() {
+    using namespace infinity::cpu_adam;
+    test_order();
+    test_many_submitters_and_close_with_work_queued();
+    test_closed_and_empty();
+    test_fork();
+    test_float_mode();
+    test_jobs_match_one_kernel_call();
+    test_bad_requests();
+    return 0;
+}
