@@ -31,6 +31,14 @@ double number(const std::string& text) {
     return in ? value : -1;
 }
 
+bool names_cpu(const std::string& controllers) {
+    std::istringstream list(controllers);
+    for (std::string name; std::getline(list, name, ',');) {
+        if (name == "cpu") return true;
+    }
+    return false;
+}
+
 // The limit of one cgroup directory, whichever version's files it has.
 double directory_quota(const std::string& directory) {
     std::istringstream v2(first_line(directory + "/cpu.max"));
@@ -77,13 +85,12 @@ double cgroup_quota(const std::string& membership, const std::string& mount) {
         const size_t first = line.find(':');
         const size_t second = line.find(':', first + 1);
         if (first == std::string::npos || second == std::string::npos) continue;
-        const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+        const std::string controllers = line.substr(first + 1, second - first - 1);
         const std::string path = line.substr(second + 1);
-        if (controllers == ",,") {
+        if (controllers.empty()) {
             smallest = std::min(smallest, path_quota(mount, path));
-        } else if (controllers.find(",cpu,") != std::string::npos) {
-            const std::string name = controllers.substr(1, controllers.size() - 2);
-            smallest = std::min(smallest, path_quota(mount + "/" + name, path));
+        } else if (names_cpu(controllers)) {
+            smallest = std::min(smallest, path_quota(mount + "/" + controllers, path));
             smallest = std::min(smallest, path_quota(mount + "/cpu", path));
         }
     }

@@ -5,24 +5,98 @@
 #include <simde/x86/f16c.h>
 #include <simde/x86/fma.h>
 
-// What SIMDe 0.7.4 lacks, out of what AVX2 and F16C have.
-namespace {
-#ifndef _mm512_cvtph_ps
-inline simde__m512 emulated_cvtph_ps(__m256i words) {
-    return simde_mm512_insertf32x8(
-        simde_mm512_castps256_ps512(_mm256_cvtph_ps(_mm256_castsi256_si128(words))),
-        _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1)), 1);
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+// What SIMDe 0.7.4 lacks of the intrinsics in vec_avx512.hpp, made of their AVX2 halves.
+namespace emulated {
+
+template <class Wide, class Half>
+Wide join(Half low, Half high) {
+    static_assert(sizeof(Wide) == 2 * sizeof(Half));
+    Wide wide;
+    std::memcpy(&wide, &low, sizeof(Half));
+    std::memcpy(reinterpret_cast<char*>(&wide) + sizeof(Half), &high, sizeof(Half));
+    return wide;
 }
-#define _mm512_cvtph_ps(x) emulated_cvtph_ps(x)
-#endif
-#ifndef _mm512_cvtps_ph
-inline __m256i emulated_cvtps_ph(simde__m512 x) {
-    return _mm256_set_m128i(_mm256_cvtps_ph(simde_mm512_extractf32x8_ps(x, 1), 0),
-                            _mm256_cvtps_ph(simde_mm512_castps512_ps256(x), 0));
+
+template <class Half, class Wide>
+Half half(const Wide& wide, int index) {
+    Half part;
+    std::memcpy(&part, reinterpret_cast<const char*>(&wide) + index * sizeof(Half), sizeof(Half));
+    return part;
 }
-#define _mm512_cvtps_ph(x, mode) emulated_cvtps_ph(x)
-#endif
-}  // namespace
+
+// Touches the masked elements only, as the hardware does; sanitizers see the rest.
+template <class Register, class Element>
+Register masked_load(unsigned mask, const void* p) {
+    Element lane[sizeof(Register) / sizeof(Element)] = {};
+    for (size_t i = 0; i < sizeof(Register) / sizeof(Element); ++i) {
+        if ((mask >> i & 1U) != 0) lane[i] = static_cast<const Element*>(p)[i];
+    }
+    Register all;
+    std::memcpy(&all, lane, sizeof(all));
+    return all;
+}
+
+template <class Element, class Register>
+void masked_store(void* p, unsigned mask, const Register& all) {
+    Element lane[sizeof(Register) / sizeof(Element)];
+    std::memcpy(lane, &all, sizeof(all));
+    for (size_t i = 0; i < sizeof(Register) / sizeof(Element); ++i) {
+        if ((mask >> i & 1U) != 0) static_cast<Element*>(p)[i] = lane[i];
+    }
+}
+
+inline __m512i widen_unsigned(__m256i x) {
+    return join<__m512i>(_mm256_cvtepu16_epi32(half<__m128i>(x, 0)),
+                         _mm256_cvtepu16_epi32(half<__m128i>(x, 1)));
+}
+
+inline __m512i widen_signed(__m256i x) {
+    return join<__m512i>(_mm256_cvtepi16_epi32(half<__m128i>(x, 0)),
+                         _mm256_cvtepi16_epi32(half<__m128i>(x, 1)));
+}
+
+inline __m256i truncate(__m512i x) {
+    uint32_t wide[16];
+    uint16_t narrow[16];
+    std::memcpy(wide, &x, sizeof(wide));
+    for (int i = 0; i < 16; ++i) narrow[i] = static_cast<uint16_t>(wide[i]);
+    __m256i all;
+    std::memcpy(&all, narrow, sizeof(all));
+    return all;
+}
+
+inline __m512 from_halves(__m256i x) {
+    return join<__m512>(_mm256_cvtph_ps(half<__m128i>(x, 0)), _mm256_cvtph_ps(half<__m128i>(x, 1)));
+}
+
+inline __m256i to_halves(__m512 x) {
+    return join<__m256i>(_mm256_cvtps_ph(half<__m256>(x, 0), _MM_FROUND_TO_NEAREST_INT),
+                         _mm256_cvtps_ph(half<__m256>(x, 1), _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline __m512d to_double(__m256 x) {
+    return join<__m512d>(_mm256_cvtps_pd(half<__m128>(x, 0)), _mm256_cvtps_pd(half<__m128>(x, 1)));
+}
+
+}  // namespace emulated
+
+#define _mm512_maskz_loadu_ps(mask, p) emulated::masked_load<__m512, float>(mask, p)
+#define _mm256_maskz_loadu_epi16(mask, p) emulated::masked_load<__m256i, uint16_t>(mask, p)
+#define _mm512_mask_storeu_ps(p, mask, x) emulated::masked_store<float>(p, mask, x)
+#define _mm256_mask_storeu_epi16(p, mask, x) emulated::masked_store<uint16_t>(p, mask, x)
+#define _mm512_cvtepu16_epi32(x) emulated::widen_unsigned(x)
+#define _mm512_cvtepi16_epi32(x) emulated::widen_signed(x)
+#define _mm512_cvtepi32_epi16(x) emulated::truncate(x)
+#define _mm512_cvtph_ps(x) emulated::from_halves(x)
+#define _mm512_cvtps_ph(x, mode) emulated::to_halves(x)
+#define _mm512_cvtps_pd(x) emulated::to_double(x)
+#define _mm512_extractf32x8_ps(x, index) emulated::half<__m256>(x, index)
+#define _mm512_stream_ps(p, x) std::memcpy(p, &(x), sizeof(x))
+#define _mm512_stream_si512(p, x) std::memcpy(p, &(x), sizeof(x))
 
 #define kAvx512Kernels kEmulatedAvx512Kernels
 #include "kernels_avx512.cpp"
