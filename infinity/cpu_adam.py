@@ -13,7 +13,8 @@ lie one after the other. A `Segment` names one parameter's range and its hyper-p
     ...                               # the GIL is free meanwhile
     bad = ticket.result().nonfinite   # segments with a non-finite gradient
 
-Results are the same bits on every instruction set, with any number of threads, chunk size, offset and
+A non-finite gradient or state makes its element non-finite and stays there; every NaN that is stored is
+0x7FC00000. Results are the same bits on every instruction set, with any number of threads, chunk size, offset and
 alignment. Jobs of one pool behave as if they ran in the order of submission.
 
 Arrays are contiguous CPU tensors, or `Span`s (an address, a dtype and a count) for memory that no

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "errors.hpp"
+#include "float_mode.hpp"
 
 namespace infinity::cpu_adam {
 namespace {
@@ -102,6 +103,7 @@ Folded fold_one(const AdagradHyper& h, double scale) {
 }  // namespace
 
 Folded fold(const Hyper& hyper, double scale) {
+    const DefaultFloatMode float_mode;
     return std::visit([scale](const auto& h) { return fold_one(h, scale); }, hyper);
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "errors.hpp"
+#include "float_mode.hpp"
 
 namespace infinity::cpu_adam {
 namespace {
@@ -294,6 +295,7 @@ std::shared_ptr<StreamJob> make_stream_job(const KernelTable& kernels, StreamReq
 }
 
 double sum_in_order(const double* sums, size_t count, double start) {
+    const DefaultFloatMode float_mode;
     for (size_t i = 0; i < count; ++i) start += sums[i];
     return start;
 }

@@ -133,7 +133,7 @@ class PoolState {
     void work(int cpu) {
         pthread_setname_np(pthread_self(), "infinity-update");
         pin_to(cpu);
-        set_default_float_mode();
+        const DefaultFloatMode float_mode;
         std::unique_lock lock(mutex_);
         for (;;) {
             std::shared_ptr<Job> job = startable();

@@ -1,0 +1,687 @@
+"""infinity.cpu_adam: every format and rule, bits that depend on nothing else, the pool, bad input.
+
+Accuracy against an fp64 oracle is in test_cpu_adam_accuracy.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.cpu_adam import (
+    BLOCK,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Gradient,
+    Pool,
+    Segment,
+    Span,
+    Stream,
+    Update,
+    default_cpus,
+    runnable_isas,
+    sum_in_order,
+)
+from infinity.errors import ConfigError
+
+RULES = {
+    "adamw": AdamW(lr=1e-2, step=3, weight_decay=0.1),
+    "adamw_small_betas": AdamW(lr=1e-2, step=3, betas=(0.0, 0.3)),
+    "adam": Adam(lr=1e-2, step=3, weight_decay=0.1),
+    "sgd": SGD(lr=0.1, first_step=False, weight_decay=1e-3),
+    "momentum": SGD(lr=0.1, momentum=0.9, dampening=0.2, first_step=False),
+    "nesterov": SGD(lr=0.1, momentum=0.9, nesterov=True, first_step=False),
+    "first": SGD(lr=0.1, momentum=0.9, dampening=0.2, first_step=True),
+    "adagrad": Adagrad(step=3, lr_decay=0.1, weight_decay=1e-3),
+}
+NAN = 0x7FC00000
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def floats(seed: int, n: int, *, finite: bool = False) -> torch.Tensor:
+    """Ordinary numbers, every magnitude, denormals, zeros; unless finite, infinities and NaNs too."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal(n).astype(np.float32)
+    wild = random.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
+    x = np.where(random.random(n) < 0.2, wild, x)
+    x = np.where(random.random(n) < 0.05, np.float32(0.0), x)
+    if finite:
+        x = np.where(np.abs(x) < 1e30, x, np.float32(1.5))
+    return torch.from_numpy(x)
+
+
+def round_half_up(x: torch.Tensor) -> torch.Tensor:
+    """bf16 by (u + 0x8000) >> 16, NaN quiet."""
+    u = bits(x).to(torch.int64) & 0xFFFFFFFF
+    u = torch.where(x.isnan(), NAN, u)
+    return (((u + 0x8000) >> 16) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
+
+
+def quiet(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), torch.tensor(NAN, dtype=torch.int32).view(torch.float32), x)
+
+
+def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    low = (bits(x) & 0xFFFF).to(torch.int32)
+    return round_half_up(x), low.to(torch.uint16).view(torch.int16)
+
+
+def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    return ((bits(high).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def states(n: int, seed: int = 1, *, finite: bool = False) -> dict[str, torch.Tensor]:
+    return {
+        "parameter": quiet(floats(seed, n, finite=finite)),
+        "first_moment": floats(seed + 1, n, finite=finite),
+        "second_moment": floats(seed + 2, n, finite=finite).abs(),
+    }
+
+
+def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in tensors.items()}
+
+
+@pytest.fixture(scope="module", params=runnable_isas())
+def pool(request: pytest.FixtureRequest) -> Any:
+    with Pool(isa=request.param) as made:
+        yield made
+
+
+# ---- Formats ----
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_format_equals_plain_fp32(pool: Pool, rule: str, dtype: torch.dtype, accumulate: bool) -> None:
+    n = 1003
+    grad = floats(9, n).to(dtype)
+    acc = floats(10, n) if accumulate else None
+    before = states(n)
+    common: dict[str, Any] = {"segments": [Segment(0, n)], "hypers": [RULES[rule]]}
+    total = grad.float() if acc is None else acc + grad.float()
+    plain = clones(before)
+    pool.run(Update(grad=total * 0.3, **plain, **common))
+
+    for copy in (None, torch.float32, torch.bfloat16, torch.float16):
+        now = clones(before)
+        out = None if copy is None else torch.empty(n, dtype=copy)
+        pool.run(Update(grad=grad, accumulated=acc, scale=0.3, copy=out, **now, **common))
+        assert all(same_bits(now[name], plain[name]) for name in plain)
+        if copy is torch.bfloat16:
+            assert same_bits(out, round_half_up(plain["parameter"]))
+        elif out is not None:
+            assert same_bits(out, plain["parameter"].to(copy))
+
+    now = clones(before)
+    high, low = split(now.pop("parameter"))
+    pool.run(
+        Update(grad=grad, accumulated=acc, scale=0.3, parameter=high, remainder=low, **now, **common)
+    )
+    assert same_bits(join(high, low), plain["parameter"])
+    assert same_bits(high, round_half_up(plain["parameter"]))
+    assert all(same_bits(now[name], plain[name]) for name in now)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_split_master_stays_equal_over_steps(pool: Pool, rule: str) -> None:
+    n = 5000
+    plain = states(n, finite=True)
+    halves = clones(plain)
+    high, low = split(halves.pop("parameter"))
+    copy = torch.empty(n, dtype=torch.bfloat16)
+    for step in range(20):
+        grad = torch.randn(n, generator=torch.Generator().manual_seed(step)).bfloat16()
+        work: dict[str, Any] = {"grad": grad, "segments": [Segment(0, n)], "hypers": [RULES[rule]]}
+        pool.run(Update(copy=copy, **plain, **work))
+        pool.run(Update(parameter=high, remainder=low, **halves, **work))
+        assert same_bits(join(high, low), plain["parameter"])
+        assert same_bits(high, copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_gradient_is_read_exactly(pool: Pool, dtype: torch.dtype) -> None:
+    grad = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    acc = torch.empty(2**16)
+    pool.run(
+        Gradient(grad=grad, accumulated=acc, add=False, store=True, segments=[Segment(0, 2**16)])
+    )
+    assert same_bits(acc, quiet(grad.float()))
+
+
+def test_rounding_of_copies(pool: Pool) -> None:
+    around = [0x3F808000 + d for d in range(-3, 4)]  # a tie of bf16
+    around += [0x3F801000 + d for d in range(-3, 4)] + [0x3F803000 + d for d in range(-3, 4)]  # of fp16
+    around += [0x33000000 + d for d in range(-3, 4)]  # half of fp16's smallest denormal
+    around += [0x477FEFFF, 0x477FF000, 0x7F7FFFFF, 0x7F7F7FFF, 0x7F800001, 0x7FFFFFFF, 0x387FFFFF]
+    words = np.array(around, dtype=np.uint32)
+    random = np.random.default_rng(0).integers(0, 2**32, 300_000, dtype=np.uint32)
+    x = torch.from_numpy(np.concatenate([words, words | 0x80000000, random]).view(np.float32))
+    x = x[~x.isinf()]  # which weight decay, even of 0, makes NaN
+    n = x.numel()
+    for copy in (torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.float16)):
+        pool.run(
+            Update(
+                grad=torch.zeros(n),
+                parameter=x.clone(),
+                copy=copy,
+                segments=[Segment(0, n)],
+                hypers=[SGD(lr=0.0, first_step=False)],
+            )
+        )
+        expected = round_half_up(x) if copy.dtype is torch.bfloat16 else quiet(x).half()
+        assert same_bits(copy, expected)
+
+
+def test_zero_learning_rate_keeps_parameters(pool: Pool) -> None:
+    before = states(4001, finite=True)
+    now = clones(before)
+    hyper = AdamW(lr=0.0, weight_decay=0.0, step=2)
+    pool.run(Update(grad=floats(4, 4001, finite=True), **now, segments=[Segment(0, 4001)], hypers=[hyper]))
+    assert torch.equal(now["parameter"], before["parameter"])
+    assert not torch.equal(now["first_moment"], before["first_moment"])
+
+
+def test_nonfinite_gradients_are_reported_per_segment(pool: Pool) -> None:
+    n = 4 * BLOCK
+    grad = torch.ones(n)
+    grad[5], grad[2 * BLOCK + 1] = torch.inf, torch.nan
+    grad[3 * BLOCK] = 3e38
+    segments = [Segment(i * BLOCK, BLOCK) for i in range(4)]
+    work: dict[str, Any] = {"grad": grad, "segments": segments, "hypers": [RULES["adamw"]]}
+    assert pool.run(Update(**states(n, finite=True), **work)).nonfinite == (0, 2)
+    assert pool.run(Update(**states(n, finite=True), scale=4.0, **work)).nonfinite == (0, 2, 3)
+
+
+def test_only_segments_are_touched_each_with_its_hypers(pool: Pool) -> None:
+    n = 3 * BLOCK
+    before = states(n, finite=True)
+    grad = floats(3, n, finite=True)
+    now = clones(before)
+    ranges = [Segment(7, 100, 1), Segment(107, BLOCK + 3, 0), Segment(2 * BLOCK + 500, 1, 1)]
+    hypers = [RULES["adamw"], RULES["momentum"]]
+    pool.run(Update(grad=grad, **now, segments=ranges, hypers=hypers))
+    expected = clones(before)
+    for start, count, hyper in ranges:
+        views = {name: each[start : start + count] for name, each in expected.items()}
+        pool.run(
+            Update(
+                grad=grad[start : start + count],
+                **views,
+                segments=[Segment(0, count)],
+                hypers=[hypers[hyper]],
+            )
+        )
+    assert all(same_bits(now[name], expected[name]) for name in now)
+
+
+def test_maximize_is_descent_on_the_negative(pool: Pool) -> None:
+    grad = floats(3, 1000, finite=True)
+    up, down = states(1000, finite=True), states(1000, finite=True)
+    segments = [Segment(0, 1000)]
+    pool.run(Update(grad=grad, **up, segments=segments, hypers=[AdamW(step=1, maximize=True)]))
+    pool.run(Update(grad=-grad, **down, segments=segments, hypers=[AdamW(step=1)]))
+    assert all(same_bits(up[name], down[name]) for name in up)
+
+
+# ---- Bits depend on nothing but the element ----
+
+
+def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same content, `offset` elements past an aligned start."""
+    room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
+    view = room[offset:]
+    view.copy_(tensor)
+    return view
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_bits_do_not_depend_on_partition(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 5 * BLOCK), label="elements")
+    rule = RULES[data.draw(st.sampled_from(sorted(RULES)), label="rule")]
+    cuts = data.draw(st.lists(st.integers(0, n), max_size=6, unique=True), label="cuts")
+    edges = [0, *sorted(cuts), n]
+    isa = data.draw(st.sampled_from(runnable_isas()), label="isa")
+    offsets = data.draw(st.lists(st.integers(0, 33), min_size=5, max_size=5), label="offsets")
+    before = {"grad": floats(3, n).bfloat16(), **states(n)}
+    names = ["grad", "parameter", "first_moment", "second_moment"]
+
+    expected = clones(before)
+    expected_copy = torch.zeros(n, dtype=torch.bfloat16)
+    with Pool(threads=1, isa="scalar", chunk=64 * BLOCK) as reference:
+        reference.run(Update(**expected, copy=expected_copy, segments=[Segment(0, n)], hypers=[rule]))
+
+    now = {name: padded(before[name], offset) for name, offset in zip(names, offsets[:4], strict=True)}
+    copy = padded(torch.zeros(n, dtype=torch.bfloat16), offsets[4])
+    segments = [Segment(a, b - a) for a, b in itertools.pairwise(edges)]
+    chunk = BLOCK * data.draw(st.integers(1, 3), label="blocks per chunk")
+    with Pool(threads=data.draw(st.integers(1, 5), label="threads"), isa=isa, chunk=chunk) as other:
+        other.run(Update(**now, copy=copy, segments=segments, hypers=[rule]))
+    assert all(same_bits(now[name], expected[name]) for name in names)
+    assert same_bits(copy, expected_copy)
+
+
+def test_all_isas_give_the_same_bits() -> None:
+    n = 300_001
+    results = []
+    for isa in runnable_isas():
+        now = states(n, 21)
+        with Pool(isa=isa) as pool:
+            for rule in RULES.values():
+                pool.run(Update(grad=floats(5, n), **now, segments=[Segment(0, n)], hypers=[rule]))
+            blocks = pool.run(
+                Gradient(grad=floats(6, n, finite=True), squares=True, segments=[Segment(0, n)])
+            ).blocks
+        results.append((now, torch.from_numpy(blocks[0])))
+    for now, blocks in results[1:]:
+        assert all(same_bits(now[name], results[0][0][name]) for name in now)
+        assert torch.equal(blocks, results[0][1])
+
+
+def test_flushing_denormals_changes_nothing() -> None:
+    n = 10_000
+    tiny = torch.full((n,), 1e-40)
+    hyper = SGD(lr=1e-39, momentum=0.9, first_step=False)  # the hyper-parameters' mode counts too
+    work: dict[str, Any] = {"grad": tiny * 3, "segments": [Segment(0, n)], "hypers": [hyper]}
+    expected = clones({"parameter": tiny, "first_moment": tiny})
+    now = clones(expected)
+    with Pool() as pool:
+        pool.run(Update(**expected, **work))
+    assert bool((expected["first_moment"] > 1e-40).all())
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush denormals")
+    try:
+        with Pool() as pool:  # its threads inherit this thread's mode
+            pool.run(Update(**now, **work))
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(same_bits(now[name], expected[name]) for name in now)
+
+
+# ---- Gradients ----
+
+
+def reference_blocks(x: torch.Tensor) -> list[float]:
+    """[Note: fixed lanes] of csrc/cpu_adam/formats.hpp, in numpy."""
+    sums = []
+    squares = x.numpy().astype(np.float64) ** 2
+    for start in range(0, len(squares), BLOCK):
+        block = squares[start : start + BLOCK]
+        rows = np.pad(block, (0, -len(block) % 32)).reshape(-1, 32)
+        lanes = np.zeros(32)
+        for row in rows:
+            lanes += row
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        sums.append(float(lanes[0]))
+    return sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_follow_the_definition(pool: Pool, dtype: torch.dtype) -> None:
+    n = 3 * BLOCK + 37
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype)
+    acc = floats(2, n, finite=True).clamp(-1e18, 1e18)
+    segments = [Segment(0, n)]
+    alone = pool.run(Gradient(grad=grad, squares=True, segments=segments))
+    assert list(alone.blocks[0]) == reference_blocks(grad.float())
+    scaled = pool.run(Gradient(grad=grad, accumulated=acc, scale=0.3, squares=True, segments=segments))
+    assert list(scaled.blocks[0]) == reference_blocks((acc + grad.float()) * 0.3)
+    stored = acc.clone()
+    fused = pool.run(Gradient(grad=grad, accumulated=stored, store=True, squares=True, segments=segments))
+    assert same_bits(stored, acc + grad.float())
+    assert list(fused.blocks[0]) == reference_blocks(acc + grad.float())
+    assert fused.squares == (sum_in_order(fused.blocks[0]),)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(0, 6 * BLOCK),
+    threads=st.integers(1, 4),
+    chunk=st.integers(1, 4),
+    isa=st.sampled_from(runnable_isas()),
+    offset=st.integers(0, 31),
+    cut=st.integers(0, 6),
+)
+def test_squares_compose(n: int, threads: int, chunk: int, isa: str, offset: int, cut: int) -> None:
+    x = floats(8, n, finite=True)
+    first = min(cut * BLOCK, n)
+    with Pool(threads=threads, chunk=chunk * BLOCK, isa=isa) as pool:
+        work = [Segment(0, first), Segment(first, n - first)]
+        a, b = pool.run(Gradient(grad=padded(x, offset), squares=True, segments=work)).blocks
+    expected = reference_blocks(x)
+    assert [*a, *b] == expected
+    assert sum_in_order(b, sum_in_order(a)) == sum_in_order(np.array(expected))
+
+
+def test_squares_are_finite_if_and_only_if_the_elements_are(pool: Pool) -> None:
+    x = torch.full((BLOCK * 2,), 3e38)
+    segments = [Segment(0, BLOCK), Segment(BLOCK, BLOCK)]
+    assert np.isfinite(pool.run(Gradient(grad=x, squares=True, segments=segments)).squares).all()
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x[BLOCK + 17] = bad
+        one, two = pool.run(Gradient(grad=x, squares=True, segments=segments)).squares
+        assert np.isfinite(one) and not np.isfinite(two)
+
+
+def test_accumulation_from_the_first_to_the_update(pool: Pool) -> None:
+    n = 2000
+    grads = [floats(i, n, finite=True).bfloat16() for i in range(3)]
+    acc = torch.full((n,), torch.nan)  # the first store must not read it
+    segments = [Segment(0, n)]
+    for i, grad in enumerate(grads):
+        pool.run(Gradient(grad=grad, accumulated=acc, add=i > 0, store=True, segments=segments))
+    assert same_bits(acc, grads[0].float() + grads[1].float() + grads[2].float())
+
+
+# ---- The pool ----
+
+
+def many_updates(pool: Pool, jobs: int = 60, n: int = 4_000_000) -> list[Any]:
+    page = states(n, finite=True)
+    work = Update(grad=torch.ones(n), **page, segments=[Segment(0, n)], hypers=[RULES["adamw"]])
+    return [pool.submit(work) for _ in range(jobs)]
+
+
+def test_jobs_behave_as_if_in_order(pool: Pool) -> None:
+    n = 40_000
+    x, y = torch.zeros(n), torch.zeros(n)
+    expected_x, expected_y = x.clone(), y.clone()
+    tickets = []
+    for _ in range(50):  # each reads what the other has just written
+        for source, target, plain in ((x, y, expected_y), (y, x, expected_x)):
+            work = Update(
+                grad=source,
+                parameter=target,
+                segments=[Segment(0, n)],
+                hypers=[SGD(lr=0.5, weight_decay=1.0, first_step=False)],
+            )
+            tickets.append(pool.submit(work))
+            del plain
+    for ticket in tickets:
+        assert ticket.result().nonfinite == ()
+    one_by_one = torch.zeros(n), torch.zeros(n)
+    for _ in range(50):
+        for source, target in (one_by_one, one_by_one[::-1]):
+            pool.run(
+                Update(
+                    grad=source,
+                    parameter=target,
+                    segments=[Segment(0, n)],
+                    hypers=[SGD(lr=0.5, weight_decay=1.0, first_step=False)],
+                )
+            )
+    assert same_bits(x, one_by_one[0]) and same_bits(y, one_by_one[1])
+
+
+def test_waiting_releases_the_gil() -> None:
+    with Pool() as pool:
+        last = many_updates(pool)[-1]
+        waiter = threading.Thread(target=last.wait)
+        waiter.start()
+        turns = 0
+        while not last.done():
+            time.sleep(0.001)
+            turns += 1
+        waiter.join()
+        assert turns > 5
+
+
+def test_threads_work_while_python_holds_the_gil() -> None:
+    usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
+    with Pool() as pool:
+        ticket = many_updates(pool, jobs=1, n=100_000)[0]
+        for _ in range(400):
+            usleep(10_000)
+            if ticket.done():
+                break
+        assert ticket.done()
+
+
+def test_wait_times_out_and_sees_signals() -> None:
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    with Pool() as pool:
+        last = many_updates(pool)[-1]
+        assert last.wait(0.0) is False
+        with pytest.raises(TimeoutError):
+            last.result(0.001)
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(Alarm):
+                last.wait()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert last.wait() is True and last.done()
+
+
+def test_owners_live_until_the_job_is_done() -> None:
+    class Owner:
+        pass
+
+    with Pool(threads=1) as pool:
+        keep = torch.zeros(2_000_000)
+        owner = Owner()
+        alive = weakref.ref(owner)
+        blockers = many_updates(pool, jobs=5)
+        ticket = pool.submit(
+            Stream(read_write=[Span(keep.data_ptr(), keep.dtype, keep.numel(), owner)])
+        )
+        del owner
+        gc.collect()
+        assert alive() is not None or ticket.done()
+        assert all(each.wait() for each in blockers) and ticket.wait()
+        gc.collect()
+        assert alive() is None
+
+
+def test_close_finishes_what_is_queued() -> None:
+    pool = Pool()
+    tickets = many_updates(pool, jobs=10, n=100_000)
+    pool.close()
+    pool.close()
+    assert pool.closed and all(each.done() for each in tickets)
+    with pytest.raises(ConfigError, match="closed"):
+        many_updates(pool, jobs=1, n=10)
+
+
+@pytest.mark.parametrize("ending", ["", "del pool", "del pool, tickets", "pool.close()"])
+def test_interpreter_exits_with_work_queued(ending: str) -> None:
+    program = f"""
+        import torch
+        from infinity.cpu_adam import *
+        pool = Pool()
+        x = torch.zeros(3_000_000)
+        tickets = [pool.submit(Stream(read_write=[x])) for _ in range(50)]
+        del x
+        {ending}
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_fork() -> None:
+    pool = Pool()
+    last = many_updates(pool, jobs=20)[-1]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        ok = False
+        try:
+            for forbidden in (lambda: many_updates(pool, jobs=1, n=10), last.wait):
+                with pytest.raises(ConfigError, match="fork"):
+                    forbidden()
+            pool.close()
+            with Pool(threads=1) as own:
+                own.run(Stream(read_write=[torch.zeros(10)]))
+            del pool, last
+            gc.collect()
+            ok = True
+        finally:
+            os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert last.wait()
+    pool.close()
+
+
+def test_choice_of_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runnable_isas()[-1] == "scalar"
+    monkeypatch.delenv("INFINITY_ISA", raising=False)
+    assert Pool(threads=1).isa == runnable_isas()[0]
+    monkeypatch.setenv("INFINITY_ISA", "scalar")
+    assert Pool(threads=1).isa == "scalar"
+    monkeypatch.setenv("INFINITY_ISA", "pentium")
+    with pytest.raises(ConfigError, match=r"pentium.*INFINITY_ISA.*scalar"):
+        Pool(threads=1)
+    assert Pool(threads=1, isa="scalar").isa == "scalar"
+
+
+def test_placement() -> None:
+    allowed = os.sched_getaffinity(0)
+    assert set(default_cpus()) <= allowed
+    with Pool() as pool:
+        assert pool.cpus == default_cpus() and pool.threads == len(pool.cpus)
+    one = min(allowed)
+    with Pool(cpus=[one], threads=3) as pool:
+        assert pool.cpus == (one, one, one)
+        pool.run(Stream(read_write=[torch.zeros(100)]))
+
+
+# ---- Stream ----
+
+
+def test_stream_touches_what_it_says(pool: Pool) -> None:
+    n = 70_001
+    read, both = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int16)
+    write = torch.zeros(n, dtype=torch.int32)
+    work = Stream(read=[read], read_write=[both], write=[write], granule=300)
+    assert work.bytes_moved == n * (4 + 2 * 2 + 4)
+    pool.run(work)
+    assert torch.equal(read, torch.arange(n, dtype=torch.int32))
+    assert bool((both != 0).all()) and bool((write != 0).all())
+
+
+# ---- Bad input: a typed error, and nothing touched ----
+
+
+def good_update(n: int = 64) -> dict[str, Any]:
+    return {
+        "grad": torch.ones(n),
+        "parameter": torch.ones(n),
+        "first_moment": torch.ones(n),
+        "second_moment": torch.ones(n),
+        "segments": [Segment(0, n)],
+        "hypers": [RULES["adamw"]],
+    }
+
+
+SHARED = torch.ones(64)
+BAD: dict[str, dict[str, Any]] = {
+    "grad dtype": {"grad": torch.ones(64, dtype=torch.float64)},
+    "grad type": {"grad": [1.0] * 64},
+    "grad length": {"grad": torch.ones(63)},
+    "grad device": {"grad": torch.ones(64, device="meta")},
+    "grad layout": {"grad": torch.ones(128)[::2]},
+    "grad sparse": {"grad": torch.ones(64).to_sparse()},
+    "parameter dtype": {"parameter": torch.ones(64, dtype=torch.bfloat16)},
+    "moment missing": {"second_moment": None},
+    "moment dtype": {"first_moment": torch.ones(64, dtype=torch.bfloat16)},
+    "moments overlap": {"first_moment": SHARED, "second_moment": SHARED},
+    "copy dtype": {"copy": torch.ones(64, dtype=torch.int16)},
+    "copy and remainder": {
+        "parameter": torch.ones(64, dtype=torch.bfloat16),
+        "remainder": torch.ones(64, dtype=torch.int16),
+        "copy": torch.ones(64),
+    },
+    "split needs bf16": {"remainder": torch.ones(64, dtype=torch.int16)},
+    "segment outside": {"segments": [Segment(1, 64)]},
+    "segment negative": {"segments": [Segment(-1, 4)]},
+    "segments overlap": {"segments": [Segment(0, 10), Segment(9, 2)]},
+    "hyper index": {"segments": [Segment(0, 64, 1)]},
+    "beta": {"hypers": [AdamW(betas=(0.9, 1.0), step=1)]},
+    "lr": {"hypers": [AdamW(lr=-1.0, step=1)]},
+    "lr nan": {"hypers": [AdamW(lr=float("nan"), step=1)]},
+    "step": {"hypers": [AdamW(step=0)]},
+    "nesterov": {"hypers": [SGD(nesterov=True, first_step=True)]},
+    "span negative": {"grad": Span(-8, torch.float32, 64)},
+    "span null": {"grad": Span(0, torch.float32, 64)},
+    "span misaligned": {"grad": Span(SHARED.data_ptr() + 1, torch.float32, 64)},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_updates(pool: Pool, case: str) -> None:
+    arguments = good_update() | BAD[case]
+    with pytest.raises(ConfigError) as raised:
+        pool.submit(Update(**arguments))
+    assert raised.value.cause.endswith(".") and raised.value.cure.endswith(".")
+    for name in ("parameter", "first_moment", "second_moment"):
+        if arguments[name] is not None:
+            assert bool((arguments[name] == 1).all())
+
+
+def test_other_bad_arguments(pool: Pool) -> None:
+    x = torch.ones(10)
+    segments = [Segment(0, 10)]
+    for work in (
+        Gradient(grad=x, segments=segments),
+        Gradient(grad=x, store=True, segments=segments),
+        Gradient(grad=x, accumulated=x, store=True, segments=segments),
+        Stream(),
+        Stream(read=[x] * 9),
+        Stream(read=[x], granule=0),
+        Stream(read_write=[x, x]),
+        "update",
+    ):
+        with pytest.raises(ConfigError):
+            pool.submit(work)  # type: ignore[call-overload]
+    for bad in ({"threads": 0}, {"chunk": 100}, {"chunk": 0}, {"cpus": []}, {"cpus": [10_000]}):
+        with pytest.raises(ConfigError):
+            Pool(**bad)  # type: ignore[arg-type]
+
+
+def test_empty_work(pool: Pool) -> None:
+    empty = good_update(0) | {"segments": []}
+    assert pool.run(Update(**empty)).nonfinite == ()
+    assert pool.run(Gradient(grad=torch.ones(0), squares=True, segments=[])).squares == ()
+    assert pool.run(Update(**(good_update() | {"segments": []}))).nonfinite == ()
