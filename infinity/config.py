@@ -14,6 +14,7 @@ Size = int | str
 
 _UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))}
 _FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_MOST_DIGITS = 30
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -33,6 +34,8 @@ def parse_size(size: Size, *, what: str = "size") -> int:
     factor = _FACTORS.get((match[2] or "B").lower()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"The {what} {size!r} cannot be read.", cure)
+    if len(match[1]) > _MOST_DIGITS:
+        raise ConfigError(f"The {what} has {len(match[1])} digits.", cure)
     return math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
@@ -81,6 +84,8 @@ class Budget:
             )
         resolved = {}
         for path, size in self.nvme.items():
+            if not isinstance(path, (str, os.PathLike)):
+                raise ConfigError(f"The nvme budget names {path!r}.", "Give directories as strings or paths.")
             directory = os.path.realpath(os.fspath(path))
             if directory in resolved:
                 raise ConfigError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno as errno_codes
+import functools
 import os
+from typing import Any
 
 
 class InfinityError(Exception):
@@ -16,6 +18,13 @@ class InfinityError(Exception):
 
     def __str__(self) -> str:
         return f"{self.cause} {self.cure}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross processes (spawned workers, torchrun): the default would forget the keywords.
+        return functools.partial(type(self), **self._keywords()), (self.cause, self.cure)
+
+    def _keywords(self) -> dict[str, Any]:
+        return {}
 
 
 class ConfigError(InfinityError, ValueError):
@@ -32,6 +41,9 @@ class BudgetError(InfinityError):
         super().__init__(cause, cure)
         self.needed = needed
 
+    def _keywords(self) -> dict[str, Any]:
+        return {"needed": self.needed}
+
 
 class StorageError(InfinityError, OSError):
     """A storage operation failed for good: `path`, `offset` (bytes, or None) and `errno` say where."""
@@ -43,6 +55,11 @@ class StorageError(InfinityError, OSError):
         self.path = path
         self.offset = offset
         self.errno = errno
+        self.filename = path
+        self.strerror = cause if errno is None else os.strerror(errno)
+
+    def _keywords(self) -> dict[str, Any]:
+        return {"path": self.path, "offset": self.offset, "errno": self.errno}
 
 
 class StorageFull(StorageError):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP_UNLIMITED = 1 << 60
 """cgroup v1 says "no limit" by a number near 2**63; anything from here on means the same."""
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How /proc/self/mountinfo writes blanks, tabs, newlines and backslashes."""
 
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 """Types of file systems whose files are memory."""
@@ -116,10 +120,10 @@ def file_system(path: str | os.PathLike[str]) -> str:
     wanted = f"{os.major(device)}:{os.minor(device)}"
     resolved = os.path.realpath(path)
     best, kind = "", "unknown"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
         head, _, tail = line.partition(" - ")
         fields = head.split()
-        mount_point = fields[4].encode().decode("unicode_escape")
+        mount_point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[4])
         inside = resolved == mount_point or resolved.startswith(mount_point.rstrip("/") + "/")
         if inside and fields[2] == wanted and len(mount_point) >= len(best):
             best, kind = mount_point, tail.split()[0]

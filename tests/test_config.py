@@ -24,7 +24,9 @@ def test_sizes_are_read(text: int | str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("bad", ["", "GiB", "20GB", "20G", "-1GiB", "1e9", "1,5GiB", -1, True, 1.5, None])
+@pytest.mark.parametrize(
+    "bad", ["", "GiB", "20GB", "20G", "-1GiB", "1e9", "1,5GiB", -1, True, 1.5, None, "9" * 400 + ".5GiB"]
+)
 def test_what_is_no_size_is_refused_by_name(bad: object) -> None:
     with pytest.raises(ConfigError, match="host budget") as error:
         parse_size(bad, what="host budget")  # type: ignore[arg-type]
@@ -44,7 +46,8 @@ def test_budget_resolves_bytes_and_directories(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"device": 0}, {"host": "0GiB"}, {"nvme": {}}, {"nvme": {"/a": 0}}, {"nvme": "/a"}]
+    "bad",
+    [{"device": 0}, {"host": "0GiB"}, {"nvme": {}}, {"nvme": {"/a": 0}}, {"nvme": "/a"}, {"nvme": {5: 1}}],
 )
 def test_budgets_that_cannot_be_meant_are_refused(bad: dict) -> None:
     with pytest.raises(ConfigError):

@@ -1,4 +1,5 @@
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,18 @@ def test_cpu_quota_of_both_cgroup_versions(tmp_path: Path, monkeypatch: pytest.M
 def test_file_systems_are_named(tmp_path: Path) -> None:
     assert machine.file_system("/proc") == "proc"
     assert machine.file_system(tmp_path) not in ("", "proc")
+
+
+def test_mount_points_with_blanks_and_other_letters(ram_disk: Path) -> None:
+    directory = ram_disk / "données à moi"
+    directory.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(directory)], check=True)
+    try:
+        assert machine.file_system(directory) == "tmpfs"
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
 
 
 def test_limits_are_numbers() -> None:

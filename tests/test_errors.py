@@ -1,0 +1,48 @@
+import copy
+import errno
+import pickle
+
+import pytest
+
+from infinity.errors import BudgetError, ConfigError, InfinityError, StorageError, StorageFull, storage_error
+
+ERRORS = [
+    InfinityError("It broke.", "Mend it."),
+    ConfigError("It broke.", "Mend it."),
+    BudgetError("It broke.", "Mend it.", needed=4096),
+    BudgetError("It broke.", "Mend it."),
+    StorageError("It broke.", "Mend it.", path="/a", offset=0, errno=errno.EIO),
+    storage_error("write", "/a", 8192, errno.ENOSPC),
+    storage_error("open", "/a", None, errno.ENOENT),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("again", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy])
+def test_errors_survive_the_way_between_processes(error: InfinityError, again) -> None:
+    twin = again(error)
+    assert type(twin) is type(error)
+    assert str(twin) == str(error) == f"{error.cause} {error.cure}"
+    for name in ("needed", "path", "offset", "errno", "strerror", "filename"):
+        assert getattr(twin, name, None) == getattr(error, name, None)
+
+
+def test_storage_errors_are_os_errors_with_their_fields() -> None:
+    error = storage_error("write", "/a", 8192, errno.EIO)
+    assert isinstance(error, OSError)
+    assert (error.errno, error.strerror, error.filename) == (errno.EIO, "Input/output error", "/a")
+    assert "write /a at byte 8192" in error.cause
+    assert "EIO" in error.cause
+    assert "SMART" in error.cure
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_no_room_is_storage_full(number: int) -> None:
+    assert isinstance(storage_error("write", "/a", 0, number), StorageFull)
+
+
+@pytest.mark.parametrize("number", [*errno.errorcode, 9999])
+def test_every_errno_has_a_cure(number: int) -> None:
+    error = storage_error("open", "/a", None, number)
+    assert error.cure
+    assert " at byte " not in error.cause
