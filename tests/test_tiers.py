@@ -1,5 +1,6 @@
 """The memory tiers: exact budgets, alignment, unified memory, CUDA where there is one."""
 
+import gc
 import os
 from types import SimpleNamespace
 
@@ -8,8 +9,9 @@ import torch
 
 from infinity import _tiers, machine
 from infinity.errors import BudgetError, ConfigError
-from infinity.tiers import CpuDeviceTier, HostArena, Tier, UnifiedTier, open_device
+from infinity.tiers import CpuDeviceTier, HostArena, MemoryTier, Tier, UnifiedTier, open_device
 from infinity.tiers import arena as arena_module
+from infinity.tiers.arena import register_with_cuda
 
 PAGE = 4096
 MIB = 1 << 20
@@ -99,6 +101,24 @@ def test_granules_that_are_none(granule: int) -> None:
         arena.pool("pages", PAGE, granule=granule)
 
 
+def test_a_pool_of_negative_size() -> None:
+    with HostArena(8 * PAGE) as arena, pytest.raises(ConfigError):
+        arena.pool("pages", -1)
+
+
+@pytest.mark.parametrize("misalignment", [0, 512, 1536])
+def test_pools_align_in_the_address_space_wherever_the_region_starts(misalignment: int) -> None:
+    """torch's CUDA allocator promises multiples of 512 bytes and no more."""
+    block = torch.empty(16 * PAGE, dtype=torch.uint8)
+    start = -(-block.data_ptr() // PAGE) * PAGE + misalignment
+    region = _tiers.adopt(start, 8 * PAGE, device_kind=1, device_index=0, owner=block)
+    with MemoryTier(Tier.DEVICE, region, 8 * PAGE, granule=512) as tier:
+        assert tier.pool("small", 1000).lease(1).address % 512 == 0
+        assert tier.pool("large", 2 * PAGE, granule=PAGE).lease(1).address % PAGE == 0
+        tier.pool("rest", tier.free_bytes)
+        assert tier.free_bytes == 0
+
+
 def test_names_are_unique_and_closed_tiers_say_so() -> None:
     arena = HostArena(8 * PAGE)
     arena.pool("pages", PAGE)
@@ -122,6 +142,27 @@ def test_more_than_the_machine_has_fails_before_anything_is_taken() -> None:
     for make in (HostArena, CpuDeviceTier):
         with pytest.raises(BudgetError, match="at most"):
             make(2 * usable)
+
+
+def test_memory_promised_to_one_tier_is_not_promised_again() -> None:
+    usable = machine.memory().usable
+    with HostArena(usable * 7 // 10) as host:
+        for make in (lambda: HostArena(usable // 2), lambda: open_device("cpu", usable // 2, host)):
+            with pytest.raises(BudgetError, match="at most"):
+                make()
+    with CpuDeviceTier(usable // 2), HostArena(usable // 4):
+        pass
+    with HostArena(usable * 7 // 10):
+        pass
+
+
+def test_touched_memory_is_not_counted_twice() -> None:
+    before = _tiers.unbacked_bytes()
+    with HostArena(64 * MIB, huge_pages=False) as arena:
+        assert _tiers.unbacked_bytes() - before == 64 * MIB
+        arena.pool("pages", MIB).lease(MIB).residency().fill_(1)
+        assert _tiers.unbacked_bytes() - before == 63 * MIB
+    assert _tiers.unbacked_bytes() == before
 
 
 def test_a_mapping_the_kernel_refuses_is_a_budget_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +193,12 @@ def test_unified_memory_leases_pages_of_the_host_arena() -> None:
             device.pool("more", 2 * PAGE)
 
 
-@pytest.mark.parametrize("device", ["meta", "mps"])
+@pytest.mark.parametrize("device", ["meta", "mps", "gpu", "cuda:99"])
 def test_devices_that_are_no_tier(device: str) -> None:
-    with HostArena(PAGE) as host, pytest.raises(ConfigError, match=device):
+    with HostArena(PAGE) as host, pytest.raises(ConfigError):
         open_device(device, None, host)
+    with pytest.raises(ConfigError):
+        HostArena(PAGE, device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -185,6 +228,7 @@ class FakeCudart:
     """Records what the arena asks of the CUDA runtime."""
 
     cudaError = SimpleNamespace(success=0)
+    cudaGetErrorString = "error {}".format
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -201,16 +245,26 @@ class FakeCudart:
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_registration_with_cuda_is_undone_on_close(status: int) -> None:
+def test_registration_with_cuda_lasts_as_long_as_the_mapping(status: int) -> None:
+    """Also where the arena is dropped unclosed, and while an alias keeps the bytes mapped."""
     arena = HostArena(PAGE)
     cudart = FakeCudart(status)
     address = arena.region.address
-    registration = arena._register_with_cuda(cudart)
+    registration = register_with_cuda(arena.region, cudart)
     assert registration.done == (status == 0)
-    arena.close()
-    arena.close()
+    alias = arena.pool("pages", PAGE).lease(1).residency()
+    del arena
+    gc.collect()
+    assert cudart.calls == [("register", address)]
+    del alias
+    gc.collect()
     expected = [("register", address), ("unregister", address)]
     assert cudart.calls == expected[: 2 if status == 0 else 1]
+
+
+def test_a_registration_that_fails_says_why() -> None:
+    with HostArena(PAGE) as arena:
+        assert "error 2" in register_with_cuda(arena.region, FakeCudart(2)).reason
 
 
 def test_a_region_of_somebody_else_returns_to_its_owner() -> None:
@@ -260,7 +314,7 @@ class TestCuda:
         before = torch.cuda.memory_allocated()
         with HostArena(PAGE) as host, open_device("cuda", 8 * MIB, host) as device:
             assert torch.cuda.memory_allocated() - before == 8 * MIB
-            pool = device.pool("pages", 8 * MIB, granule=512)
+            pool = device.pool("pages", 8 * MIB)
             tensor = pool.lease(MIB).residency()
             assert tensor.device.type == "cuda"
             tensor.fill_(3)
@@ -270,6 +324,22 @@ class TestCuda:
         assert kept.tolist() == [3, 3]
         del kept
         assert torch.cuda.memory_allocated() == before
+
+    def test_small_tiers_after_odd_allocations(self) -> None:
+        kept = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (3_000_001, 513, 700_001)]
+        with HostArena(PAGE) as host, open_device("cuda", MIB, host) as device:
+            assert device.pool("pages", MIB).lease(MIB).residency().fill_(1).sum() == MIB
+        assert len(kept) == 3
+
+    def test_everything_that_is_free(self) -> None:
+        with HostArena(PAGE) as host, open_device("cuda", None, host) as device:
+            assert device.budget > MIB
+
+    def test_a_failed_registration_does_not_poison_the_next_kernel(self) -> None:
+        with HostArena(4 * MIB, device="cuda") as host:
+            again = register_with_cuda(host.region, torch.cuda.cudart())
+            assert not again.done
+            assert torch.ones(4, device="cuda").sum().item() == 4
 
     def test_a_budget_beyond_the_device_is_a_budget_error(self) -> None:
         with HostArena(PAGE) as host, pytest.raises(BudgetError, match="at most"):

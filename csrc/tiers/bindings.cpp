@@ -2,13 +2,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 
 #include <algorithm>
-#include <array>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <system_error>
+#include <thread>
+#include <variant>
 
 #include "dlpack.hpp"
 #include "pool.hpp"
@@ -18,12 +22,9 @@ using namespace infinity::tiers;  // NOLINT: one small translation unit about on
 
 namespace {
 
-// [Note: a residency is a Storage]
-// A resident unit's bytes reach torch as a DLPack tensor of its own, whose deleter drops one share
-// of the lease. torch calls the deleter when the Storage dies, that is when the last view of it
-// does: a view kept in an autograd context, a user's variable or another thread pins the bytes, the
-// pool counts them as taken meanwhile, and nobody can be handed them. The deleter is plain C++: it
-// may run on a thread that does not hold the GIL.
+// What a residency's Storage owns, see [Note: a residency is a Storage] in infinity/tiers/pool.py.
+// torch calls the deleter when the last view dies, on any thread, with the GIL or without; it is
+// plain C++.
 struct Residency {
     DLManagedTensor managed{};
     std::int64_t shape = 0;
@@ -81,34 +82,75 @@ std::chrono::nanoseconds to_timeout(double seconds) {
         static_cast<std::int64_t>(std::clamp(seconds, 0.0, kYear) * 1e9));
 }
 
-std::optional<LeaseHandle> lease(Pool& pool, std::uint64_t nbytes, double timeout) {
-    std::shared_ptr<Lease> granted;
-    bool signalled = false;
-    {
-        const nb::gil_scoped_release without_gil;
-        granted = pool.lease(nbytes, {to_timeout(timeout), [&signalled] {
-                                          const nb::gil_scoped_acquire gil;
-                                          signalled = PyErr_CheckSignals() != 0;
-                                          return signalled;
-                                      }});
+// [Note: leaving] A daemon thread that sleeps in `lease` without the GIL cannot get it back once
+// the interpreter has begun to go. So its last act at exit is to end all waits and see them out.
+std::atomic<bool> leaving = false;
+std::atomic<int> waiting = 0;
+
+void leave() {
+    leaving = true;
+    const nb::gil_scoped_release without_gil;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+    while (waiting > 0 && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+}
+
+// A lease, or why there is none.
+std::variant<LeaseHandle, Refusal> lease(Pool& pool, std::uint64_t nbytes, double timeout) {
+    std::shared_ptr<Lease> granted;
+    Refusal refusal;
+    bool signalled = false;
+    const auto interrupted = [&signalled] {
+        if (leaving) return true;
+        const nb::gil_scoped_acquire gil;
+        signalled = PyErr_CheckSignals() != 0;
+        return signalled;
+    };
+    ++waiting;
+    try {
+        const nb::gil_scoped_release without_gil;
+        granted = pool.lease(nbytes, {leaving ? to_timeout(0) : to_timeout(timeout), interrupted},
+                             &refusal);
+    } catch (...) {
+        --waiting;
+        throw;
+    }
+    --waiting;
     if (signalled) throw nb::python_error();
-    if (!granted) return std::nullopt;
+    if (!granted) return refusal;
     return LeaseHandle(std::move(granted));
 }
 
+// Python's, to be dropped or called by whichever thread lets go of a region last. At the
+// interpreter's end nothing is done: its memory goes with the process.
+class Keeper {
+  public:
+    explicit Keeper(nb::object object) : object_(object.release().ptr()) {}
+    void drop() const {
+        if (!nb::is_alive()) return;
+        const nb::gil_scoped_acquire gil;
+        Py_DECREF(object_);
+    }
+    void call_and_drop() const {
+        if (!nb::is_alive()) return;
+        const nb::gil_scoped_acquire gil;
+        PyObject* result = PyObject_CallNoArgs(object_);
+        if (result == nullptr) PyErr_WriteUnraisable(object_);
+        Py_XDECREF(result);
+        Py_DECREF(object_);
+    }
+
+  private:
+    PyObject* object_;
+};
+
 std::shared_ptr<Region> adopt(std::uint64_t address, std::uint64_t nbytes, int device_kind,
                               int device_index, nb::object owner) {
-    // The owner (a torch tensor on the device) is Python's: the last share to go takes the GIL to
-    // drop it, unless the interpreter is gone, whose end frees the memory anyway.
-    PyObject* kept = owner.release().ptr();
+    const Keeper kept(std::move(owner));
     return std::make_shared<Region>(
         reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address)), nbytes,
-        Device{static_cast<DeviceKind>(device_kind), device_index}, [kept] {
-            if (!nb::is_alive()) return;
-            const nb::gil_scoped_acquire gil;
-            Py_DECREF(kept);
-        });
+        Device{static_cast<DeviceKind>(device_kind), device_index}, [kept] { kept.drop(); });
 }
 
 nb::dict counters(const Pool& pool) {
@@ -120,12 +162,8 @@ nb::dict counters(const Pool& pool) {
     result["granted"] = now.granted;
     result["waits"] = now.waits;
     result["refused"] = now.refused;
+    result["returns"] = now.returns;
     return result;
-}
-
-void raise_os_error(const std::system_error& error) {
-    errno = error.code().value();
-    PyErr_SetFromErrno(PyExc_OSError);
 }
 
 }  // namespace
@@ -138,7 +176,11 @@ NB_MODULE(_tiers, m) {
         try {
             std::rethrow_exception(pending);
         } catch (const std::system_error& error) {
-            raise_os_error(error);
+            errno = error.code().value();
+            PyErr_SetFromErrno(PyExc_OSError);
+        } catch (const Forked& error) {
+            // Typed, with its cure, by the Python face: this module stands below infinity.errors.
+            PyErr_SetString(PyExc_ChildProcessError, error.what());
         }
     });
 
@@ -147,7 +189,16 @@ NB_MODULE(_tiers, m) {
             "address",
             [](const Region& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
         .def_prop_ro("nbytes", &Region::nbytes)
-        .def("resident_bytes", [](const Region& self) { return resident_bytes(self); });
+        .def("resident_bytes", [](const Region& self) { return resident_bytes(self); })
+        .def(
+            "before_release",
+            [](Region& self, nb::object undo) {
+                const Keeper kept(std::move(undo));
+                self.before_release([kept] { kept.call_and_drop(); });
+            },
+            nb::arg("undo"));
+    m.def("unbacked_bytes", &unbacked_bytes);
+    m.def("_leave", &leave);
     m.def(
         "map_host",
         [](std::uint64_t nbytes, bool huge_pages, int numa_node, bool populate) {
@@ -167,9 +218,19 @@ NB_MODULE(_tiers, m) {
                      })
         .def_prop_ro("offset", [](const LeaseHandle& self) { return self.get()->offset(); })
         .def_prop_ro("nbytes", [](const LeaseHandle& self) { return self.get()->nbytes(); })
+        .def_prop_ro("last_return",
+                     [](const LeaseHandle& self) { return self.get()->last_return(); })
         .def_prop_ro("released", &LeaseHandle::released)
         .def("release", &LeaseHandle::release)
         .def("to_dlpack", [](const LeaseHandle& self) { return to_dlpack(self.get()); });
+
+    nb::enum_<Refusal::Reason>(m, "Reason")
+        .value("CLOSED", Refusal::Reason::closed)
+        .value("QUEUED", Refusal::Reason::queued)
+        .value("FULL", Refusal::Reason::full);
+    nb::class_<Refusal>(m, "Refusal")
+        .def_ro("reason", &Refusal::reason)
+        .def_ro("needed", &Refusal::needed);
 
     nb::class_<Pool>(m, "Pool")
         .def(nb::new_([](std::shared_ptr<Region> region, std::uint64_t offset, std::uint64_t nbytes,
@@ -180,6 +241,7 @@ NB_MODULE(_tiers, m) {
         .def("lease", &lease, nb::arg("nbytes"), nb::arg("timeout"))
         .def("close", &Pool::close)
         .def_prop_ro("closed", &Pool::closed)
+        .def_prop_ro("forked", &Pool::forked)
         .def_prop_ro("capacity", &Pool::capacity)
         .def_prop_ro("granule", &Pool::granule)
         .def_prop_ro("largest_free", &Pool::largest_free)
@@ -205,5 +267,6 @@ NB_MODULE(_tiers, m) {
         .def_prop_ro("granule", &SpanAllocator::granule)
         .def_prop_ro("used", &SpanAllocator::used)
         .def_prop_ro("largest_free", &SpanAllocator::largest_free)
+        .def("capacity_for", &SpanAllocator::capacity_for, nb::arg("nbytes"))
         .def_prop_ro("spans", &SpanAllocator::spans);
 }

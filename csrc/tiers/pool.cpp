@@ -1,7 +1,5 @@
 #include "pool.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
@@ -26,16 +24,18 @@ Pool::Pool(std::shared_ptr<Region> region, std::uint64_t offset, std::uint64_t n
     }
 }
 
-std::shared_ptr<Lease> Pool::lease(std::uint64_t nbytes, const Patience& patience) {
-    std::unique_lock lock(mutex_);
+std::shared_ptr<Lease> Pool::lease(std::uint64_t nbytes, const Patience& patience,
+                                   Refusal* refusal) {
+    std::unique_lock guard = lock();
     std::optional<Span> span;
     const bool possible = region_ && nbytes <= spans_.capacity();
     if (possible && waiters_.empty()) span = spans_.take(nbytes);
     if (possible && !span && patience.timeout > std::chrono::nanoseconds::zero()) {
-        span = wait_for_span(lock, nbytes, patience);
+        span = wait_for_span(guard, nbytes, patience);
     }
     if (!span) {
         ++counters_.refused;
+        if (refusal != nullptr) *refusal = why_not(nbytes);
         return nullptr;
     }
     ++counters_.granted;
@@ -43,8 +43,15 @@ std::shared_ptr<Lease> Pool::lease(std::uint64_t nbytes, const Patience& patienc
     counters_.leased = spans_.used();
     counters_.peak = std::max(counters_.peak, counters_.leased);
     std::shared_ptr<Region> region = region_;
-    lock.unlock();
+    guard.unlock();
     return std::make_shared<Lease>(shared_from_this(), std::move(region), *span);
+}
+
+Refusal Pool::why_not(std::uint64_t nbytes) const {
+    if (!region_) return {Refusal::Reason::closed};
+    if (std::max<std::uint64_t>(nbytes, 1) <= spans_.largest_free())
+        return {Refusal::Reason::queued};
+    return {Refusal::Reason::full, spans_.capacity_for(nbytes)};
 }
 
 std::optional<Span> Pool::wait_for_span(std::unique_lock<std::mutex>& lock, std::uint64_t nbytes,
@@ -75,33 +82,32 @@ std::optional<Span> Pool::wait_for_span(std::unique_lock<std::mutex>& lock, std:
 
 void Pool::close() {
     std::shared_ptr<Region> region;  // unmapped, if ours was the last share, after the lock
-    const std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     region.swap(region_);
     returned_.notify_all();
 }
 
 bool Pool::closed() const {
-    const std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     return !region_;
 }
 
 std::uint64_t Pool::largest_free() const {
-    const std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     return spans_.largest_free();
 }
 
 PoolCounters Pool::counters() const {
-    const std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     return counters_;
 }
 
 void Pool::give_back(Span span) {
-    // In a forked child the mutex may have been copied while another thread held it, and the bytes
-    // were not inherited (map_host): there is nothing to return.
-    if (::getpid() != owner_) return;
-    const std::lock_guard lock(mutex_);
+    if (forked()) return;  // the bytes were not inherited: there is nothing to return
+    const std::unique_lock guard = lock();
     spans_.give_back(span);
     counters_.leased = spans_.used();
+    counters_.returns = spans_.returns();
     --counters_.leases;
     returned_.notify_all();
 }

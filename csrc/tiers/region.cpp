@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -63,14 +64,75 @@ void populate(std::byte* address, std::uint64_t nbytes) {
     }
 }
 
+std::uint64_t resident_bytes(const std::byte* address, std::uint64_t nbytes) {
+    std::vector<unsigned char> in_core((nbytes + base_page() - 1) / base_page());
+    if (::mincore(const_cast<std::byte*>(address), nbytes, in_core.data()) != 0) {
+        fail(errno, "mincore");
+    }
+    const auto pages = std::count_if(in_core.begin(), in_core.end(),
+                                     [](unsigned char page) { return (page & 1) != 0; });
+    return static_cast<std::uint64_t>(pages) * base_page();
+}
+
+// Every range that map_host has out in this process. Never destroyed: regions may outlive static
+// destructors. A forked child, which inherits no range, starts a list of its own.
+class Mappings {
+  public:
+    static Mappings& all() {
+        static auto* mappings = new Mappings;
+        static pid_t owner = ::getpid();
+        if (::getpid() != owner) {
+            mappings = new Mappings;
+            owner = ::getpid();
+        }
+        return *mappings;
+    }
+    void add(const std::byte* address, std::uint64_t nbytes) {
+        const std::lock_guard lock(mutex_);
+        nbytes_[address] = nbytes;
+    }
+    void unmap(std::byte* address) {
+        const std::lock_guard lock(mutex_);  // until it is unmapped: unbacked() looks at the pages
+        ::munmap(address, nbytes_.at(address));
+        nbytes_.erase(address);
+    }
+    std::uint64_t unbacked() {
+        const std::lock_guard lock(mutex_);
+        std::uint64_t sum = 0;
+        for (const auto& [address, nbytes] : nbytes_) {
+            sum += nbytes - std::min(nbytes, resident_bytes(address, nbytes));
+        }
+        return sum;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<const std::byte*, std::uint64_t> nbytes_;
+};
+
 }  // namespace
 
 Region::Region(std::byte* address, std::uint64_t nbytes, Device device,
                std::function<void()> release)
-    : address_(address), nbytes_(nbytes), device_(device), release_(std::move(release)) {}
+    : address_(address),
+      nbytes_(nbytes),
+      device_(device),
+      owner_(::getpid()),
+      release_(std::move(release)) {}
 
 Region::~Region() {
+    // A forked child did not inherit the bytes, and its own may lie at their address by now.
+    if (::getpid() != owner_) return;
+    while (!undo_.empty()) {
+        undo_.back()();
+        undo_.pop_back();
+    }
     if (release_) release_();
+}
+
+void Region::before_release(std::function<void()> undo) {
+    const std::lock_guard lock(mutex_);
+    undo_.push_back(std::move(undo));
 }
 
 std::shared_ptr<Region> map_host(const HostMapping& wanted) {
@@ -79,8 +141,9 @@ std::shared_ptr<Region> map_host(const HostMapping& wanted) {
         std::max<std::uint64_t>((wanted.nbytes + base_page() - 1) / base_page(), 1);
     const std::uint64_t nbytes = pages * base_page();
     std::byte* address = map_aligned(nbytes);
+    Mappings::all().add(address, nbytes);
     auto region = std::make_shared<Region>(address, nbytes, Device{},
-                                           [address, nbytes] { ::munmap(address, nbytes); });
+                                           [address] { Mappings::all().unmap(address); });
     ::madvise(address, nbytes, MADV_DONTFORK);
     ::madvise(address, nbytes,
               wanted.huge_pages == HugePages::advise ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
@@ -90,11 +153,9 @@ std::shared_ptr<Region> map_host(const HostMapping& wanted) {
 }
 
 std::uint64_t resident_bytes(const Region& region) {
-    std::vector<unsigned char> in_core((region.nbytes() + base_page() - 1) / base_page());
-    if (::mincore(region.address(), region.nbytes(), in_core.data()) != 0) fail(errno, "mincore");
-    const auto pages = std::count_if(in_core.begin(), in_core.end(),
-                                     [](unsigned char page) { return (page & 1) != 0; });
-    return static_cast<std::uint64_t>(pages) * base_page();
+    return resident_bytes(region.address(), region.nbytes());
 }
+
+std::uint64_t unbacked_bytes() { return Mappings::all().unbacked(); }
 
 }  // namespace infinity::tiers

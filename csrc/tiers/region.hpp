@@ -1,10 +1,14 @@
 // The memory of a tier: one range of bytes with an owner.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 namespace infinity::tiers {
 
@@ -21,7 +25,8 @@ struct Device {
 // so that an alias somebody still holds never points at unmapped bytes.
 class Region {
   public:
-    // Bytes owned by somebody else; `release` is called once, from whichever thread drops last.
+    // Bytes owned by somebody else; `release` is called once, from whichever thread drops last, in
+    // the process that made the region and in no child of it.
     Region(std::byte* address, std::uint64_t nbytes, Device device, std::function<void()> release);
     ~Region();
     Region(const Region&) = delete;
@@ -31,10 +36,17 @@ class Region {
     std::uint64_t nbytes() const { return nbytes_; }
     Device device() const { return device_; }
 
+    // Called before `release`, the last one added first: what was registered somewhere by address
+    // is undone before the address can mean something else.
+    void before_release(std::function<void()> undo);
+
   private:
     std::byte* address_;
     std::uint64_t nbytes_;
     Device device_;
+    const pid_t owner_;
+    std::mutex mutex_;  // guards undo_
+    std::vector<std::function<void()>> undo_;
     std::function<void()> release_;
 };
 
@@ -54,5 +66,9 @@ std::shared_ptr<Region> map_host(const HostMapping& wanted);
 
 // Bytes of the region's pages that are in RAM now (mincore). Throws std::system_error.
 std::uint64_t resident_bytes(const Region& region);
+
+// Bytes of all live map_host regions of this process that are not in RAM yet: promised, and still
+// counted as available by the kernel.
+std::uint64_t unbacked_bytes();
 
 }  // namespace infinity::tiers

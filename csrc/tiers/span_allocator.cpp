@@ -10,7 +10,7 @@ SpanAllocator::SpanAllocator(std::uint64_t capacity, std::uint64_t granule) : gr
         throw std::invalid_argument("the granule of a span allocator must be a power of two");
     }
     capacity_ = capacity / granule * granule;
-    if (capacity_ != 0) insert_free(0, capacity_);
+    if (capacity_ != 0) insert_free(0, {capacity_, 0});
 }
 
 std::optional<Span> SpanAllocator::take(std::uint64_t nbytes) {
@@ -18,12 +18,14 @@ std::optional<Span> SpanAllocator::take(std::uint64_t nbytes) {
     const std::uint64_t size = round_up(nbytes);
     const auto best = free_by_size_.lower_bound({size, 0});
     if (best == free_by_size_.end()) return std::nullopt;
-    const auto [free_bytes, offset] = *best;
-    erase_free(free_by_offset_.find(offset));
-    if (free_bytes > size) insert_free(offset + size, free_bytes - size);
+    const std::uint64_t offset = best->second;
+    const auto position = free_by_offset_.find(offset);
+    const Free free = position->second;
+    erase_free(position);
+    if (free.nbytes > size) insert_free(offset + size, {free.nbytes - size, free.last_return});
     taken_.emplace(offset, size);
     used_ += size;
-    return Span{offset, nbytes};
+    return Span{offset, nbytes, free.last_return};
 }
 
 void SpanAllocator::give_back(Span span) {
@@ -32,40 +34,49 @@ void SpanAllocator::give_back(Span span) {
         throw std::invalid_argument("a span came back that is not out");
     }
     std::uint64_t offset = taken->first;
-    std::uint64_t size = taken->second;
+    Free free{taken->second, ++returns_};  // the latest return among all that merge below
     taken_.erase(taken);
-    used_ -= size;
+    used_ -= free.nbytes;
     const auto after = free_by_offset_.lower_bound(offset);
     if (after != free_by_offset_.begin()) {
         const auto before = std::prev(after);
-        if (before->first + before->second == offset) {
+        if (before->first + before->second.nbytes == offset) {
             offset = before->first;
-            size += before->second;
+            free.nbytes += before->second.nbytes;
             erase_free(before);
         }
     }
-    if (after != free_by_offset_.end() && after->first == offset + size) {
-        size += after->second;
+    if (after != free_by_offset_.end() && after->first == offset + free.nbytes) {
+        free.nbytes += after->second.nbytes;
         erase_free(after);
     }
-    insert_free(offset, size);
+    insert_free(offset, free);
 }
 
 std::uint64_t SpanAllocator::largest_free() const {
     return free_by_size_.empty() ? 0 : free_by_size_.rbegin()->first;
 }
 
+std::uint64_t SpanAllocator::capacity_for(std::uint64_t nbytes) const {
+    std::uint64_t tail = 0;
+    if (!free_by_offset_.empty()) {
+        const auto& [offset, free] = *free_by_offset_.rbegin();
+        if (offset + free.nbytes == capacity_) tail = free.nbytes;
+    }
+    return capacity_ - tail + round_up(nbytes);
+}
+
 std::uint64_t SpanAllocator::round_up(std::uint64_t nbytes) const {
     return nbytes == 0 ? granule_ : (nbytes + granule_ - 1) / granule_ * granule_;
 }
 
-void SpanAllocator::insert_free(std::uint64_t offset, std::uint64_t nbytes) {
-    free_by_offset_.emplace(offset, nbytes);
-    free_by_size_.emplace(nbytes, offset);
+void SpanAllocator::insert_free(std::uint64_t offset, Free free) {
+    free_by_offset_.emplace(offset, free);
+    free_by_size_.emplace(free.nbytes, offset);
 }
 
-void SpanAllocator::erase_free(std::map<std::uint64_t, std::uint64_t>::iterator position) {
-    free_by_size_.erase({position->second, position->first});
+void SpanAllocator::erase_free(std::map<std::uint64_t, Free>::iterator position) {
+    free_by_size_.erase({position->second.nbytes, position->first});
     free_by_offset_.erase(position);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
@@ -13,7 +14,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers, machine
-from infinity.tiers.tier import MemoryTier, Tier, map_ram
+from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
 
 _PROBE_BYTES = 64 << 20
 
@@ -48,7 +49,7 @@ def probe_huge_pages() -> HugePageProbe:
 def _time_passes(huge: bool) -> float:
     region = _tiers.map_host(_PROBE_BYTES, huge_pages=huge)
     lease = _tiers.Pool(region, 0, _PROBE_BYTES, 4096).lease(_PROBE_BYTES, 0.0)
-    assert lease is not None
+    assert isinstance(lease, _tiers.Lease)
     words: torch.Tensor = from_dlpack(lease.to_dlpack()).view(torch.int64)
     words.zero_()
     start = time.perf_counter()
@@ -74,7 +75,8 @@ class HostArena(MemoryTier):
     fork(): a forked child (a DataLoader worker) must not touch tensors that live in it.
 
     nbytes: bytes of the budget. populate: fault all pages in at once, so that a machine without the memory
-    says so here. Raises BudgetError where this process cannot have that much.
+    says so here. Raises BudgetError where this process cannot have that much, ConfigError for a device that
+    is not at hand.
     """
 
     def __init__(
@@ -85,40 +87,43 @@ class HostArena(MemoryTier):
         huge_pages: bool | None = None,
         populate: bool = False,
     ) -> None:
+        target = usable_device(device or "cpu")
         if huge_pages is None:
             huge_pages = nbytes >= _PROBE_BYTES and probe_huge_pages().helps
-        target = torch.device(device) if device is not None else torch.device("cpu")
         region = map_ram(
             Tier.HOST, nbytes, huge_pages=huge_pages, numa_node=_numa_node(target), populate=populate
         )
         super().__init__(Tier.HOST, region, nbytes)
         self.huge_pages = huge_pages
-        self._cudart: Any = None
         self.cuda_registration = Registration(False, "no CUDA device is used")
         if target.type == "cuda":
-            self.cuda_registration = self._register_with_cuda(torch.cuda.cudart())  # type: ignore[no-untyped-call]
+            with torch.cuda.device(target):
+                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                self.cuda_registration = register_with_cuda(region, cudart)
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of the arena that are in RAM now (touched at least once)."""
         return self.region.resident_bytes()
 
-    def close(self) -> None:
-        """Unregister from CUDA, end every pool and let go of the memory."""
-        if self._cudart is not None and not self.closed:
-            self._cudart.cudaHostUnregister(self.region.address)
-            self._cudart = None
-        super().close()
 
-    def _register_with_cuda(self, cudart: Any) -> Registration:
-        # Portable (1): valid in every CUDA context of the process, not only this device's.
-        status = cudart.cudaHostRegister(self.region.address, self.region.nbytes, 1)
-        if status != cudart.cudaError.success:
-            return Registration(
-                False, f"cudaHostRegister answered {status}: copies will be staged and slower"
-            )
-        self._cudart = cudart
-        return Registration(True, "registered")
+def register_with_cuda(region: _tiers.Region, cudart: Any) -> Registration:
+    """Page-lock a region for DMA by every CUDA device, for as long as it is mapped.
+
+    cudart: torch.cuda.cudart(). A failure is a fact, not an error: copies work without, only slower.
+    """
+    portable = 1  # cudaHostRegisterPortable: valid in every context, not only the current device's
+    status = cudart.cudaHostRegister(region.address, region.nbytes, portable)
+    if status != cudart.cudaError.success:
+        # The runtime remembers the failure and would blame the next kernel launch for it.
+        if torch.cuda.is_available():
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+        reason = cudart.cudaGetErrorString(status)
+        return Registration(False, f"cudaHostRegister: {reason}; copies are staged and slower")
+    address = region.address
+    region.before_release(lambda: cudart.cudaHostUnregister(address))
+    return Registration(True, "registered")
 
 
 def _numa_node(device: torch.device) -> int:

@@ -6,10 +6,16 @@ import torch
 
 from infinity import _tiers
 from infinity.config import format_size
-from infinity.errors import BudgetError, ConfigError
+from infinity.errors import BudgetError
 from infinity.tiers.arena import HostArena
 from infinity.tiers.pool import Pool
-from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, map_ram
+from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
+
+_CUDA_KIND = 2
+"""kDLCUDA."""
+
+_CUDA_ALIGNMENT = 512
+"""Bytes; what torch's CUDA allocator aligns to. Nothing on the device needs more."""
 
 _CUDA_MARGIN = 512 << 20
 """Bytes left to the CUDA context, cuBLAS workspaces and other processes where no budget is given."""
@@ -24,23 +30,32 @@ class CudaTier(MemoryTier):
 
     def __init__(self, device: torch.device, nbytes: int | None) -> None:
         free, _ = torch.cuda.mem_get_info(device)
-        available = free - max(_CUDA_MARGIN, free // 20)
-        if nbytes is None:
-            nbytes = max(available, 0) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        available = max(0, free - max(_CUDA_MARGIN, free // 20)) // _CUDA_ALIGNMENT * _CUDA_ALIGNMENT
+        wanted = available if nbytes is None else nbytes
+        if wanted <= 0:
+            raise BudgetError(
+                f"The device {device} has {format_size(free)} free; the budget is {format_size(wanted)}.",
+                "End other processes on it, or give a budget of at least one page.",
+            )
         try:
-            block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            block = torch.empty(wanted, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"The device {device} has {format_size(free)} free; the budget is {format_size(nbytes)}.",
-                f"Give a device budget of at most {format_size(max(available, 0))}.",
-                needed=nbytes,
+                f"The device {device} has {format_size(free)} free; the budget is {format_size(wanted)}.",
+                f"Give a device budget of at most {format_size(available)} ({available} bytes).",
             ) from error
         region = _tiers.adopt(
-            block.data_ptr(), nbytes, device_kind=2, device_index=block.device.index, owner=block
+            block.data_ptr(), wanted, device_kind=_CUDA_KIND, device_index=block.device.index, owner=block
         )
-        super().__init__(Tier.DEVICE, region, nbytes)
+        super().__init__(Tier.DEVICE, region, wanted, granule=_CUDA_ALIGNMENT)
         self.device = block.device
         self.shares_host = False
+
+    def close(self) -> None:
+        """As MemoryTier.close, once all work on the device is done: torch may hand the block out again."""
+        if not self.closed:
+            torch.cuda.synchronize(self.device)
+        super().close()
 
 
 class CpuDeviceTier(MemoryTier):
@@ -67,7 +82,7 @@ class UnifiedTier(MemoryTier):
         """Bytes of the host budget that belong to no pool yet."""
         return self._host.free_bytes
 
-    def pool(self, name: str, nbytes: int, *, granule: int = PAGE_ALIGNMENT) -> Pool:
+    def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
         """A pool of the host arena; see MemoryTier.pool."""
         pool = self._host.pool(name, nbytes, granule=granule)
         self.pools[name] = pool
@@ -83,12 +98,7 @@ def open_device(device: torch.device | str, budget: int | None, host: HostArena)
     On the CPU, None means unified memory: the tier shares `host`. Raises BudgetError where the bytes
     cannot be had, ConfigError for a device that is neither the CPU nor a CUDA device at hand.
     """
-    target = torch.device(device)
-    if target.type == "cpu":
-        return UnifiedTier(host) if budget is None else CpuDeviceTier(budget)
-    if target.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(
-            f"The device {target} cannot be used here.",
-            'Give "cpu", or "cuda" on a machine whose torch build finds a CUDA device.',
-        )
-    return CudaTier(target, budget)
+    target = usable_device(device)
+    if target.type == "cuda":
+        return CudaTier(target, budget)
+    return UnifiedTier(host) if budget is None else CpuDeviceTier(budget)

@@ -9,6 +9,7 @@ to let go, and what is held too long shows as taken bytes of the pool, never as 
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -18,6 +19,11 @@ from torch.utils.dlpack import from_dlpack
 from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
+
+atexit.register(_tiers._leave)
+
+_LARGEST_REQUEST = 1 << 62
+"""Bytes. Beyond any address space, and far from the overflow of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,16 @@ class PoolCounters:
     """Requests that waited for another lease to return."""
     refused: int
     """Requests that ended without a lease."""
+    returns: int
+    """Leases that have come back, ever; see `Lease.last_return`."""
 
 
 class Lease:
     """Bytes on loan from a pool: a context manager that returns them at its end.
 
-    With CUDA memory a lease is stream-ordered as torch's own allocations are: work queued before the
-    release may still use the bytes, so the next holder's first write must be ordered after that work.
+    A lease knows nothing of streams. Work that was queued before it came back (a kernel, a copy with
+    non_blocking=True from or to pinned host memory) may still use the bytes, so the next holder orders its
+    first write after that work: `last_return` says up to which return of the pool it has to look back.
     """
 
     __slots__ = ("_native",)
@@ -64,6 +73,15 @@ class Lease:
     def nbytes(self) -> int:
         """Bytes asked for."""
         return self._native.nbytes
+
+    @property
+    def last_return(self) -> int:
+        """The pool's count of returns when any of these bytes last came back; 0: they never were lent.
+
+        An event recorded on the device when `PoolCounters.returns` was at least this covers all earlier
+        use of the bytes.
+        """
+        return self._native.last_return
 
     @property
     def released(self) -> bool:
@@ -115,38 +133,61 @@ class Pool:
     @property
     def largest_free(self) -> int:
         """The largest lease, in bytes, that would be granted now."""
-        return self._native.largest_free
+        try:
+            return self._native.largest_free
+        except ChildProcessError as error:
+            raise self._forked() from error
 
     @property
     def counters(self) -> PoolCounters:
         """Figures of now."""
-        return PoolCounters(**self._native.counters())
+        try:
+            return PoolCounters(**self._native.counters())
+        except ChildProcessError as error:
+            raise self._forked() from error
 
     def lease(self, nbytes: int, *, timeout: float = 0.0) -> Lease:
         """Borrow `nbytes` bytes, waiting up to `timeout` seconds for others to return theirs.
 
         Requests that wait are served in their order. The contents are whatever the last holder left.
-        Raises BudgetError (`needed`: the pool size that would do) where the bytes do not come free in
-        time, at once where they never can, and ConfigError once the pool is closed.
+        Raises BudgetError (`needed`: the smallest pool that would have had the room) where the bytes do not
+        come free in time, at once where they never can; ConfigError for a negative size, a closed pool, or
+        a process forked from the pool's.
         """
         if nbytes < 0:
             raise ConfigError(f"A lease of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")
-        native = self._native.lease(nbytes, timeout)
-        if native is not None:
-            return Lease(native)
-        if self._native.closed:
+        try:
+            granted = self._native.lease(min(nbytes, _LARGEST_REQUEST), timeout)
+        except ChildProcessError as error:
+            raise self._forked() from error
+        if isinstance(granted, _tiers.Lease):
+            return Lease(granted)
+        if granted.reason == _tiers.Reason.CLOSED:
             raise ConfigError(f"The pool {self.name!r} is closed.", "Lease before the tier is closed.")
-        counters = self.counters
-        needed = counters.leased + -(-max(nbytes, 1) // self.granule) * self.granule
-        if nbytes > self.nbytes:
-            needed = -(-nbytes // self.granule) * self.granule
+        cause = f"{format_size(nbytes)} were asked of the pool {self.name!r} of {format_size(self.nbytes)}, "
+        if granted.reason == _tiers.Reason.QUEUED:
+            raise BudgetError(
+                cause + "and others were waiting before.", "Give a timeout, so that the request has its turn."
+            )
         raise BudgetError(
-            f"{format_size(nbytes)} were asked of the pool {self.name!r}: of {format_size(self.nbytes)}, "
-            f"{format_size(counters.leased)} are lent, {format_size(self.largest_free)} free in one piece.",
-            f"Let go of tensors that alias its pages, or give it {format_size(needed)} ({needed} bytes).",
-            needed=needed,
+            cause + f"of which {format_size(self.largest_free)} are free in one piece.",
+            f"Let go of tensors that alias its pages, or give it {format_size(granted.needed)} "
+            f"({granted.needed} bytes).",
+            needed=granted.needed,
         )
 
     def close(self) -> None:
-        """Grant no further lease. Those out stay valid until they are let go."""
-        self._native.close()
+        """Grant no further lease. Those out stay valid until they are let go. In a forked child: nothing."""
+        if not self.forked:
+            self._native.close()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that made the pool: its bytes are not mapped here."""
+        return self._native.forked
+
+    def _forked(self) -> ConfigError:
+        return ConfigError(
+            f"The pool {self.name!r} belongs to the process that this one was forked from.",
+            "Use it there, or start this process with the spawn method.",
+        )

@@ -6,6 +6,8 @@ import enum
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
+
 from infinity import _tiers, machine
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
@@ -39,7 +41,8 @@ def map_ram(
     """
     if nbytes <= 0:
         raise ConfigError(f"A {tier.value} tier of {nbytes} bytes was asked for.", "Give at least one page.")
-    usable = machine.memory().usable
+    # What was mapped before and is not touched yet still counts as available.
+    usable = max(0, machine.memory().usable - _tiers.unbacked_bytes())
     cure = f"Give a {tier.value} budget of at most {format_size(usable)} ({usable} bytes)."
     if nbytes > usable:
         raise BudgetError(
@@ -54,6 +57,23 @@ def map_ram(
         ) from error
 
 
+def usable_device(device: torch.device | str) -> torch.device:
+    """`device` with its index, checked. Raises ConfigError unless it is the CPU or a CUDA device at hand."""
+    cure = 'Give "cpu", or "cuda" on a machine whose torch build finds a CUDA device.'
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"There is no device {device!r}.", cure) from error
+    if target.type == "cpu":
+        return target
+    if target.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"The device {target} cannot be used here.", cure)
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"There are {torch.cuda.device_count()} CUDA devices, no {target}.", cure)
+    return torch.device("cuda", index)
+
+
 class MemoryTier:
     """A tier that is memory: one region of exactly the budget's bytes, carved into pools.
 
@@ -61,9 +81,13 @@ class MemoryTier:
     over it does, so an alias that outlives the tier stays readable.
     """
 
-    def __init__(self, tier: Tier, region: _tiers.Region, budget: int) -> None:
+    def __init__(
+        self, tier: Tier, region: _tiers.Region, budget: int, *, granule: int = PAGE_ALIGNMENT
+    ) -> None:
         self.tier = tier
         self.budget = budget
+        self.granule = granule
+        """Bytes. What a pool's leases are multiples of, where it is not told otherwise."""
         self.pools: dict[str, Pool] = {}
         self._region: _tiers.Region | None = region
         self._carved = 0
@@ -90,13 +114,17 @@ class MemoryTier:
         """Bytes on loan now, over all pools."""
         return sum(pool.counters.leased for pool in self.pools.values())
 
-    def pool(self, name: str, nbytes: int, *, granule: int = PAGE_ALIGNMENT) -> Pool:
+    def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
         """Carve a pool of `nbytes` bytes (rounded up to whole granules) out of the budget, for good.
 
-        `granule`: bytes, a power of two up to 2 MiB. Raises BudgetError where the budget has not that many
-        bytes left, ConfigError for a name in use or a granule that is none.
+        granule: bytes, a power of two up to 2 MiB; by default the tier's. Raises BudgetError where the
+        budget has not that many bytes left, ConfigError for a name in use, a negative size, or a granule
+        that is none.
         """
         region = self.region
+        granule = self.granule if granule is None else granule
+        if nbytes < 0:
+            raise ConfigError(f"The pool {name!r} was given {nbytes} bytes.", "Give zero bytes or more.")
         if name in self.pools:
             raise ConfigError(
                 f"The {self.tier.value} tier has a pool {name!r}.", "Give each pool its own name."
@@ -105,7 +133,8 @@ class MemoryTier:
             raise ConfigError(
                 f"A granule of {granule} bytes cannot be used.", "Give a power of two up to 2097152."
             )
-        start = -(-self._carved // granule) * granule
+        # Multiples in the address space: a device's region may start anywhere.
+        start = -(-(region.address + self._carved) // granule) * granule - region.address
         size = -(-nbytes // granule) * granule
         if start + size > self.budget:
             needed = start + size
