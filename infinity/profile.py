@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -54,10 +55,9 @@ def stream_speed(*, repeats: int = 5) -> float:
         return statistics.median(work.bytes_moved / _seconds(lambda: pool.run(work)) for _ in range(repeats))
 
 
-def link_speed(device: torch.device, *, nbytes: int = 256 << 20, repeats: int = 5) -> LinkSpeed:
-    """Copy `nbytes` bytes each way, from and to page-locked memory; medians of `repeats`, by CUDA events."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:
+    """Copy `host` (page-locked, uint8, such as a residency of an arena) each way; medians, by CUDA events."""
+    there = torch.empty_like(host, device=device)
     cuda: Any = torch.cuda  # its events have no types
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> float:
@@ -68,10 +68,11 @@ def link_speed(device: torch.device, *, nbytes: int = 256 << 20, repeats: int = 
             target.copy_(source, non_blocking=True)
             end.record()
             end.synchronize()
-            rates.append(nbytes / (start.elapsed_time(end) / 1e3))
+            rates.append(host.nbytes / (start.elapsed_time(end) / 1e3))
         return statistics.median(rates[1:])
 
-    return LinkSpeed(to_device=copies(there, host), to_host=copies(host, there))
+    with torch.cuda.device(device):
+        return LinkSpeed(to_device=copies(there, host), to_host=copies(host, there))
 
 
 def disk_speed(
@@ -99,29 +100,36 @@ def disk_speed(
         return _measure_disk(file, engine.facts.backend, nbytes, seconds)
 
 
+_Request = Callable[[tuple[int, int, object], int], aio.Future]
+
+
 def _measure_disk(file: aio.File, backend: str, nbytes: int, seconds: float) -> DiskSpeed:
     lease_bytes = min(nbytes, _TRANSFER_BYTES)
     region = _tiers.map_host(nbytes=2 * lease_bytes, huge_pages=False, populate=True)
     buffers = [(region.address + index * lease_bytes, lease_bytes, region) for index in range(2)]
     offsets = range(0, nbytes - lease_bytes + 1, lease_bytes)
 
-    def passes(*requests: Callable[[tuple[int, int, object], int], aio.Future]) -> float:
-        """Bytes per second of the requests in turn over the whole file, some at a time, until time is up."""
+    def rate(seconds: float, *requests: _Request) -> float:
+        """Bytes per second of the requests in turn along the file, several in flight, until time is up."""
         moved, in_flight = 0, deque[aio.Future]()
         start = time.perf_counter()
-        while moved == 0 or time.perf_counter() - start < seconds:
-            for number, offset in enumerate(offsets):
-                kind = number % len(requests)
-                in_flight.append(requests[kind](buffers[kind], offset))
-                moved += lease_bytes
-                if len(in_flight) > _REQUESTS_IN_FLIGHT:
-                    in_flight.popleft().result()
+        for number, offset in enumerate(itertools.cycle(offsets)):
+            if number and time.perf_counter() - start >= seconds:
+                break
+            kind = number % len(requests)
+            in_flight.append(requests[kind](buffers[kind], offset))
+            moved += lease_bytes
+            if len(in_flight) > _REQUESTS_IN_FLIGHT:
+                in_flight.popleft().result()
         aio.wait_all(list(in_flight))
         return moved / (time.perf_counter() - start)
 
-    passes(file.write)
+    aio.wait_all([file.write(buffers[0], offset) for offset in offsets])
     return DiskSpeed(
-        write=passes(file.write), read=passes(file.read), mixed=passes(file.read, file.write), backend=backend
+        write=rate(seconds, file.write),
+        read=rate(seconds, file.read),
+        mixed=rate(seconds, file.read, file.write),
+        backend=backend,
     )
 
 

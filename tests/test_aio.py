@@ -193,7 +193,12 @@ def test_closed_and_missing(backend: str, tmp_path: Path) -> None:
     file.close()
     assert file.closed
     assert file.path == str(path)
-    for use in (lambda: file.read(bytearray(1), 0), lambda: file.write(b"x", 0), file.sync, lambda: file.size):
+    for use in (
+        lambda: file.read(bytearray(1), 0),
+        lambda: file.write(b"x", 0),
+        file.sync,
+        lambda: file.size,
+    ):
         with pytest.raises(ConfigError, match="is closed"):
             use()
     e.close()

@@ -141,9 +141,7 @@ def test_every_format_equals_plain_fp32(pool: Pool, rule: str, dtype: torch.dtyp
 
     now = clones(before)
     high, low = split(now.pop("parameter"))
-    pool.run(
-        Update(grad=grad, accumulated=acc, scale=0.3, parameter=high, remainder=low, **now, **common)
-    )
+    pool.run(Update(grad=grad, accumulated=acc, scale=0.3, parameter=high, remainder=low, **now, **common))
     assert same_bits(join(high, low), plain["parameter"])
     assert same_bits(high, round_half_up(plain["parameter"]))
     assert all(same_bits(now[name], plain[name]) for name in now)
@@ -169,9 +167,7 @@ def test_split_master_stays_equal_over_steps(pool: Pool, rule: str) -> None:
 def test_every_16_bit_gradient_is_read_exactly(pool: Pool, dtype: torch.dtype) -> None:
     grad = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
     acc = torch.empty(2**16)
-    pool.run(
-        Gradient(grad=grad, accumulated=acc, add=False, store=True, segments=[Segment(0, 2**16)])
-    )
+    pool.run(Gradient(grad=grad, accumulated=acc, add=False, store=True, segments=[Segment(0, 2**16)]))
     assert same_bits(acc, quiet(grad.float()))
 
 
@@ -497,9 +493,7 @@ def test_owners_live_until_the_job_is_done() -> None:
         owner = Owner()
         alive = weakref.ref(owner)
         blockers = many_updates(pool, jobs=5)
-        ticket = pool.submit(
-            Stream(read_write=[Span(keep.data_ptr(), keep.dtype, keep.numel(), owner)])
-        )
+        ticket = pool.submit(Stream(read_write=[Span(keep.data_ptr(), keep.dtype, keep.numel(), owner)]))
         del owner
         gc.collect()
         assert alive() is not None or ticket.done()

@@ -1,7 +1,10 @@
-"""The NVMe tier: extents on one and several paths, real bytes back, budgets, faults, nothing left behind."""
+"""The NVMe tier: leases on one and several paths, real bytes back, budgets, faults, nothing left behind."""
 
 import errno
+import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from infinity.aio import BACKENDS, Faults
 from infinity.errors import BudgetError, ConfigError, StorageError, StorageFull
-from infinity.tiers import HostArena, NvmeTier
+from infinity.tiers import HostArena, NvmeLease, NvmeTier
 
 PAGE = 4096
 MIB = 1 << 20
@@ -44,44 +47,44 @@ def test_pages_come_back_as_they_went_through_the_tiers(tier: NvmeTier) -> None:
         pool = arena.pool("pages", 2 * MIB)
         pages = {}
         for number, nbytes in enumerate((100, PAGE, 300_001, 500_000, 0)):
-            with pool.lease(nbytes) as lease:
-                source = lease.residency().copy_(random_bytes(nbytes, number))
-                extent = tier.extent(nbytes)
-                tier.write(extent, source).result()
-                pages[number] = extent
+            with pool.lease(nbytes) as bytes_in_ram:
+                source = bytes_in_ram.residency().copy_(random_bytes(nbytes, number))
+                lease = tier.lease(nbytes)
+                tier.write(lease, source).result()
+                pages[number] = lease
             del source
         tier.sync().result()
-        for number, extent in pages.items():
-            with pool.lease(extent.nbytes) as lease:
-                back = lease.residency()
-                tier.read(extent, back).result()
-                assert torch.equal(back, random_bytes(extent.nbytes, number))
+        for number, lease in pages.items():
+            with pool.lease(lease.nbytes) as bytes_in_ram:
+                back = bytes_in_ram.residency()
+                tier.read(lease, back).result()
+                assert torch.equal(back, random_bytes(lease.nbytes, number))
             del back
         assert pool.counters.leased == 0
 
 
-def test_parts_of_an_extent_and_dtypes(tier: NvmeTier) -> None:
-    extent = tier.extent(100_000)
+def test_parts_of_a_lease_and_dtypes(tier: NvmeTier) -> None:
+    lease = tier.lease(100_000)
     weights = torch.randn(64, 32, dtype=torch.bfloat16)
-    tier.write(extent, torch.zeros(100_000, dtype=torch.uint8)).result()
-    tier.write(extent, weights, offset=5000).result()
+    tier.write(lease, torch.zeros(100_000, dtype=torch.uint8)).result()
+    tier.write(lease, weights, offset=5000).result()
     back = torch.empty(64, 32, dtype=torch.bfloat16)
-    tier.read(extent, back, offset=5000).result()
+    tier.read(lease, back, offset=5000).result()
     assert torch.equal(back, weights)
     edge = torch.empty(100, dtype=torch.uint8)
-    tier.read(extent, edge, offset=4950).result()
+    tier.read(lease, edge, offset=4950).result()
     assert edge[:50].sum() == 0
     assert torch.equal(edge[50:], weights.view(torch.uint8).flatten()[:50])
 
 
-def test_places_name_the_very_bytes(tier: NvmeTier) -> None:
-    tier.extent(12345)
-    extent = tier.extent(200_000)
+def test_extents_name_the_very_bytes(tier: NvmeTier) -> None:
+    tier.lease(12345)
+    lease = tier.lease(200_000)
     source = random_bytes(200_000, 7)
-    tier.write(extent, source).result()
+    tier.write(lease, source).result()
     tier.sync().result()
     found = b""
-    for path, offset, nbytes in tier.places(extent):
+    for path, offset, nbytes in tier.extents(lease):
         with open(path, "rb") as file:
             file.seek(offset)
             found += file.read(nbytes)
@@ -91,10 +94,10 @@ def test_places_name_the_very_bytes(tier: NvmeTier) -> None:
 def test_the_budget_is_what_the_files_hold(tier: NvmeTier) -> None:
     assert tier.budget >= 4 * MIB
     assert sum(slab.path.stat().st_size for slab in tier.slabs) == tier.budget
-    whole = tier.extent(tier.budget)
+    whole = tier.lease(tier.budget)
     assert tier.free_bytes == 0
     with pytest.raises(BudgetError) as error:
-        tier.extent(1)
+        tier.lease(1)
     assert error.value.needed == tier.budget + PAGE
     whole.release()
     whole.release()
@@ -114,11 +117,11 @@ def test_speeds_are_measured_where_none_are_given(tmp_path: Path) -> None:
     paths = directories(tmp_path, 2)
     with NvmeTier(dict.fromkeys(paths, 256 * MIB), 64 * MIB) as tier:
         assert sum(slab.nbytes for slab in tier.slabs) >= 64 * MIB
-        extent = tier.extent(33 * MIB)
+        lease = tier.lease(33 * MIB)
         source = random_bytes(33 * MIB, 3)
-        tier.write(extent, source).result()
+        tier.write(lease, source).result()
         back = torch.empty_like(source)
-        tier.read(extent, back).result()
+        tier.read(lease, back).result()
         assert torch.equal(back, source)
     assert [file for path in paths for file in Path(path).iterdir()] == []
 
@@ -129,7 +132,7 @@ def test_speeds_are_measured_where_none_are_given(tmp_path: Path) -> None:
     st.sampled_from(BACKENDS),
     st.data(),
 )
-def test_extents_never_share_a_byte(
+def test_leases_never_share_a_byte(
     tmp_path_factory: pytest.TempPathFactory,
     wishes: list[tuple[int, bool]],
     backend: str,
@@ -141,56 +144,139 @@ def test_extents_never_share_a_byte(
         held: dict[int, tuple[object, torch.Tensor]] = {}
         for number, (nbytes, release) in enumerate(wishes):
             try:
-                extent = tier.extent(nbytes)
-            except BudgetError:
-                assert nbytes + PAGE > tier.free_bytes or len(held) > 1
+                lease = tier.lease(nbytes)
+            except BudgetError as error:
+                assert error.needed is not None
+                assert error.needed > tier.budget
+                assert max(nbytes, 1) > tier._spans.largest_free
                 continue
             content = random_bytes(nbytes, number)
-            tier.write(extent, content).result()
-            held[number] = extent, content
+            tier.write(lease, content).result()
+            held[number] = lease, content
             if release:
                 gone, _ = held.pop(data.draw(st.sampled_from(sorted(held))))
                 gone.release()  # type: ignore[attr-defined]
-        for extent, content in held.values():
+        for lease, content in held.values():
             back = torch.empty_like(content)
-            tier.read(extent, back).result()  # type: ignore[arg-type]
+            tier.read(lease, back).result()  # type: ignore[arg-type]
             assert torch.equal(back, content)
 
 
-def test_what_lies_outside_an_extent_is_refused(tier: NvmeTier) -> None:
-    extent = tier.extent(100)
+def test_budget_errors_name_the_smallest_tier_that_would_do(tmp_path: Path) -> None:
+    def fragmented(nbytes: int) -> tuple[NvmeTier, list[NvmeLease]]:
+        tier = NvmeTier({os.fspath(tmp_path): 64 * MIB}, nbytes)
+        leases = [tier.lease(PAGE) for _ in range(8)]
+        for lease in leases[::2]:
+            lease.release()
+        return tier, leases
+
+    tier, _leases = fragmented(8 * PAGE)
+    with tier, pytest.raises(BudgetError) as error:
+        tier.lease(2 * PAGE)
+    needed = error.value.needed
+    assert needed is not None
+    tier, _leases = fragmented(needed)
+    with tier:
+        tier.lease(2 * PAGE)
+    tier, _leases = fragmented(needed - PAGE)
+    with tier, pytest.raises(BudgetError):
+        tier.lease(2 * PAGE)
+
+
+def test_dropped_leases_and_tiers_give_everything_back(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    tier = NvmeTier({os.fspath(tmp_path): MIB}, MIB)
+    tier.lease(PAGE)
+    assert tier.free_bytes == MIB
+    del tier
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_closed_tier_holds_no_descriptor_and_says_that_it_is_closed(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    tier = NvmeTier({os.fspath(tmp_path): MIB}, MIB)
+    lease = tier.lease(PAGE)
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    page = torch.zeros(PAGE, dtype=torch.uint8)
+    for use in (lambda: tier.read(lease, page), lambda: tier.write(lease, page), tier.sync):
+        with pytest.raises(ConfigError, match="closed"):
+            use()
+
+
+def test_a_process_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
+    for end in ("", "raise RuntimeError", "sys.exit(3)"):
+        program = f"""
+import sys
+from infinity.tiers import NvmeTier
+tier = NvmeTier({{{os.fspath(tmp_path)!r}: {MIB}}}, {MIB})
+{end}
+"""
+        subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("forget", [False, True], ids=["closed", "dropped"])
+def test_a_registered_arena_that_goes_is_never_mistaken_for_the_next(
+    tmp_path: Path, backend: str, forget: bool
+) -> None:
+    """io_uring knows registered memory by its address; the next arena may lie at the same one."""
+    with NvmeTier({os.fspath(tmp_path): MIB}, MIB, backend=backend) as tier:
+        on_disk = tier.lease(MIB)
+        tier.write(on_disk, torch.full((MIB,), 7, dtype=torch.uint8)).result()
+        for turn in range(3):
+            arena = HostArena(4 * MIB)
+            if turn % 2 == 0:
+                tier.register(arena)
+            with arena.pool("pages", 4 * MIB).lease(MIB) as lease:
+                page = lease.residency().fill_(turn)
+            tier.read(on_disk, page).result()
+            assert int(page.sum(dtype=torch.int64)) == 7 * MIB
+            del page
+            if not forget:
+                tier.unregister(arena)
+                arena.close()
+            del arena, lease
+            gc.collect()
+
+
+def test_what_lies_outside_a_lease_is_refused(tier: NvmeTier) -> None:
+    lease = tier.lease(100)
     for offset, nbytes in ((1, 100), (-1, 10), (0, 101)):
         with pytest.raises(ConfigError, match="outside"):
-            tier.read(extent, torch.empty(nbytes, dtype=torch.uint8), offset=offset)
-    extent.release()
+            tier.read(lease, torch.empty(nbytes, dtype=torch.uint8), offset=offset)
+    lease.release()
     with pytest.raises(ConfigError, match="released"):
-        tier.write(extent, torch.empty(1, dtype=torch.uint8))
+        tier.write(lease, torch.empty(1, dtype=torch.uint8))
     with pytest.raises(ConfigError):
-        tier.extent(-1)
+        tier.lease(-1)
 
 
 def test_strided_tensors_are_refused(tier: NvmeTier) -> None:
-    extent = tier.extent(PAGE)
+    lease = tier.lease(PAGE)
     with pytest.raises(ConfigError):
-        tier.write(extent, torch.zeros(10, 10)[:, ::2])
+        tier.write(lease, torch.zeros(10, 10)[:, ::2])
 
 
 def test_a_device_error_comes_out_of_its_future_alone(tmp_path: Path) -> None:
     (path,) = directories(tmp_path, 1)
     faults = Faults()
     with NvmeTier({path: MIB}, MIB, faults=faults) as tier:
-        extent = tier.extent(PAGE)
+        lease = tier.lease(PAGE)
         page = torch.full((PAGE,), 5, dtype=torch.uint8)
         faults.fail("write", 1, errno.EIO)
         faults.fail("write", 2, errno.ENOSPC)
         with pytest.raises(StorageError, match="write") as error:
-            tier.write(extent, page).result()
+            tier.write(lease, page).result()
         assert (error.value.errno, error.value.offset) == (errno.EIO, 0)
         with pytest.raises(StorageFull):
-            tier.write(extent, page).result()
-        tier.write(extent, page).result()
+            tier.write(lease, page).result()
+        tier.write(lease, page).result()
         back = torch.empty_like(page)
-        tier.read(extent, back).result()
+        tier.read(lease, back).result()
         assert torch.equal(back, page)
         faults.fail("sync", 1, errno.EIO)
         with pytest.raises(StorageError, match="EIO"):
@@ -204,7 +290,7 @@ def test_closing_with_requests_in_flight_leaves_nothing(tmp_path: Path) -> None:
     faults.delay("any", 1, 0.2, times=None)
     page = torch.zeros(MIB, dtype=torch.uint8)
     tier = NvmeTier({path: 8 * MIB}, 8 * MIB, faults=faults, depth=2, block_bytes=PAGE)
-    futures = [tier.write(tier.extent(MIB), page) for _ in range(4)]
+    futures = [tier.write(tier.lease(MIB), page) for _ in range(4)]
     tier.close()
     tier.close()
     assert all(future.done() for future in futures)
@@ -220,6 +306,12 @@ def test_one_bad_path_leaves_nothing_on_the_good_ones(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         NvmeTier({good: 8 * MIB, bad: 8 * MIB}, 8 * MIB)
     assert os.listdir(good) == []
+
+
+def test_the_speed_probe_keeps_to_the_budget(small_disk: Path) -> None:
+    first, second = directories(small_disk, 2)
+    with NvmeTier({first: 8 * MIB, second: 8 * MIB}, 4 * MIB) as tier:
+        assert tier.budget <= 16 * MIB
 
 
 def test_a_full_disk_leaves_nothing_on_the_others(tmp_path: Path, small_disk: Path) -> None:
@@ -239,7 +331,20 @@ def test_an_unknown_engine_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(path) == []
 
 
-@pytest.mark.parametrize("arguments", [{"budgets": {}}, {"stripe_bytes": 1000}, {"stripe_bytes": 0}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"budgets": {}},
+        {"stripe_bytes": 1000},
+        {"stripe_bytes": 0},
+        {"nbytes": 0},
+        {"nbytes": -1},
+        {"speeds": []},
+        {"speeds": [0.0]},
+        {"speeds": [float("nan")]},
+        {"budgets": {"/tmp\0x": MIB}},
+    ],
+)
 def test_arguments_that_cannot_be_used(tmp_path: Path, arguments: dict) -> None:
     given = {"budgets": {os.fspath(tmp_path): MIB}, "nbytes": MIB, **arguments}
     with pytest.raises(ConfigError):

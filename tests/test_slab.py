@@ -1,6 +1,7 @@
 """Slab files: room taken at once, one owner, nothing left behind, typed errors for every bad place."""
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -105,6 +106,57 @@ def test_a_missing_directory(tmp_path: Path) -> None:
     assert "Create the directory" in error.value.cure
 
 
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [("x" * 300, StorageError), ("nul\0byte", ConfigError)],
+    ids=["too long", "a NUL"],
+)
+def test_paths_that_are_none(tmp_path: Path, path: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Slab(f"{tmp_path}/{path}", MIB)
+
+
+def as_another_user(tmp_path: Path, path: Path) -> subprocess.CompletedProcess[str]:
+    """Make a slab in `path` as the user nobody (whom root can become), or as this user."""
+    program = textwrap.dedent(f"""
+        import os
+        from infinity.errors import StorageError
+        from infinity.tiers.slab import Slab
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        try:
+            Slab({os.fspath(path)!r}, {MIB})
+        except StorageError as error:
+            print(error)
+    """)
+    for parent in (tmp_path, *tmp_path.parents[:3]):
+        if parent.stat().st_uid == os.geteuid():
+            parent.chmod(0o755)
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+
+
+def test_a_directory_without_permission(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    assert "EACCES" in as_another_user(tmp_path, closed).stdout
+    assert list(closed.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_reached(tmp_path: Path) -> None:
+    (tmp_path / "closed" / "inner").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0o600)
+    done = as_another_user(tmp_path, tmp_path / "closed" / "inner")
+    assert "EACCES" in done.stdout
+    assert "permissions" in done.stdout
+
+
+def test_a_dropped_slab_is_removed(tmp_path: Path) -> None:
+    slab = Slab(tmp_path, MIB)
+    del slab
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_in_the_directorys_place(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="Not a directory"):
@@ -116,13 +168,6 @@ def test_a_read_only_file_system(small_disk: Path) -> None:
     with pytest.raises(StorageError, match="EROFS") as error:
         Slab(small_disk, MIB)
     assert "read-only" in error.value.cure
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(StorageError, match="EACCES"):
-        Slab(tmp_path, MIB)
 
 
 def test_ram_is_no_disk(ram_disk: Path) -> None:

@@ -1,11 +1,15 @@
+import itertools
+import math
+
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.errors import BudgetError
-from infinity.tiers.striping import path_bytes, proportional_shares, stripe_weights
+from infinity.errors import BudgetError, ConfigError
+from infinity.tiers.striping import Striping, choose_striping, proportional_shares
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 paths = st.lists(st.tuples(st.integers(1, 4000), st.floats(0.1, 10)), min_size=1, max_size=5)
 
@@ -23,39 +27,77 @@ def test_shares_fill_the_budgets_like_water(paths: list[tuple[int, float]], fill
         assert share == pytest.approx(budget) or time == pytest.approx(max(seconds))
 
 
-@given(paths, st.floats(0.01, 1), st.sampled_from([64 << 10, MIB, 4 * MIB]))
-def test_weights_keep_every_budget_and_come_near_the_shares(
+@given(paths, st.floats(0.01, 0.97), st.sampled_from([64 << 10, MIB, 4 * MIB]))
+def test_what_fits_with_three_percent_to_spare_is_striped_within_every_budget(
     paths: list[tuple[int, float]], fill: float, stripe: int
 ) -> None:
     budgets = [budget * MIB for budget, _ in paths]
     speeds = [speed for _, speed in paths]
     nbytes = max(1, int(sum(budgets) * fill))
-    try:
-        weights = stripe_weights(nbytes, budgets, speeds, stripe)
-    except BudgetError:
-        assume(False)
-    needed = path_bytes(nbytes, weights, stripe)
+    striping = choose_striping(nbytes, budgets, speeds, stripe)
+    assert math.gcd(*striping.weights) == 1
+    assert striping.stripe_bytes % 4096 == 0
+    needed = striping.path_bytes(nbytes)
     assert sum(needed) >= nbytes
     assert all(need <= budget for need, budget in zip(needed, budgets, strict=True))
 
 
-def test_weights_of_typical_machines() -> None:
-    gib = 1 << 30
-    assert stripe_weights(100 * gib, [400 * gib], [3.0], 4 * MIB) == [1]
-    assert stripe_weights(100 * gib, [400 * gib, 400 * gib], [3.0, 3.0], 4 * MIB) == [1, 1]
-    assert stripe_weights(100 * gib, [400 * gib, 400 * gib], [6.0, 2.0], 4 * MIB) == [3, 1]
-    assert stripe_weights(100 * gib, [400 * gib, 10 * gib], [1.0, 1.0], 4 * MIB) == [29, 3]
-    assert stripe_weights(100 * gib, [400 * gib] * 3, [7.0, 7.0, 0.001], 4 * MIB) == [1, 1, 0]
+@given(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.floats(0.01, 1), st.floats(0.1, 10))
+def test_nothing_is_refused_that_small_weights_could_hold(
+    budgets: tuple[int, int], fill: float, speed: float
+) -> None:
+    limits = [budget * MIB for budget in budgets]
+    nbytes = max(1, int(sum(limits) * fill))
+    try:
+        choose_striping(nbytes, limits, [1.0, speed], 4 * MIB)
+    except BudgetError:
+        for weights in itertools.product(range(9), repeat=2):
+            if any(weights):
+                needed = Striping(weights, 4 * MIB).path_bytes(nbytes)
+                assert any(need > limit for need, limit in zip(needed, limits, strict=True)), weights
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "budgets", "speeds", "weights"),
+    [
+        (100 * GIB, [400 * GIB], [3.0], (1,)),
+        (100 * GIB, [400 * GIB, 400 * GIB], [3.0, 3.0], (1, 1)),
+        (100 * GIB, [400 * GIB, 400 * GIB], [6.0, 2.0], (3, 1)),
+        (100 * GIB, [400 * GIB, 400 * GIB], [2.0, 1.0], (2, 1)),
+        (100 * GIB, [400 * GIB, 10 * GIB], [1.0, 1.0], (11, 1)),
+        (100 * GIB, [400 * GIB] * 3, [7.0, 7.0, 0.001], (1, 1, 0)),
+    ],
+)
+def test_weights_of_typical_machines(
+    nbytes: int, budgets: list[int], speeds: list[float], weights: tuple[int, ...]
+) -> None:
+    assert choose_striping(nbytes, budgets, speeds, 4 * MIB) == Striping(weights, 4 * MIB)
+
+
+def test_small_budgets_get_small_stripes() -> None:
+    striping = choose_striping(10 * MIB, [6 * MIB, 6 * MIB], [1.0, 1.0], 4 * MIB)
+    assert striping == Striping((1, 1), 2 * MIB)
 
 
 def test_the_whole_of_unequal_budgets_can_be_used_to_a_few_stripes() -> None:
-    budgets = [400 << 30, 100 << 30]
-    weights = stripe_weights(495 << 30, budgets, [1.0, 1.0], 4 * MIB)
-    assert sum(path_bytes(495 << 30, weights, 4 * MIB)) <= sum(budgets)
+    budgets = [400 * GIB, 100 * GIB]
+    striping = choose_striping(495 * GIB, budgets, [1.0, 1.0], 4 * MIB)
+    assert sum(striping.path_bytes(495 * GIB)) <= sum(budgets)
 
 
 def test_too_small_budgets_say_what_is_needed() -> None:
     with pytest.raises(BudgetError) as error:
-        stripe_weights(3 * MIB, [MIB, MIB], [1.0, 1.0], 64 << 10)
+        choose_striping(3 * MIB, [2 * MIB], [1.0], 64 << 10)
     assert error.value.needed == 3 * MIB
-    assert stripe_weights(3 * MIB, [error.value.needed], [1.0], 64 << 10) == [1]
+    assert choose_striping(3 * MIB, [error.value.needed], [1.0], 64 << 10).weights == (1,)
+    with pytest.raises(BudgetError, match="2 path"):
+        choose_striping(3 * MIB, [MIB, MIB], [1.0, 1.0], 64 << 10)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "speeds"),
+    [(0, [1.0, 1.0]), (-1, [1.0, 1.0]), (MIB, [1.0]), (MIB, [0.0, 0.0]), (MIB, [1.0, math.nan])],
+)
+def test_numbers_that_make_no_sense(nbytes: int, speeds: list[float]) -> None:
+    with pytest.raises(ConfigError):
+        choose_striping(nbytes, [GIB, GIB], speeds, MIB)

@@ -20,6 +20,7 @@ from infinity.config import format_size
 from infinity.errors import InfinityError
 from infinity.tiers.arena import HostArena, probe_huge_pages
 
+_LINK_BYTES = 256 << 20
 _SECTIONS = ("machine", "memory", "device", "storage")
 
 
@@ -196,9 +197,10 @@ def _device() -> Iterator[Finding]:
             found=f"{properties.name}: {format_size(free)} free of {format_size(total)}",
             figures={"available": True, "name": properties.name, "free": free, "total": total},
         )
-    with HostArena(16 << 20, device="cuda") as arena:
+    with HostArena(_LINK_BYTES, device="cuda", populate=True) as arena:
         pinned = arena.cuda_registration
-    link = profile.link_speed(torch.device("cuda"))
+        with arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease:
+            link = profile.link_speed(torch.device("cuda"), lease.residency())
     yield Finding(
         section="device",
         name="device link",
@@ -284,6 +286,8 @@ def _direct_io(path: str, report: aio.DirectoryReport) -> Finding:
 
 
 def _print(console: Console, findings: list[Finding]) -> None:
+    fancy = "utf" in (console.encoding or "").lower()
+    good, bad, arrow = ("✓", "!", "→") if fancy else ("+", "!", "->")
     for section in _SECTIONS:
         table = Table(title=section, title_justify="left", show_header=False, box=None, pad_edge=False)
         table.add_column(no_wrap=True)
@@ -292,9 +296,9 @@ def _print(console: Console, findings: list[Finding]) -> None:
         for finding in findings:
             if finding.section != section:
                 continue
-            mark = Text("!", "yellow") if finding.missing else Text("✓", "green")
+            mark = Text(bad, "yellow") if finding.missing else Text(good, "green")
             text = Text(finding.found)
             if finding.missing:
-                text.append(f"\n{finding.cost}", "yellow").append(f"\n→ {finding.cure}")
+                text.append(f"\n{finding.cost}", "yellow").append(f"\n{arrow} {finding.cure}")
             table.add_row(mark, Text(finding.name), text)
         console.print(table, "")

@@ -2,7 +2,7 @@
 
 from infinity.tiers.arena import HostArena
 from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device
-from infinity.tiers.nvme import Extent, NvmeTier
+from infinity.tiers.nvme import NvmeExtent, NvmeLease, NvmeTier
 from infinity.tiers.pool import Lease, Pool, PoolCounters
 from infinity.tiers.slab import Slab
 from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier
@@ -12,10 +12,11 @@ __all__ = [
     "CpuDeviceTier",
     "CudaTier",
     "DeviceTier",
-    "Extent",
     "HostArena",
     "Lease",
     "MemoryTier",
+    "NvmeExtent",
+    "NvmeLease",
     "NvmeTier",
     "Pool",
     "PoolCounters",

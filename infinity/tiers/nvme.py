@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -15,42 +17,41 @@ from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.profile import disk_speed
 from infinity.tiers.arena import HostArena
-from infinity.tiers.slab import Slab
-from infinity.tiers.striping import path_bytes, stripe_weights
+from infinity.tiers.slab import Slab, check_directory
+from infinity.tiers.striping import choose_striping
 from infinity.tiers.tier import PAGE_ALIGNMENT, Tier
+
+_PROBE_BYTES = 128 << 20
 
 STRIPE_BYTES = 4 << 20
 """The default stripe: one I/O block, so that striping adds no requests."""
 
 
-class Extent:
-    """Bytes of the NVMe tier on loan: a context manager that returns them at its end.
+class NvmeLease:
+    """Bytes of the NVMe tier on loan: they return when this object is released, dropped, or its `with` ends.
 
-    The contents are undefined until written. Wait for every read and write of an extent before you release
-    it: requests in flight do not hold it, and its bytes may be handed out again at once.
+    The contents are undefined until written. Wait for every read and write of a lease before you let go of
+    it: requests in flight do not hold it, and its bytes may be lent again at once.
     """
 
-    __slots__ = ("_spans", "nbytes", "offset")
-
     def __init__(self, spans: _tiers.SpanAllocator, offset: int, nbytes: int) -> None:
-        self._spans: _tiers.SpanAllocator | None = spans
         self.offset = offset
-        """Bytes from the start of the tier; a multiple of 4096. `NvmeTier.places` says in which file."""
+        """Bytes from the start of the tier; a multiple of 4096. `NvmeTier.extents` says in which files."""
         self.nbytes = nbytes
         """Bytes asked for."""
+        self._return = weakref.finalize(self, spans.give_back, offset, nbytes)
+        self._return.atexit = False
 
     @property
     def released(self) -> bool:
         """Whether `release` was called."""
-        return self._spans is None
+        return not self._return.alive
 
     def release(self) -> None:
         """Give the bytes back. Calling it again does nothing."""
-        spans, self._spans = self._spans, None
-        if spans is not None:
-            spans.give_back(self.offset, self.nbytes)
+        self._return()
 
-    def __enter__(self) -> Extent:
+    def __enter__(self) -> NvmeLease:
         return self
 
     def __exit__(
@@ -59,16 +60,24 @@ class Extent:
         self.release()
 
 
+class NvmeExtent(NamedTuple):
+    """A range of bytes in a slab file."""
+
+    path: str
+    offset: int
+    nbytes: int
+
+
 class NvmeTier:
     """Pages in slab files, one file per path and rank, with an I/O engine per path.
 
     budgets: the most bytes per directory; each directory should be on a device of its own. nbytes: what is
     needed in all, which is what the files are preallocated for. Several paths are striped in proportion to
-    `speeds` (bytes per second of each, in the order of `budgets`; by default measured now, two seconds per
-    path), as far as their budgets allow. A path whose share comes out as nothing gets no file.
+    `speeds` (bytes per second of each, in the order of `budgets`; by default measured now, some two seconds
+    per path), as far as their budgets allow. A path whose share comes out as nothing gets no file.
 
     backend, depth, block_bytes, faults: see infinity.aio.Engine. A context manager; closing it waits for what
-    is in flight, cancels what is queued and removes the files. Extents are managed from one thread.
+    is in flight, cancels what is queued and removes the files.
 
     Raises BudgetError where the budgets cannot hold `nbytes`, StorageFull and StorageError as `Slab` does;
     nothing is left behind then.
@@ -93,14 +102,19 @@ class NvmeTier:
             raise ConfigError("The nvme tier was given no path.", 'Give {"/mnt/nvme0": bytes}.')
         if stripe_bytes <= 0 or stripe_bytes % PAGE_ALIGNMENT:
             raise ConfigError(f"The stripe is {stripe_bytes} bytes.", "Give a positive multiple of 4096.")
-        paths, limits = list(budgets), [budgets[path] // PAGE_ALIGNMENT * PAGE_ALIGNMENT for path in budgets]
-        if speeds is None:
-            speeds = [disk_speed(path).mixed for path in paths] if len(paths) > 1 else [1.0]
+        paths = [os.fspath(check_directory(path)) for path in budgets]
+        limits = [limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values()]
         wanted = -(-nbytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-        weights = stripe_weights(wanted, limits, speeds, stripe_bytes)
-        sizes = path_bytes(wanted, weights, stripe_bytes)
+        if speeds is None:
+            speeds = [1.0] * len(paths)
+            if len(paths) > 1 and 0 < wanted <= sum(limits):
+                speeds = [_probe(path, min(limit, wanted)) for path, limit in zip(paths, limits, strict=True)]
+        self.striping = choose_striping(wanted, limits, speeds, stripe_bytes)
+        sizes = self.striping.path_bytes(wanted)
         self.budget = sum(sizes)
+        """Bytes that the files hold."""
         self._spans = _tiers.SpanAllocator(self.budget, PAGE_ALIGNMENT)
+        self._registered: dict[int, _tiers.Region] = {}  # by address; their mappings last as long
         with ExitStack() as cleanup:
             self.slabs = [
                 cleanup.enter_context(Slab(path, size, rank=rank))
@@ -119,12 +133,13 @@ class NvmeTier:
                 engine.open(os.fspath(slab.path))
                 for engine, slab in zip(self.engines, self.slabs, strict=True)
             ]
-            self._volume = Volume(zip(files, filter(None, weights), strict=True), stripe_bytes)
+            weights = [weight for weight in self.striping.weights if weight]
+            self._volume: Volume | None = Volume(zip(files, weights, strict=True), self.striping.stripe_bytes)
             self._cleanup = cleanup.pop_all()
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that belong to no extent, in whole 4 KiB blocks; perhaps not in one piece."""
+        """Bytes that are not on loan, in whole 4 KiB blocks; perhaps not in one piece."""
         return self._spans.capacity - self._spans.used
 
     @property
@@ -132,64 +147,83 @@ class NvmeTier:
         """What each path's engine has done, in the order of `slabs`."""
         return tuple(engine.stats for engine in self.engines)
 
-    def extent(self, nbytes: int) -> Extent:
-        """Borrow `nbytes` bytes of the tier. Raises BudgetError where no piece that large is free."""
+    def lease(self, nbytes: int) -> NvmeLease:
+        """Borrow `nbytes` bytes of the tier.
+
+        Raises BudgetError (`needed`: the smallest tier that would have had the room) where no piece that
+        large is free.
+        """
         if nbytes < 0:
-            raise ConfigError(f"An extent of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")
+            raise ConfigError(f"A lease of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")
         offset = self._spans.take(nbytes)
         if offset is None:
-            needed = self._spans.used + -(-nbytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+            needed = self._spans.capacity_for(nbytes)
             raise BudgetError(
                 f"{format_size(nbytes)} do not fit the nvme tier of {format_size(self.budget)}, which has "
                 f"{format_size(self._spans.largest_free)} free in one piece.",
                 f"Give the nvme tier {format_size(needed)} ({needed} bytes).",
                 needed=needed,
             )
-        return Extent(self._spans, offset, nbytes)
+        return NvmeLease(self._spans, offset, nbytes)
 
     def read(
-        self, extent: Extent, into: torch.Tensor, *, offset: int = 0, deadline: float | None = None
+        self, lease: NvmeLease, into: torch.Tensor, *, offset: int = 0, deadline: float | None = None
     ) -> Future:
-        """Fill the CPU tensor `into` (contiguous, any dtype) from byte `offset` of the extent.
+        """Fill the CPU tensor `into` (contiguous, any dtype) from byte `offset` of the lease.
 
         No copy and no page cache where the tensor's address is 4 KiB aligned, as leases are. deadline: a
         time.monotonic() time; earlier ones go first. Errors of the device come out of the future. Raises
-        ConfigError for bytes outside the extent, a released extent, a tensor that is not plain host memory.
+        ConfigError for bytes outside the lease, a released lease, a closed tier, a tensor that is
+        not plain host memory.
         """
-        return self._volume.read(into, self._place(extent, offset, into.nbytes), deadline)
+        return self._open_volume().read(into, self._place(lease, offset, into.nbytes), deadline)
 
     def write(
-        self, extent: Extent, source: torch.Tensor, *, offset: int = 0, deadline: float | None = None
+        self, lease: NvmeLease, source: torch.Tensor, *, offset: int = 0, deadline: float | None = None
     ) -> Future:
-        """Write the CPU tensor `source` at byte `offset` of the extent; as `read`.
+        """Write the CPU tensor `source` at byte `offset` of the lease; as `read`.
 
         The tensor must not change until the future is done. Durable only after a later `sync`.
         """
-        return self._volume.write(source, self._place(extent, offset, source.nbytes), deadline)
+        return self._open_volume().write(source, self._place(lease, offset, source.nbytes), deadline)
 
     def sync(self) -> Future:
         """Make every write durable whose future is done now (fdatasync of every slab)."""
-        return self._volume.sync()
+        return self._open_volume().sync()
 
-    def places(self, extent: Extent) -> list[tuple[str, int, int]]:
-        """Where the extent's bytes lie: (file, offset in it, bytes), in order."""
-        pieces = self._volume.map.extents(extent.offset, extent.nbytes)
-        return [(os.fspath(self.slabs[slab].path), offset, nbytes) for slab, offset, nbytes in pieces]
+    def extents(self, lease: NvmeLease) -> list[NvmeExtent]:
+        """Where the lease's bytes lie, in order."""
+        pieces = self._open_volume().map.extents(lease.offset, lease.nbytes)
+        return [
+            NvmeExtent(os.fspath(self.slabs[slab].path), offset, nbytes) for slab, offset, nbytes in pieces
+        ]
 
     def register(self, arena: HostArena) -> list[str]:
         """Have every engine register the arena's memory, which saves work per request and pins its pages.
 
-        Returns the reasons of the engines that could not, which work all the same.
+        Returns the reasons of the engines that could not, which work all the same. Ends with `unregister` or
+        the tier; until then the memory stays mapped, also beyond the arena's end, because the engines know it
+        by address.
         """
         region = arena.region
+        self._registered[region.address] = region
         failed = [
             engine for engine in self.engines if not engine.register_buffer(region.address, region.nbytes)
         ]
         return [engine.facts.registration_failure for engine in failed]
 
+    def unregister(self, arena: HostArena) -> None:
+        """Undo `register`, before the arena is closed and while nothing of it is in flight."""
+        region = self._registered.pop(arena.region.address, None)
+        if region is not None:
+            for engine in self.engines:
+                engine.unregister_buffer(region.address)
+
     def close(self) -> None:
         """Wait for what is in flight, cancel what is queued, remove the files. Again: does nothing."""
         self._cleanup.close()
+        self._volume = None  # its descriptors would keep the room of the removed files
+        self._registered.clear()
 
     def __enter__(self) -> NvmeTier:
         return self
@@ -199,12 +233,22 @@ class NvmeTier:
     ) -> None:
         self.close()
 
-    def _place(self, extent: Extent, offset: int, nbytes: int) -> int:
-        if extent.released:
-            raise ConfigError("The extent was released.", "Keep it until its last read or write.")
-        if offset < 0 or offset + nbytes > extent.nbytes:
+    def _open_volume(self) -> Volume:
+        if self._volume is None:
+            raise ConfigError("The nvme tier is closed.", "Use it before it is closed.")
+        return self._volume
+
+    def _place(self, lease: NvmeLease, offset: int, nbytes: int) -> int:
+        if lease.released:
+            raise ConfigError("The lease was released.", "Keep it until its last read or write.")
+        if offset < 0 or offset + nbytes > lease.nbytes:
             raise ConfigError(
-                f"Bytes {offset} to {offset + nbytes} are outside an extent of {extent.nbytes} bytes.",
-                "Ask for an extent that holds the page.",
+                f"Bytes {offset} to {offset + nbytes} are outside a lease of {lease.nbytes} bytes.",
+                "Ask for a lease that holds the page.",
             )
-        return extent.offset + offset
+        return lease.offset + offset
+
+
+def _probe(path: str, limit: int) -> float:
+    """Bytes per second of reads and writes mixed, on a file of no more than the path's budget."""
+    return disk_speed(path, nbytes=min(limit, _PROBE_BYTES)).mixed

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
+import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -32,36 +34,31 @@ class Slab:
         if nbytes <= 0:
             raise ConfigError(f"A slab of {nbytes} bytes was asked for.", "Give at least one page.")
         self.nbytes = -(-nbytes // 4096) * 4096
-        self.directory = Path(os.path.realpath(directory))
+        self.directory = check_directory(directory)
         self.path = self.directory / f"infinity-rank{rank}.slab"
-        self._owner = os.getpid()
-        self._descriptor: int | None = None
-        _check_directory(self.directory)
         descriptor = self._open_locked()
+        self._finalizer = weakref.finalize(self, _remove, descriptor, self.path, os.getpid())
         try:
             self._preallocate(descriptor)
         except BaseException:
-            self._remove(descriptor)
+            self.close()
             raise
         self._descriptor = descriptor
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._descriptor is None
+        return not self._finalizer.alive
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the file (or, with `keep`, leave it) and give up its lock. Calling it again does nothing.
 
-        In a forked child it only closes the child's descriptor: the slab is the parent's.
+        A slab that is dropped, or still open at the end of the process, is closed so. In a forked child it
+        only closes the child's descriptor: the slab is the parent's.
         """
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        if keep or os.getpid() != self._owner:
-            os.close(descriptor)
-        else:
-            self._remove(descriptor)
+        if keep and self._finalizer.detach() is not None:
+            os.close(self._descriptor)
+        self._finalizer()
 
     def __enter__(self) -> Slab:
         return self
@@ -113,21 +110,22 @@ class Slab:
         except OSError as error:
             raise storage_error("preallocate", str(self.path), None, error.errno or 0) from error
 
-    def _remove(self, descriptor: int) -> None:
-        with contextlib.suppress(OSError):
-            # Before the lock goes: a process that waits for it must not find this file again.
-            if _is_at(descriptor, self.path):
-                os.unlink(self.path)
-        os.close(descriptor)
 
+def check_directory(directory: str | os.PathLike[str]) -> Path:
+    """The real path of a directory that can hold pages.
 
-def _check_directory(directory: Path) -> None:
-    path = str(directory)
-    if not directory.exists():
-        raise storage_error("open", path, None, errno.ENOENT)
-    if not directory.is_dir():
+    Raises StorageError for one that is missing, cannot be reached, or is RAM; ConfigError for no path at all.
+    """
+    try:
+        path = os.path.realpath(directory)
+        mode = os.stat(path).st_mode
+        kind = machine.file_system(path)
+    except OSError as error:
+        raise storage_error("open", os.fspath(directory), None, error.errno or 0) from error
+    except ValueError as error:
+        raise ConfigError(f"{directory!r} is no path: {error}.", "Give a directory on a disk.") from error
+    if not stat.S_ISDIR(mode):
         raise storage_error("open", path, None, errno.ENOTDIR)
-    kind = machine.file_system(directory)
     if kind in machine.RAM_FILE_SYSTEMS:
         raise StorageError(
             f"{path} is on {kind}, which is RAM: pages kept there would not leave memory.",
@@ -135,6 +133,16 @@ def _check_directory(directory: Path) -> None:
             path=path,
             errno=errno.EINVAL,
         )
+    return Path(path)
+
+
+def _remove(descriptor: int, path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            # Before the lock goes: a process that waits for it must not find this file again.
+            if _is_at(descriptor, path):
+                os.unlink(path)
+    os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from infinity.config import format_size
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, ConfigError
 
-_PERIODS = (4, 8, 16, 32, 64, 128, 256)
+_PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 _TOLERANCE = 0.05
+_SMALLEST_STRIPE = 4096
+
+
+@dataclass(frozen=True)
+class Striping:
+    """Which stripes of a volume lie on which path."""
+
+    weights: tuple[int, ...]
+    """Stripes of each path in one period, without a common divisor; a path may have none."""
+    stripe_bytes: int
+
+    def path_bytes(self, nbytes: int) -> list[int]:
+        """Room that each path's file needs for a volume of `nbytes`: whole periods, in bytes.
+
+        A single path is not striped and needs just `nbytes`.
+        """
+        if sum(weight > 0 for weight in self.weights) == 1:
+            return [nbytes if weight else 0 for weight in self.weights]
+        periods = -(-nbytes // (sum(self.weights) * self.stripe_bytes))
+        return [periods * weight * self.stripe_bytes for weight in self.weights]
 
 
 def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[float]) -> list[float]:
@@ -34,49 +55,55 @@ def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[fl
     return shares
 
 
-def stripe_weights(
+def choose_striping(
     nbytes: int, budgets: Sequence[int], speeds: Sequence[float], stripe_bytes: int
-) -> list[int]:
-    """Stripes of each path in one period, for a volume of `nbytes` bytes.
+) -> Striping:
+    """The striping of a volume of `nbytes` bytes over paths with these budgets (bytes) and speeds.
 
-    Close to `proportional_shares` with the shortest period that comes within 5% of it; a path may get none.
-    A path's file needs `path_bytes` of room, never more than its budget. Raises BudgetError where the
-    budgets cannot hold `nbytes` in whole periods.
+    Close to `proportional_shares`, with the shortest period that comes within 5% of it, and never above a
+    budget. Stripes are `stripe_bytes` long; where budgets are so tight that whole periods of them do not
+    fit, they are halved until they do. Raises BudgetError where the budgets cannot hold `nbytes`, and
+    ConfigError for numbers that make no sense.
     """
+    if nbytes <= 0:
+        raise ConfigError(f"An nvme tier of {nbytes} bytes was asked for.", "Ask for at least one page.")
+    if len(speeds) != len(budgets) or not all(0 < speed < math.inf for speed in speeds):
+        raise ConfigError(
+            f"The speeds {list(speeds)} do not fit {len(budgets)} paths.",
+            "Give one positive number per path.",
+        )
     if nbytes <= sum(budgets):
         shares = proportional_shares(nbytes, budgets, speeds)
-        best: tuple[float, list[int]] | None = None
-        for period in _PERIODS:
-            limits = [budget * period / nbytes for budget in budgets]
-            weights = _apportion(shares, period, limits)
-            needed = path_bytes(nbytes, weights, stripe_bytes)
-            if any(need > budget for need, budget in zip(needed, budgets, strict=True)):
-                continue
-            error = max(abs(w / period - share / nbytes) for w, share in zip(weights, shares, strict=True))
-            if best is None or error < best[0]:
-                divisor = math.gcd(*weights)
-                best = error, [weight // divisor for weight in weights]
-            if error <= _TOLERANCE / len(budgets):
-                break
-        if best is not None:
-            return best[1]
+        stripe = stripe_bytes
+        while stripe >= _SMALLEST_STRIPE:
+            best = _closest(nbytes, budgets, shares, stripe)
+            if best is not None:
+                return best
+            stripe = stripe // 2 // _SMALLEST_STRIPE * _SMALLEST_STRIPE
     raise BudgetError(
-        f"{format_size(nbytes)} do not fit the nvme budget of {format_size(sum(budgets))} in stripes of "
-        f"{format_size(stripe_bytes)}.",
-        f"Give the nvme tier at least {format_size(nbytes)} and a few stripes per path more.",
-        needed=nbytes,
+        f"{format_size(nbytes)} do not fit the nvme budget of {format_size(sum(budgets))} on {len(budgets)} "
+        "path(s).",
+        f"Give one path {nbytes} bytes, or all of them some 3% more than that together.",
+        needed=nbytes if len(budgets) == 1 else None,
     )
 
 
-def path_bytes(nbytes: int, weights: Sequence[int], stripe_bytes: int) -> list[int]:
-    """Room that each path's file needs for a volume of `nbytes`: whole periods, in bytes.
-
-    A single path is not striped and needs just `nbytes`.
-    """
-    if sum(weight > 0 for weight in weights) == 1:
-        return [nbytes if weight else 0 for weight in weights]
-    periods = -(-nbytes // (sum(weights) * stripe_bytes))
-    return [periods * weight * stripe_bytes for weight in weights]
+def _closest(nbytes: int, budgets: Sequence[int], shares: Sequence[float], stripe: int) -> Striping | None:
+    best: tuple[float, Striping] | None = None
+    for period in _PERIODS:
+        limits = [budget * period / nbytes for budget in budgets]
+        weights = _apportion(shares, period, limits)
+        divisor = math.gcd(*weights)
+        striping = Striping(tuple(weight // divisor for weight in weights), stripe)
+        needed = striping.path_bytes(nbytes)
+        if any(need > budget for need, budget in zip(needed, budgets, strict=True)):
+            continue
+        error = max(abs(w / period - share / nbytes) for w, share in zip(weights, shares, strict=True))
+        if best is None or error < best[0]:
+            best = error, striping
+        if error <= _TOLERANCE / len(budgets):
+            break
+    return best[1] if best else None
 
 
 def _apportion(shares: Sequence[float], period: int, limits: Sequence[float]) -> list[int]:
@@ -84,9 +111,10 @@ def _apportion(shares: Sequence[float], period: int, limits: Sequence[float]) ->
     total = sum(shares)
     exact = [share / total * period for share in shares]
     weights = [math.floor(share) for share in exact]
-    order = sorted(
-        range(len(exact)), key=lambda path: (weights[path] + 1 > limits[path], weights[path] - exact[path])
-    )
-    for path in order[: period - sum(weights)]:
+    for _ in range(period - sum(weights)):
+        path = min(
+            range(len(exact)),
+            key=lambda path: (weights[path] + 1 > limits[path], weights[path] - exact[path]),
+        )
         weights[path] += 1
     return weights
