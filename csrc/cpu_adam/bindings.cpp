@@ -123,16 +123,16 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
                                    uintptr_t copy, uintptr_t first_moment, uintptr_t second_moment,
                                    const std::vector<SegmentTuple>& segments,
                                    const std::vector<Hyper>& hypers, double scale) {
-    UpdateRequest request{elements,
-                          grad_dtype,
-                          format,
-                          {pointer<const void>(grad), pointer<const float>(accumulated),
-                           pointer<void>(parameter), pointer<int16_t>(remainder),
-                           pointer<void>(copy), pointer<float>(first_moment),
-                           pointer<float>(second_moment)},
-                          segments_of(segments),
-                          hypers,
-                          scale};
+    UpdateRequest request{
+        elements,
+        grad_dtype,
+        format,
+        {pointer<const void>(grad), pointer<const float>(accumulated), pointer<void>(parameter),
+         pointer<int16_t>(remainder), pointer<void>(copy), pointer<float>(first_moment),
+         pointer<float>(second_moment)},
+        segments_of(segments),
+        hypers,
+        scale};
     return pool.submit(make_update_job(pool.kernels(), std::move(request), pool.chunk()),
                        std::move(owners));
 }
@@ -141,12 +141,12 @@ JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size
                                        Dtype grad_dtype, uintptr_t grad, uintptr_t accumulated,
                                        bool read_accumulated, bool write_accumulated, bool squares,
                                        const std::vector<SegmentTuple>& segments, double scale) {
-    GradientRequest request{elements,
-                            grad_dtype,
-                            {pointer<const void>(grad), pointer<float>(accumulated),
-                             read_accumulated, write_accumulated, squares,
-                             static_cast<float>(scale)},
-                            segments_of(segments)};
+    GradientRequest request{
+        elements,
+        grad_dtype,
+        {pointer<const void>(grad), pointer<float>(accumulated), read_accumulated,
+         write_accumulated, squares, static_cast<float>(scale)},
+        segments_of(segments)};
     return pool.submit(make_gradient_job(pool.kernels(), std::move(request), pool.chunk()),
                        std::move(owners));
 }
@@ -170,9 +170,8 @@ std::vector<Float64Array> block_sums(const JobTicket<GradientJob>& self) {
         auto sums = std::make_unique<std::vector<double>>(self.job->block_sums(i));
         double* const data = sums->data();
         const size_t count = sums->size();
-        const nb::capsule owner(sums.release(), [](void* p) noexcept {
-            delete static_cast<std::vector<double>*>(p);
-        });
+        const nb::capsule owner(
+            sums.release(), [](void* p) noexcept { delete static_cast<std::vector<double>*>(p); });
         arrays.emplace_back(data, std::initializer_list<size_t>{count}, owner);
     }
     return arrays;

@@ -101,8 +101,8 @@ std::vector<int> one_per_core(const std::vector<int>& cpus, const std::string& s
     std::vector<int> kept;
     std::vector<std::string> seen;
     for (const int cpu : cpus) {
-        const std::string siblings = first_line(sysfs + "/cpu" + std::to_string(cpu) +
-                                                "/topology/thread_siblings_list");
+        const std::string siblings =
+            first_line(sysfs + "/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
         if (!siblings.empty()) {
             if (std::find(seen.begin(), seen.end(), siblings) != seen.end()) continue;
             seen.push_back(siblings);

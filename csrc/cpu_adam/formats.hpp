@@ -23,8 +23,8 @@ enum class ParameterFormat : uint8_t {
 };
 constexpr int kParameterFormats = 5;
 
-// One arithmetic each. SGD without momentum keeps no state, and Adam with a beta of at most one half
-// takes other formulas, so they are rules of their own.
+// One arithmetic each. SGD without momentum keeps no state, and Adam with a beta of at most one
+// half takes other formulas, so they are rules of their own.
 enum class Rule : uint8_t {
     kAdamW,
     kAdamWSmallBeta,

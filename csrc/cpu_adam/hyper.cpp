@@ -10,9 +10,9 @@ namespace infinity::cpu_adam {
 namespace {
 
 void refuse(const char* name, double value, const char* range) {
-    throw ConfigError(std::string(name) + " is " + std::to_string(value) + ", which is not " +
-                          range + ".",
-                      std::string("Give a ") + name + " that is " + range + ".");
+    throw ConfigError(
+        std::string(name) + " is " + std::to_string(value) + ", which is not " + range + ".",
+        std::string("Give a ") + name + " that is " + range + ".");
 }
 
 void check_non_negative(const char* name, double value) {

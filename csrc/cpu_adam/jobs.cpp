@@ -41,15 +41,16 @@ void check_arrays(const std::vector<Array>& arrays, size_t elements) {
         }
         if (elements > (UINTPTR_MAX - at) / std::max<size_t>(a.bytes_per_element, 1)) {
             throw ConfigError("The array '" + std::string(a.name) + "' of " +
-                                  std::to_string(elements) + " elements ends beyond the address "
+                                  std::to_string(elements) +
+                                  " elements ends beyond the address "
                                   "space.",
                               "Give the number of elements, not of bytes.");
         }
         if (a.bytes_per_element == 4 || a.bytes_per_element == 2) {
             if (at % a.bytes_per_element != 0) {
-                throw ConfigError("The array '" + std::string(a.name) +
-                                      "' is not aligned to its elements.",
-                                  "Start it at a multiple of its element size in bytes.");
+                throw ConfigError(
+                    "The array '" + std::string(a.name) + "' is not aligned to its elements.",
+                    "Start it at a multiple of its element size in bytes.");
             }
         }
     }
@@ -61,9 +62,9 @@ void check_arrays(const std::vector<Array>& arrays, size_t elements) {
             const uintptr_t at_b = reinterpret_cast<uintptr_t>(b.data);
             if ((a.written || b.written) && at_a < at_b + elements * b.bytes_per_element &&
                 at_b < at_a + elements * a.bytes_per_element) {
-                throw ConfigError("The arrays '" + std::string(b.name) + "' and '" + a.name +
-                                      "' overlap.",
-                                  "Give each kind of state memory of its own.");
+                throw ConfigError(
+                    "The arrays '" + std::string(b.name) + "' and '" + a.name + "' overlap.",
+                    "Give each kind of state memory of its own.");
             }
         }
     }
@@ -209,9 +210,8 @@ void GradientJob::run(size_t chunk) noexcept {
     for (size_t i = plan_.first[chunk]; i < plan_.first[chunk + 1]; ++i) {
         const Piece& piece = plan_.pieces[i];
         const size_t block = (piece.begin - request_.segments[piece.segment].start) / kBlock;
-        double* const sums = request_.arrays.squares
-                                 ? sums_.data() + first_block_[piece.segment] + block
-                                 : nullptr;
+        double* const sums =
+            request_.arrays.squares ? sums_.data() + first_block_[piece.segment] + block : nullptr;
         kernel(request_.arrays, piece.begin, piece.count, sums);
     }
 }
@@ -279,9 +279,8 @@ std::shared_ptr<StreamJob> make_stream_job(const KernelTable& kernels, StreamReq
     check_chunk(chunk);
     if (request.arrays.empty() || request.arrays.size() > kMaxStreamArrays ||
         request.granule == 0) {
-        throw ConfigError("A stream over " + std::to_string(request.arrays.size()) +
-                              " arrays, " + std::to_string(request.granule) +
-                              " elements in turn, was asked for.",
+        throw ConfigError("A stream over " + std::to_string(request.arrays.size()) + " arrays, " +
+                              std::to_string(request.granule) + " elements in turn, was asked for.",
                           "Give 1 to " + std::to_string(kMaxStreamArrays) +
                               " arrays and a granule of at least one element.");
     }

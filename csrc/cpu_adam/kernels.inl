@@ -6,8 +6,8 @@
 // depends on its element's inputs alone: not on the ISA, the position in a register, the tail, the
 // chunk or the thread. Only the squares add across elements; see [Note: fixed lanes].
 //
-// [Note: quiet last] Payloads of NaNs do depend on the ISA, and a payload would break the rounding to
-// bf16. A NaN in any state of an element makes its new parameter NaN, whatever the rule; so one
+// [Note: quiet last] Payloads of NaNs do depend on the ISA, and a payload would break the rounding
+// to bf16. A NaN in any state of an element makes its new parameter NaN, whatever the rule; so one
 // sticky test of the parameters tells at the end whether there is any, and only then a second pass
 // replaces them all. (A split master loses no bit, hence no payload, on the way.)
 //

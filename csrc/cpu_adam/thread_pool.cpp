@@ -46,9 +46,10 @@ class SignalsBlocked {
 };
 
 ConfigError forked_error() {
-    return {"This update pool belongs to the process that this one was forked from; its threads do "
-            "not exist here.",
-            "Make a pool of your own after the fork, or start processes with the spawn method."};
+    return {
+        "This update pool belongs to the process that this one was forked from; its threads do "
+        "not exist here.",
+        "Make a pool of your own after the fork, or start processes with the spawn method."};
 }
 
 }  // namespace

@@ -100,9 +100,10 @@ struct Vec {
         const __m256i a = _mm256_castps_si256(x.a);
         const __m256i b = _mm256_castps_si256(x.b);
         // Still in the order of packing; the rounding needs no other.
-        const __m256i lower =
-            _mm256_packus_epi32(_mm256_blend_epi16(a, zero, 0xAA), _mm256_blend_epi16(b, zero, 0xAA));
-        const __m256i upper = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+        const __m256i lower = _mm256_packus_epi32(_mm256_blend_epi16(a, zero, 0xAA),
+                                                  _mm256_blend_epi16(b, zero, 0xAA));
+        const __m256i upper =
+            _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
         const __m256i rounded = _mm256_sub_epi16(upper, _mm256_srai_epi16(lower, 15));
         store_words(reinterpret_cast<uint16_t*>(low), in_order(lower), lanes);
         store_words(high, in_order(rounded), lanes);

@@ -76,8 +76,8 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 
 inline bool same_bits(const Page& a, const Page& b) {
     return same_bits(a.param, b.param) && same_bits(a.first, b.first) &&
-           same_bits(a.second, b.second) && same_bits(a.copy, b.copy) && same_bits(a.high, b.high) &&
-           same_bits(a.low, b.low) && same_bits(a.acc, b.acc);
+           same_bits(a.second, b.second) && same_bits(a.copy, b.copy) &&
+           same_bits(a.high, b.high) && same_bits(a.low, b.low) && same_bits(a.acc, b.acc);
 }
 
 inline std::vector<Hyper> every_rule() {

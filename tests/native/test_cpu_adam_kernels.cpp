@@ -1,7 +1,7 @@
 // Every instruction set that this machine runs computes the scalar kernels' bits.
-#include "cpu_adam_compare.hpp"
-
 #include <cstdio>
+
+#include "cpu_adam_compare.hpp"
 
 int main() {
     using namespace infinity::cpu_adam;

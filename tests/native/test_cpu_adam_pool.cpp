@@ -1,4 +1,5 @@
-// The thread pool and the jobs: order, waiting, closing, forking, floating-point mode, bad requests.
+// The thread pool and the jobs: order, waiting, closing, forking, floating-point mode, bad
+// requests.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -77,8 +78,8 @@ void test_many_submitters_and_close_with_work_queued() {
         for (int t = 0; t < 4; ++t) {
             submitters.emplace_back([&] {
                 for (int i = 0; i < 100; ++i) {
-                    const Ticket ticket =
-                        pool.submit(std::make_shared<CountingJob>(5, std::vector<ByteRange>{}, counter));
+                    const Ticket ticket = pool.submit(
+                        std::make_shared<CountingJob>(5, std::vector<ByteRange>{}, counter));
                     if (i % 10 == 0) CHECK(ticket.wait(-1));
                 }
             });
@@ -161,8 +162,8 @@ void test_jobs_match_one_kernel_call() {
     constexpr size_t kElements = 5 * kBlock + 321;
     const std::vector<Hyper> hypers{AdamHyper{true, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, false},
                                     AdamHyper{true, 1e-3, 0.8, 0.99, 1e-6, 0.0, 9, false}};
-    const std::vector<Segment> segments{{0, 2 * kBlock + 5, 0}, {2 * kBlock + 8, 3, 1},
-                                        {2 * kBlock + 20, 3 * kBlock + 301, 1}};
+    const std::vector<Segment> segments{
+        {0, 2 * kBlock + 5, 0}, {2 * kBlock + 8, 3, 1}, {2 * kBlock + 20, 3 * kBlock + 301, 1}};
     Page expected(kElements, 11);
     const KernelTable& kernels = *runnable_kernels().front();
     for (const Segment& s : segments) {
@@ -190,7 +191,9 @@ void test_jobs_match_one_kernel_call() {
 void test_bad_requests() {
     Page page(100, 1);
     const Page before = page;
-    UpdateRequest good{100, Dtype::kF32, ParameterFormat::kPlainBf16,
+    UpdateRequest good{100,
+                       Dtype::kF32,
+                       ParameterFormat::kPlainBf16,
                        page.arrays(ParameterFormat::kPlainBf16, false),
                        {{0, 100, 0}},
                        {AdamHyper{true, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, false}},
@@ -212,9 +215,8 @@ void test_bad_requests() {
     CHECK(bad([](UpdateRequest& r) { r.elements = SIZE_MAX / 2; }));
     CHECK(bad([](UpdateRequest& r) { std::get<AdamHyper>(r.hypers[0]).beta1 = 1.0; }));
     CHECK(bad([](UpdateRequest& r) { std::get<AdamHyper>(r.hypers[0]).step = 0; }));
-    CHECK(bad([](UpdateRequest& r) {
-        r.hypers[0] = SgdHyper{0.1, 0.0, 0.0, 0.0, true, false, false};
-    }));
+    CHECK(bad(
+        [](UpdateRequest& r) { r.hypers[0] = SgdHyper{0.1, 0.0, 0.0, 0.0, true, false, false}; }));
     CHECK(refused([&] { make_update_job(kScalarKernels, good, kBlock - 1); }));
     CHECK(refused([&] { make_update_job(kScalarKernels, good, 0); }));
     CHECK(refused([&] { select_kernels("pentium"); }));

@@ -1,0 +1,293 @@
+"""Accuracy of the update against an fp64 oracle, and against torch's own on the same inputs.
+
+The bound, per element and per output (parameter and moments): at most 8 ULP of the largest operand,
+where an operand is a term of the sum that makes the output, at the size that it has in the oracle, and
+an ULP is the spacing of fp32 at that size (2^-149 at least):
+
+- first moment: beta1 m, (1 - beta1) g;  second moment: beta2 v, (1 - beta2) g^2; with L2 decay, g is the
+  largest of the gradient, wd p, and their sum;
+- parameter: p, lr wd p, and the change with the larger of the two terms of the first moment in its place.
+
+Where a moment or gradient is denormal, or smaller than its operands (a gradient that its L2 decay almost
+cancels), the unit of the change is what one ULP of that moment or gradient makes of it. A state, or the ratio of moment to root, beyond fp32's range is infinite in the oracle too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Pool, Segment, Update, runnable_isas
+
+N = 10_000_000
+LARGEST = torch.finfo(torch.float32).max
+State = dict[str, torch.Tensor]
+
+
+@dataclass
+class Oracle:
+    """fp64 results and, for each, its unit: one ULP of its largest operand."""
+
+    exact: State
+    unit: State
+
+
+def fit(x: torch.Tensor) -> torch.Tensor:
+    """Beyond what rounds to fp32's largest number: infinite."""
+    return torch.where(x.abs() < LARGEST * (1 + 2**-25), x, x.sign() * torch.inf)
+
+
+def ulp(size: torch.Tensor) -> torch.Tensor:
+    exponent = torch.frexp(size)[1].clamp(min=-125)
+    return torch.ldexp(torch.ones_like(size), exponent - 24)
+
+
+def unit_of_change(rest: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The unit of rest - source * factor."""
+    return torch.maximum(ulp(torch.maximum(rest, source * factor)), ulp(source) * factor)
+
+
+def decayed(g: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient with L2 decay, and its largest operand."""
+    total = g + decay
+    return total, torch.maximum(torch.maximum(g.abs(), decay.abs()), total.abs())
+
+
+def adam_oracle(h: Adam, s: State, g: torch.Tensor) -> Oracle:
+    p, m, v = (s[name].double() for name in ("parameter", "first_moment", "second_moment"))
+    g = g.double()
+    decoupled = isinstance(h, AdamW)
+    gradient_size = g.abs()
+    if not decoupled:
+        g, gradient_size = decayed(g, h.weight_decay * p)
+    b1, b2 = h.betas
+    first, second = fit(b1 * m + (1 - b1) * g), fit(b2 * v + (1 - b2) * g * g)
+    first_size = torch.maximum((b1 * m).abs(), (1 - b1) * gradient_size)
+    second_size = torch.maximum(b2 * v, (1 - b2) * gradient_size**2)
+    step = h.lr / (1 - b1**h.step)
+    denominator = second.sqrt() / (1 - b2**h.step) ** 0.5 + h.eps
+    decay = h.lr * h.weight_decay * p if decoupled else torch.zeros_like(p)
+    parameter = fit(p - decay - step * fit(first / denominator))
+    rest = torch.maximum(p.abs(), decay.abs())
+    unit = unit_of_change(rest, first_size, step / denominator)
+    if not decoupled:  # only then can the second moment be smaller than its operands
+        slope = step * first.abs() / denominator**2 / (2 * second.sqrt() * (1 - b2**h.step) ** 0.5)
+        unit = torch.maximum(unit, torch.where(second > 0, slope * ulp(second_size), 0.0))
+    return Oracle(
+        {"parameter": parameter, "first_moment": first, "second_moment": second},
+        {
+            "parameter": unit,
+            "first_moment": ulp(first_size),
+            "second_moment": ulp(second_size),
+        },
+    )
+
+
+def sgd_oracle(h: SGD, s: State, g: torch.Tensor) -> Oracle:
+    p, m, g = s["parameter"].double(), s["first_moment"].double(), g.double()
+    g, size = decayed(g, h.weight_decay * p)
+    first = g if h.first_step else h.momentum * m + (1 - h.dampening) * g
+    first_size = size if h.first_step else torch.maximum((h.momentum * m).abs(), size)
+    change, change_size = first, first_size
+    if h.nesterov:
+        change, change_size = g + h.momentum * first, torch.maximum(size, h.momentum * first_size)
+    return Oracle(
+        {"parameter": fit(p - h.lr * change), "first_moment": fit(first)},
+        {
+            "parameter": unit_of_change(p.abs(), change_size, torch.tensor(h.lr)),
+            "first_moment": ulp(first_size),
+        },
+    )
+
+
+def adagrad_oracle(h: Adagrad, s: State, g: torch.Tensor) -> Oracle:
+    p, v, g = s["parameter"].double(), s["second_moment"].double(), g.double()
+    g, size = decayed(g, h.weight_decay * p)
+    second = fit(v + g * g)
+    rate = h.lr / (1 + (h.step - 1) * h.lr_decay)
+    denominator = second.sqrt() + h.eps
+    return Oracle(
+        {"parameter": fit(p - rate * fit(g / denominator)), "second_moment": second},
+        {
+            "parameter": unit_of_change(p.abs(), size, rate / denominator),
+            "second_moment": ulp(torch.maximum(v, size**2)),
+        },
+    )
+
+
+def oracle(h: Any, s: State, g: torch.Tensor) -> Oracle:
+    if isinstance(h, Adam):
+        return adam_oracle(h, s, g)
+    return sgd_oracle(h, s, g) if isinstance(h, SGD) else adagrad_oracle(h, s, g)
+
+
+def in_chunks(n: int, size: int = 1_000_000) -> Iterator[slice]:
+    return (slice(a, min(a + size, n)) for a in range(0, n, size))
+
+
+def log_uniform(n: int, low: float, high: float, random: torch.Generator) -> torch.Tensor:
+    exponent = torch.empty(n, dtype=torch.float64).uniform_(low, high, generator=random)
+    return (10.0**exponent).float()
+
+
+def sign(n: int, random: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2, (n,), generator=random) * 2.0 - 1.0
+
+
+def adversarial(n: int) -> tuple[State, torch.Tensor]:
+    """A third each: what training has; every magnitude in every place; and edges against each other."""
+    random = torch.Generator().manual_seed(0)
+    third = n // 3
+    p, g, m = (torch.randn(n, generator=random) for _ in range(3))
+    p[:third] *= 0.02
+    g[:third] *= 1e-3
+    m[:third] *= 1e-3
+    v = (g * g) * torch.rand(n, generator=random)
+    wide = slice(third, 2 * third)
+    for x in (p, g, m):
+        x[wide] = log_uniform(third, -45, 37, random) * sign(third, random)
+    v[wide] = log_uniform(third, -45, 38, random)
+    edge = torch.tensor([0.0, 1e-45, 3e-42, 1.17e-38, 1.18e-38, 1e-20, 1.0, 1 + 2**-23, 1e18, 2e19, 1e37])
+    rest = n - 2 * third
+    for x in (p, g, m):
+        x[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)] * sign(rest, random)
+    v[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)]
+    # Opposite and almost equal: the mean cancels.
+    m[2 * third : 2 * third + rest // 4] = -g[2 * third : 2 * third + rest // 4] / 9
+    return {"parameter": p, "first_moment": m, "second_moment": v}, g
+
+
+RULES = {
+    "adamw": AdamW(lr=1e-3, weight_decay=0.1, step=7),
+    "adamw first": AdamW(lr=3e-4, step=1),
+    "adamw late": AdamW(lr=1e-4, weight_decay=0.1, betas=(0.95, 0.98), eps=1e-6, step=100_000),
+    "adamw small betas": AdamW(lr=1e-3, betas=(0.3, 0.4), step=5),
+    "adam": Adam(lr=1e-3, weight_decay=0.1, step=7),
+    "sgd": SGD(lr=0.1, weight_decay=1e-2, momentum=0.9, dampening=0.1, first_step=False),
+    "nesterov": SGD(lr=0.1, weight_decay=1e-2, momentum=0.9, nesterov=True, first_step=False),
+    "adagrad": Adagrad(lr=0.1, lr_decay=0.01, weight_decay=1e-2, step=7),
+}
+
+
+def ours(pool: Pool, h: Any, s: State, g: torch.Tensor) -> State:
+    now = {name: each.clone() for name, each in s.items()}
+    pool.run(Update(grad=g, **now, segments=[Segment(0, g.numel())], hypers=[h]))
+    return now
+
+
+def torch_optimizer(h: Any, parameter: torch.Tensor, **how: bool) -> torch.optim.Optimizer:
+    if isinstance(h, Adam):
+        kind = torch.optim.AdamW if isinstance(h, AdamW) else torch.optim.Adam
+        return kind([parameter], h.lr, h.betas, h.eps, h.weight_decay, **how)  # type: ignore[arg-type]
+    if isinstance(h, SGD):
+        return torch.optim.SGD([parameter], h.lr, h.momentum, h.dampening, h.weight_decay, h.nesterov, **how)
+    return torch.optim.Adagrad([parameter], h.lr, h.lr_decay, h.weight_decay, eps=h.eps, **how)
+
+
+def torchs(h: Any, s: State, g: torch.Tensor, **how: bool) -> State:
+    now = {name: each.clone() for name, each in s.items()}
+    parameter = now["parameter"].requires_grad_()
+    parameter.grad = g
+    optimizer = torch_optimizer(h, parameter, **how)
+    if isinstance(h, SGD):
+        optimizer.state[parameter] = {"momentum_buffer": now["first_moment"]}
+    elif isinstance(h, Adagrad):
+        optimizer.state[parameter] = {"step": torch.tensor(h.step - 1.0), "sum": now["second_moment"]}
+    else:
+        optimizer.state[parameter] = {
+            "step": torch.tensor(h.step - 1.0),
+            "exp_avg": now["first_moment"],
+            "exp_avg_sq": now["second_moment"],
+        }
+    optimizer.step()
+    now["parameter"] = parameter.detach()
+    return now
+
+
+def errors(now: torch.Tensor, exact: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+    """In units; where the oracle is infinite or NaN, 0 if the result is the same and else infinite."""
+    finite = exact.isfinite()
+    error = ((now.double() - exact) / unit).abs()
+    same = (now == exact) | (now.isnan() & exact.isnan())
+    return torch.where(finite, error, torch.where(same, 0.0, torch.inf))
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[State, torch.Tensor]:
+    return adversarial(N)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_update_is_within_8_ulp(inputs: tuple[State, torch.Tensor], rule: str) -> None:
+    """All values for the two rules that most people train with, every eighth for the others."""
+    stride = 1 if rule in ("adamw", "adam") else 8
+    states, g = inputs
+    check_bound(
+        RULES[rule], {name: each[::stride].clone() for name, each in states.items()}, g[::stride].clone()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_every_update_is_within_8_ulp_over_all_values(inputs: tuple[State, torch.Tensor], rule: str) -> None:
+    check_bound(RULES[rule], *inputs)
+
+
+def check_bound(h: Any, states: State, g: torch.Tensor) -> None:
+    per_isa = {}
+    for isa in runnable_isas():
+        with Pool(isa=isa) as pool:
+            per_isa[isa] = ours(pool, h, states, g)
+    for part in in_chunks(g.numel()):
+        expected = oracle(h, {name: each[part] for name, each in states.items()}, g[part])
+        for isa, now in per_isa.items():
+            for name, exact in expected.exact.items():
+                worst = errors(now[name][part], exact, expected.unit[name]).max().item()
+                assert worst <= 8, f"{isa} {name}: {worst} ULP"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rms_error_is_no_worse_than_torchs(rule: str) -> None:
+    h = RULES[rule]
+    random = torch.Generator().manual_seed(5)
+    n = 1_000_000
+    g = torch.randn(n, generator=random) * 1e-2
+    states = {
+        "parameter": torch.randn(n, generator=random) * 0.05,
+        "first_moment": torch.randn(n, generator=random) * 1e-2,
+        "second_moment": (torch.randn(n, generator=random) * 1e-2) ** 2,
+    }
+    expected = oracle(h, states, g).exact
+
+    def rms(now: State, name: str) -> float:
+        return float((now[name].double() - expected[name]).square().mean().sqrt())
+
+    rivals = [torchs(h, states, g, foreach=True)]
+    if not isinstance(h, Adagrad):
+        rivals.append(torchs(h, states, g, fused=True))
+    for isa in runnable_isas():
+        with Pool(isa=isa) as pool:
+            now = ours(pool, h, states, g)
+        for name in expected:
+            best = min(rms(each, name) for each in rivals)
+            # Where the final rounding is all there is, both are equal up to chance.
+            assert rms(now, name) <= best * 1.002, f"{isa} {name}: {rms(now, name)} against torch's {best}"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nan_and_infinity_go_where_the_oracle_sends_them(rule: str) -> None:
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0, -2.0])
+    p, m, v, g = torch.cartesian_prod(values, values, values, values).unbind(1)
+    states = {"parameter": p.clone(), "first_moment": m.clone(), "second_moment": v.abs().clone()}
+    expected = oracle(RULES[rule], states, g).exact
+    with Pool(threads=1) as pool:
+        now = ours(pool, RULES[rule], states, g.clone())
+    for name, exact in expected.items():
+        # Non-finite in both, or close in both; an infinity may be a NaN (inf - inf on the way).
+        assert torch.equal(now[name].isfinite(), exact.isfinite()), name
+        infinite = now[name].isinf()
+        assert torch.equal(now[name][infinite].double(), exact[infinite]), name
