@@ -1,0 +1,253 @@
+"""CPU AdamW: this package's fused pass, torch's fused AdamW and DeepSpeedCPUAdam, in turns.
+
+Every round runs each contender once on the same memory, and beside each of ours a stream of the same
+shape (the same arrays read and written, nothing computed; the faster of two orders of access). Ratios are
+taken within a round and their medians reported, because the bandwidth of a shared machine drifts.
+
+    python benchmarks/cpu_adam.py [--elements N] [--repeats R] [--huge-pages] [--json] [--quick]
+
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.cpu_adam import AdamW, Pool, Segment, Stream, Update
+
+GRANULES = (64, 256)  # an even number of streams per round, so that their xor leaves contents as they were
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+MADV_HUGEPAGE = 14
+
+
+class Page:
+    """The arrays that all contenders share."""
+
+    def __init__(self, elements: int, huge_pages: bool) -> None:
+        def empty(dtype: torch.dtype) -> torch.Tensor:
+            tensor = torch.empty(elements, dtype=dtype)
+            if huge_pages:
+                advise_huge_pages(tensor)
+            return tensor
+
+        torch.manual_seed(0)
+        self.grad = empty(torch.bfloat16).copy_(torch.randn(elements) * 1e-3)
+        self.grad32 = empty(torch.float32).copy_(self.grad)
+        self.master = empty(torch.float32).normal_(std=0.02)
+        self.copy = empty(torch.bfloat16).copy_(self.master)
+        self.high = empty(torch.bfloat16).copy_(self.master)
+        self.low = empty(torch.int16).zero_()
+        self.first = empty(torch.float32).zero_()
+        self.second = empty(torch.float32).fill_(1e-6)
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> None:
+    page = 4096
+    start = -(-tensor.data_ptr() // page) * page
+    length = (tensor.data_ptr() + tensor.nbytes - start) // page * page
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
+
+
+def ours(pool: Pool, page: Page) -> dict[str, tuple[Callable[[], object], Stream]]:
+    """Name -> one step, and the stream of its shape."""
+    step = iter(range(1, 10**9))
+
+    def update(**arrays: torch.Tensor) -> Callable[[], object]:
+        return lambda: pool.run(
+            Update(
+                first_moment=page.first,
+                second_moment=page.second,
+                segments=[Segment(0, page.grad.numel())],
+                hypers=[AdamW(step=next(step), **HYPER)],  # type: ignore[arg-type]
+                **arrays,  # type: ignore[arg-type]
+            )
+        )
+
+    moments = (page.first, page.second)
+    return {
+        "plain: bf16 grad, fp32 master, bf16 copy": (
+            update(grad=page.grad, parameter=page.master, copy=page.copy),
+            Stream(read=[page.grad], read_write=[page.master, *moments], write=[page.copy]),
+        ),
+        "split: bf16 grad, bf16 + int16 master": (
+            update(grad=page.grad, parameter=page.high, remainder=page.low),
+            Stream(read=[page.grad], read_write=[page.high, page.low, *moments]),
+        ),
+        "fp32: fp32 grad, fp32 master": (
+            update(grad=page.grad32, parameter=page.master),
+            Stream(read=[page.grad32], read_write=[page.master, *moments]),
+        ),
+    }
+
+
+def adopt(optimizer: torch.optim.Optimizer, page: Page, step: Any) -> None:
+    """Lets the peer's optimizer work on the shared moments."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = page.grad32
+    optimizer.state[parameter] = {"step": step, "exp_avg": page.first, "exp_avg_sq": page.second}
+
+
+def peers(page: Page, quick: bool) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """Name -> one step; and the peers left out, with the reason."""
+    fused = torch.optim.AdamW([torch.nn.Parameter(page.master)], fused=True, **HYPER)  # type: ignore[arg-type]
+    adopt(fused, page, torch.tensor(1.0))
+    steps: dict[str, Callable[[], object]] = {"torch fused AdamW, fp32": fused.step}
+    if quick:
+        return steps, {"DeepSpeedCPUAdam": "left out by --quick"}
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+
+        deepspeed = DeepSpeedCPUAdam([torch.nn.Parameter(page.master)], adamw_mode=True, **HYPER)
+    except Exception as error:  # a missing package, compiler or header: whatever its JIT build raises
+        return steps, {"DeepSpeedCPUAdam": f"{type(error).__name__}: {error}"}
+    adopt(deepspeed, page, 1)
+
+    def with_casts() -> None:
+        page.grad32.copy_(page.grad)
+        deepspeed.step()
+        page.copy.copy_(page.master)
+
+    steps["DeepSpeedCPUAdam, fp32"] = deepspeed.step
+    steps["DeepSpeedCPUAdam, bf16 grad cast in, bf16 copy cast out"] = with_casts
+    return steps, {}
+
+
+def timed(step: Callable[[], object]) -> float:
+    time.sleep(0.02)  # lets the threads of the contender before stop spinning
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def measure(pool: Pool, page: Page, repeats: int, quick: bool) -> dict[str, Any]:
+    mine = ours(pool, page)
+    others, skipped = peers(page, quick)
+    seconds: dict[str, list[float]] = {name: [] for name in (*mine, *others)}
+    limits: dict[str, list[float]] = {name: [] for name in mine}
+    for turn in range(-1, repeats):  # one to warm up
+        for name, (step, shape) in mine.items():
+            streams = [dataclasses.replace(shape, granule=g) for g in GRANULES]
+            limit = min(timed(lambda each=each: pool.run(each)) for each in streams)
+            took = timed(step)
+            if turn >= 0:
+                seconds[name].append(took)
+                limits[name].append(limit)
+        for name, step in others.items():
+            took = timed(step)
+            if turn >= 0:
+                seconds[name].append(took)
+    return summary(page.grad.numel(), mine, seconds, limits) | {"skipped": skipped}
+
+
+def summary(
+    elements: int,
+    mine: dict[str, tuple[Callable[[], object], Stream]],
+    seconds: dict[str, list[float]],
+    limits: dict[str, list[float]],
+) -> dict[str, Any]:
+    def ratio(over: list[float], under: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+    results: dict[str, dict[str, float]] = {}
+    for name, each in seconds.items():
+        median = statistics.median(each)
+        results[name] = {"median_s": median, "gparam_per_s": elements / median / 1e9}
+        if name in mine:
+            moved = mine[name][1].bytes_moved
+            results[name] |= {
+                "bytes_per_parameter": moved / elements,
+                "gb_per_s": moved / median / 1e9,
+                "stream_gb_per_s": moved / statistics.median(limits[name]) / 1e9,
+                "of_stream": ratio(limits[name], each),
+            }
+    speedups = {
+        f"{name} / {peer}": ratio(seconds[peer], seconds[name])
+        for name in mine
+        for peer in seconds
+        if peer not in mine
+    }
+    return {"results": results, "speedups": speedups}
+
+
+def machine_facts(pool: Pool) -> dict[str, Any]:
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith(("model name", "CPU part")):
+            model = line.partition(":")[2].strip()
+            break
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "cpu": model,
+        "cpus": len(os.sched_getaffinity(0)),
+        "threads": pool.threads,
+        "isa": pool.isa,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"{report['machine']['cpu']}, {report['machine']['threads']} threads, {report['machine']['isa']}")
+    print(f"{report['elements'] / 1e6:.0f} M parameters, median of {report['repeats']} rounds\n")
+    for name, each in report["results"].items():
+        line = f"{name:56} {each['median_s'] * 1e3:8.1f} ms {each['gparam_per_s']:6.2f} Gparam/s"
+        if "of_stream" in each:
+            line += f" {each['gb_per_s']:6.1f} GB/s, {each['of_stream']:.1%} of its stream"
+        print(line)
+    print()
+    for name, speedup in report["speedups"].items():
+        print(f"{speedup:5.2f} x  {name}")
+    for name, reason in report["skipped"].items():
+        print(f"skipped: {name}: {reason}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--elements", type=int, default=100_000_000)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--huge-pages", action="store_true", help="ask for transparent huge pages")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.elements, options.repeats = 300_000, 2
+    with Pool() as pool:
+        page = Page(options.elements, options.huge_pages)
+        report = {
+            "benchmark": "cpu_adam",
+            "machine": machine_facts(pool),
+            "elements": options.elements,
+            "repeats": options.repeats,
+            "huge_pages": options.huge_pages,
+        } | measure(pool, page, options.repeats, options.quick)
+    show(report)
+    if options.json:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

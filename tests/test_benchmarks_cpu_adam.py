@@ -1,0 +1,24 @@
+"""benchmarks/cpu_adam.py runs and reports every contender; its figures are not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "cpu_adam.py"
+
+
+def test_quick_run_reports_every_contender() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--json"], capture_output=True, text=True, check=True
+    )
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["benchmark"] == "cpu_adam" and report["skipped"]
+    names = list(report["results"])
+    assert [name.partition(":")[0] for name in names[:3]] == ["plain", "split", "fp32"]
+    assert "torch fused AdamW, fp32" in names
+    assert [report["results"][name]["bytes_per_parameter"] for name in names[:3]] == [28, 26, 28]
+    assert all(each["median_s"] > 0 for each in report["results"].values())
+    assert all(report["machine"].values())
