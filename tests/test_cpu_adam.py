@@ -224,8 +224,9 @@ def test_only_segments_are_touched_each_with_its_hypers(pool: Pool) -> None:
     hypers = [RULES["adamw"], RULES["momentum"]]
     pool.run(Update(grad=grad, **now, segments=ranges, hypers=hypers))
     expected = clones(before)
-    for start, count, hyper in ranges:
-        views = {name: each[start : start + count] for name, each in expected.items()}
+    for each in ranges:
+        start, count, hyper = each.start, each.count, each.hyper
+        views = {name: state[start : start + count] for name, state in expected.items()}
         pool.run(
             Update(
                 grad=grad[start : start + count],
@@ -366,7 +367,9 @@ def test_squares_follow_the_definition(pool: Pool, dtype: torch.dtype) -> None:
     offset=st.integers(0, 31),
     cut=st.integers(0, 6),
 )
-def test_squares_compose(n: int, threads: int, chunk: int, isa: str, offset: int, cut: int) -> None:
+def test_squares_compose(  # noqa: PLR0917
+    n: int, threads: int, chunk: int, isa: str, offset: int, cut: int
+) -> None:
     x = floats(8, n, finite=True)
     first = min(cut * BLOCK, n)
     with Pool(threads=threads, chunk=chunk * BLOCK, isa=isa) as pool:

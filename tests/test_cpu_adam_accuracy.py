@@ -9,7 +9,8 @@ an ULP is the spacing of fp32 at that size (2^-149 at least):
 - parameter: p, lr wd p, and the change with the larger of the two terms of the first moment in its place.
 
 Where a moment or gradient is denormal, or smaller than its operands (a gradient that its L2 decay almost
-cancels), the unit of the change is what one ULP of that moment or gradient makes of it. A state, or the ratio of moment to root, beyond fp32's range is infinite in the oracle too.
+cancels), the unit of the change is what one ULP of that moment or gradient makes of it. A state, or the
+ratio of moment to root, beyond fp32's range is infinite in the oracle too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""The optimizers' hyper-parameters, as torch.optim names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from infinity import _cpu_adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam with L2 weight decay (arXiv:1412.6980, algorithm 1), as torch.optim.Adam computes it."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    step: int
+    """1 for the first update: the number of updates after this one."""
+    maximize: bool = False
+
+    _decoupled = False
+
+    def native(self) -> _cpu_adam.AdamHyper:
+        return _cpu_adam.AdamHyper(
+            self._decoupled, self.lr, *self.betas, self.eps, self.weight_decay, self.step, self.maximize
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (arXiv:1711.05101, algorithm 2), as torch.optim.AdamW."""
+
+    weight_decay: float = 1e-2
+
+    _decoupled = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """SGD as torch.optim.SGD: uses `first_moment` as the momentum buffer if `momentum` is not 0."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    first_step: bool
+    """The momentum buffer has no content yet: it becomes the gradient, undamped."""
+    maximize: bool = False
+
+    def native(self) -> _cpu_adam.SgdHyper:
+        return _cpu_adam.SgdHyper(
+            self.lr,
+            self.momentum,
+            self.dampening,
+            self.weight_decay,
+            self.nesterov,
+            self.first_step,
+            self.maximize,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad:
+    """Adagrad as torch.optim.Adagrad: `second_moment` is the sum of squares, filled by the caller at
+    first with the initial accumulator value."""
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    step: int
+    maximize: bool = False
+
+    def native(self) -> _cpu_adam.AdagradHyper:
+        return _cpu_adam.AdagradHyper(
+            self.lr, self.lr_decay, self.eps, self.weight_decay, self.step, self.maximize
+        )
+
+
+Hyper: TypeAlias = Adam | SGD | Adagrad

@@ -1,0 +1,93 @@
+"""Checks the arrays and segments of one submission and turns them into what the native core takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity import _cpu_adam
+from infinity.cpu_adam.work import Array, Segment, Span, Update, element_count
+from infinity.errors import ConfigError
+
+GRAD_DTYPES = {
+    torch.float32: _cpu_adam.Dtype.F32,
+    torch.bfloat16: _cpu_adam.Dtype.BF16,
+    torch.float16: _cpu_adam.Dtype.F16,
+}
+COPY_FORMATS = {
+    torch.float32: _cpu_adam.ParameterFormat.PLAIN_F32,
+    torch.bfloat16: _cpu_adam.ParameterFormat.PLAIN_BF16,
+    torch.float16: _cpu_adam.ParameterFormat.PLAIN_F16,
+}
+
+
+def parameter_format(work: Update) -> _cpu_adam.ParameterFormat:
+    if work.remainder is not None:
+        return _cpu_adam.ParameterFormat.SPLIT
+    if work.copy is None:
+        return _cpu_adam.ParameterFormat.PLAIN
+    return COPY_FORMATS.get(work.copy.dtype, _cpu_adam.ParameterFormat.PLAIN)
+
+
+def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
+    for index, each in enumerate(segments):
+        if min(each.start, each.count, each.hyper) < 0:
+            raise ConfigError(
+                f"Segment {index} has a negative field: {each}.",
+                "Give start, count and hyper, all at least 0.",
+            )
+    return [(each.start, each.count, each.hyper) for each in segments]
+
+
+class Page:
+    """The arrays of one submission: checks each, keeps its owner, and sees that lengths agree."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.owners: list[object] = []
+
+    def add(self, name: str, array: Array | None, *dtypes: torch.dtype) -> int:
+        """The array's address, 0 for None."""
+        if array is None:
+            return 0
+        if isinstance(array, Span):
+            address, owner = array.address, array.owner
+            if array.address < 0 or array.count < 0:
+                raise ConfigError(
+                    f"The span '{name}' has address {array.address} and count {array.count}.",
+                    "Give an address in bytes and a count in elements, both at least 0.",
+                )
+        elif isinstance(array, torch.Tensor):
+            _check_tensor(name, array)
+            address, owner = array.data_ptr(), array
+        else:
+            raise ConfigError(
+                f"'{name}' is a {type(array).__name__}.", "Give a torch.Tensor or an infinity.cpu_adam.Span."
+            )
+        if array.dtype not in dtypes:
+            raise ConfigError(
+                f"'{name}' has dtype {array.dtype}.",
+                f"Give {' or '.join(str(each) for each in dtypes)}.",
+            )
+        count = element_count(array)
+        if self.owners and count != self.elements:
+            raise ConfigError(
+                f"'{name}' has {count} elements where the arrays before it have {self.elements}.",
+                "Give flat arrays of one length.",
+            )
+        self.elements = count
+        self.owners.append(owner)
+        return address
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"'{name}' is on {tensor.device}.", "Copy it to the CPU first; this pool updates host memory."
+        )
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ConfigError(
+            f"'{name}' is not contiguous (shape {tuple(tensor.shape)}).",
+            "Give a flat contiguous view of the page.",
+        )

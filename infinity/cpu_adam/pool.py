@@ -1,0 +1,255 @@
+"""The thread pool: jobs go in, tickets come out."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar, overload
+
+import torch
+
+from infinity import _cpu_adam
+from infinity.cpu_adam.page import COPY_FORMATS, GRAD_DTYPES, Page, parameter_format, segment_tuples
+from infinity.cpu_adam.work import (
+    BLOCK,
+    Gradient,
+    GradientResult,
+    Stream,
+    Update,
+    UpdateResult,
+)
+from infinity.errors import ConfigError
+
+DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
+"""Elements that a thread takes at a time."""
+
+_R = TypeVar("_R")
+
+
+def runnable_isas() -> tuple[str, ...]:
+    """The instruction sets that were compiled and that this machine runs, best first.
+
+    The last one is always "scalar". A pool takes the first, or what `isa=` or $INFINITY_ISA names.
+    """
+    return tuple(_cpu_adam.runnable_isas())
+
+
+def default_cpus() -> tuple[int, ...]:
+    """The CPUs on which `Pool()` puts its threads.
+
+    One CPU of each physical core in the affinity mask, no more than the cgroup's CPU quota; from four
+    on, one in eight (at least one) is left to the trainer.
+    """
+    return tuple(_cpu_adam.worker_cpus())
+
+
+class Ticket(Generic[_R]):
+    """A job on its way. It may be dropped: the job is finished all the same."""
+
+    def __init__(
+        self,
+        native: _cpu_adam.UpdateTicket | _cpu_adam.GradientTicket | _cpu_adam.StreamTicket,
+        result: Callable[[], _R],
+        pool: _cpu_adam.Pool,
+    ) -> None:
+        self._native = native
+        self._result = result
+        self._pool = pool
+
+    def done(self) -> bool:
+        return self._native.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks without the GIL until done (True) or for `timeout` seconds (False).
+
+        Signal handlers run meanwhile; what they raise (KeyboardInterrupt) ends the wait, not the job.
+        ConfigError in a forked child if the job was not done at the fork.
+        """
+        done = self._native.wait(timeout)
+        if done:
+            self._pool.reap()
+        return done
+
+    def result(self, timeout: float | None = None) -> _R:
+        """Waits and returns what the job found; TimeoutError if it is not done in time."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"The job was not done within {timeout} s.")
+        return self._result()
+
+
+class Pool:
+    """Pinned threads that run updates, gradient passes and streams; none of them takes the GIL.
+
+    `threads` and `cpus` (CPU numbers; more threads than CPUs share them in turn) override
+    `default_cpus()`. `isa` forces an instruction set, `chunk` (elements, a multiple of BLOCK) the unit of
+    work; neither changes a bit of any result. ConfigError for values that cannot be used.
+
+    A context manager; `close` finishes what is queued. A pool does not survive a fork: in the child every
+    call raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        cpus: Sequence[int] | None = None,
+        isa: str | None = None,
+        chunk: int = DEFAULT_CHUNK,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads is {threads}.", "Give at least one thread, or None to choose.")
+        if chunk < 1 or chunk % BLOCK:
+            raise ConfigError(f"chunk is {chunk} elements.", f"Give a positive multiple of {BLOCK}.")
+        placed = _placement(threads, cpus)
+        self._native = _cpu_adam.Pool(placed, isa or "", chunk)
+        _open_pools.add(self)
+
+    @property
+    def threads(self) -> int:
+        return len(self._native.cpus)
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """The CPU of each thread."""
+        return tuple(self._native.cpus)
+
+    @property
+    def isa(self) -> str:
+        return self._native.isa
+
+    @property
+    def closed(self) -> bool:
+        return self._native.closed
+
+    @overload
+    def submit(self, work: Update) -> Ticket[UpdateResult]: ...
+    @overload
+    def submit(self, work: Gradient) -> Ticket[GradientResult]: ...
+    @overload
+    def submit(self, work: Stream) -> Ticket[None]: ...
+    def submit(
+        self, work: Update | Gradient | Stream
+    ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
+        """Queues the work and returns at once.
+
+        ConfigError, and nothing touched, for tensors of a wrong dtype, device, length or layout, arrays
+        that overlap, segments outside the arrays or overlapping, hyper-parameters out of range, and a
+        closed pool.
+        """
+        if isinstance(work, Update):
+            return self._submit_update(work)
+        if isinstance(work, Gradient):
+            return self._submit_gradient(work)
+        if isinstance(work, Stream):
+            return self._submit_stream(work)
+        raise ConfigError(
+            f"A pool cannot run a {type(work).__name__}.", "Submit an Update, a Gradient or a Stream."
+        )
+
+    @overload
+    def run(self, work: Update) -> UpdateResult: ...
+    @overload
+    def run(self, work: Gradient) -> GradientResult: ...
+    @overload
+    def run(self, work: Stream) -> None: ...
+    def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
+        """`submit` and `result` in one."""
+        return self.submit(work).result()
+
+    def close(self) -> None:
+        """Finishes what is queued and ends the threads. Harmless when repeated."""
+        self._native.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit_update(self, work: Update) -> Ticket[UpdateResult]:
+        page = Page()
+        parameter = torch.float32 if work.remainder is None else torch.bfloat16
+        if work.remainder is not None and work.copy is not None:
+            raise ConfigError(
+                "An update was given both a remainder and a copy.",
+                "Leave the copy out: a split master's parameter is its bf16 copy.",
+            )
+        native = self._native.submit_update(
+            grad=page.add("grad", work.grad, *GRAD_DTYPES),
+            grad_dtype=GRAD_DTYPES[work.grad.dtype],
+            format=parameter_format(work),
+            accumulated=page.add("accumulated", work.accumulated, torch.float32),
+            parameter=page.add("parameter", work.parameter, parameter),
+            remainder=page.add("remainder", work.remainder, torch.int16),
+            copy=page.add("copy", work.copy, *COPY_FORMATS),
+            first_moment=page.add("first_moment", work.first_moment, torch.float32),
+            second_moment=page.add("second_moment", work.second_moment, torch.float32),
+            segments=segment_tuples(work.segments),
+            hypers=[each.native() for each in work.hypers],
+            scale=work.scale,
+            elements=page.elements,
+            owners=page.owners,
+        )
+        return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)
+
+    def _submit_gradient(self, work: Gradient) -> Ticket[GradientResult]:
+        page = Page()
+        if work.store and work.accumulated is None:
+            raise ConfigError("A gradient pass was told to store, but not where.", "Give `accumulated`.")
+        if not (work.store or work.squares):
+            raise ConfigError("A gradient pass was given nothing to do.", "Set store, squares or both.")
+        native = self._native.submit_gradient(
+            grad=page.add("grad", work.grad, *GRAD_DTYPES),
+            grad_dtype=GRAD_DTYPES[work.grad.dtype],
+            accumulated=page.add("accumulated", work.accumulated, torch.float32),
+            read_accumulated=work.add and work.accumulated is not None,
+            write_accumulated=work.store,
+            squares=work.squares,
+            segments=segment_tuples(work.segments),
+            scale=work.scale,
+            elements=page.elements,
+            owners=page.owners,
+        )
+        return Ticket(native, lambda: GradientResult(tuple(native.block_sums())), self._native)
+
+    def _submit_stream(self, work: Stream) -> Ticket[None]:
+        page = Page()
+        groups = (
+            (work.read, _cpu_adam.Access.READ),
+            (work.read_write, _cpu_adam.Access.READ_WRITE),
+            (work.write, _cpu_adam.Access.WRITE),
+        )
+        arrays = [
+            (page.add("stream", each, each.dtype), each.dtype.itemsize, access)
+            for group, access in groups
+            for each in group
+        ]
+        if work.granule < 1:
+            raise ConfigError(f"granule is {work.granule} elements.", "Give at least 1.")
+        native = self._native.submit_stream(
+            owners=page.owners, elements=page.elements, granule=work.granule, arrays=arrays
+        )
+        return Ticket(native, lambda: None, self._native)
+
+
+_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pools() -> None:
+    # Before the interpreter goes: afterwards the tensors' memory would go under running threads.
+    for pool in list(_open_pools):
+        pool.close()
+
+
+def _placement(threads: int | None, cpus: Sequence[int] | None) -> list[int]:
+    chosen = list(default_cpus() if cpus is None else cpus)
+    allowed = _cpu_adam.affinity_cpus()
+    unusable = sorted(set(chosen) - set(allowed))
+    if unusable or not chosen:
+        raise ConfigError(
+            f"cpus names {unusable or 'no CPU'}; this process may use {allowed}.",
+            "Give CPUs of this process's affinity mask (taskset, cpuset cgroup).",
+        )
+    return [chosen[i % len(chosen)] for i in range(len(chosen) if threads is None else threads)]

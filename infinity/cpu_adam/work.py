@@ -1,0 +1,148 @@
+"""What a pool can be asked to do, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity import _cpu_adam
+from infinity.cpu_adam.hyper import Hyper
+
+BLOCK: int = _cpu_adam.BLOCK
+"""Elements per norm block; parameters may be split over segments at multiples of this only."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Memory that no tensor describes: `count` elements of `dtype` from `address` (bytes).
+
+    `owner` is kept alive until the job that uses the span is done.
+    """
+
+    address: int
+    dtype: torch.dtype
+    count: int
+    owner: object = None
+
+
+Array: TypeAlias = torch.Tensor | Span
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, start + count) of a page's arrays, and the index of their hyper-parameters."""
+
+    start: int
+    count: int
+    hyper: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One optimizer step over a page. All arrays are flat and of one length.
+
+    The gradient that the rule sees is (accumulated + grad) * scale. Bytes moved per parameter with
+    bf16 gradients: 28 with an fp32 master and a bf16 copy, 26 with a split master.
+    """
+
+    grad: Array
+    """float32, bfloat16 or float16; read."""
+    parameter: Array
+    """The float32 master; or, with `remainder`, the bfloat16 high half of a split master."""
+    segments: Sequence[Segment]
+    hypers: Sequence[Hyper]
+    accumulated: Array | None = None
+    """float32, added to grad; read."""
+    remainder: Array | None = None
+    """int16: master bits = (parameter bits << 16) + remainder. Zero it after editing the parameter."""
+    copy: Array | None = None
+    """Copy of the new fp32 master: float32, bfloat16 (rounded half up, equal to a split master's high
+    half) or float16 (to nearest, ties to even); written."""
+    first_moment: Array | None = None
+    """float32: Adam's mean of gradients, SGD's momentum buffer."""
+    second_moment: Array | None = None
+    """float32: Adam's mean of squares, Adagrad's sum of squares."""
+    scale: float = 1.0
+    """Unscaling times clipping, as one factor."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    nonfinite: tuple[int, ...]
+    """Indices of the segments in which a scaled gradient was not finite (they were updated all the
+    same; to skip a step, look at a `Gradient` pass's squares first)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """One pass over gradients: x = grad (+ accumulated), stored to `accumulated` and/or squared.
+
+    Squares are of x * scale (fp32), summed in fp64 over blocks of BLOCK elements counted from each
+    segment's start.
+    """
+
+    grad: Array
+    """float32, bfloat16 or float16; read."""
+    segments: Sequence[Segment]
+    accumulated: Array | None = None
+    """float32."""
+    add: bool = True
+    """Whether x includes what `accumulated` holds; False for the first of several micro-batches."""
+    store: bool = False
+    """Whether x becomes the content of `accumulated`."""
+    squares: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class GradientResult:
+    blocks: tuple[npt.NDArray[np.float64], ...]
+    """Per segment, its blocks' sums of squares; empty unless squares were asked for."""
+
+    @property
+    def squares(self) -> tuple[float, ...]:
+        """Per segment, the sum of squares: finite if and only if every element is."""
+        return tuple(sum_in_order(each) for each in self.blocks)
+
+
+def sum_in_order(sums: npt.NDArray[np.float64], start: float = 0.0) -> float:
+    """start + sums[0] + sums[1] + ..., one after the other.
+
+    A parameter's sum of squares is its blocks' sums in order, wherever its segments were computed; so
+    sum_in_order(b, sum_in_order(a)) is the total of a parameter split into a and b.
+    """
+    return _cpu_adam.sum_in_order(sums, start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Moves bytes as an update of that shape would, computing nothing: the limit for benchmarks.
+
+    Contents of `read_write` (xor of a constant) and `write` arrays are not kept. Arrays of any dtype,
+    of one length in elements.
+    """
+
+    read: Sequence[Array] = ()
+    read_write: Sequence[Array] = ()
+    write: Sequence[Array] = ()
+    granule: int = 64
+    """Elements of one array that are handled before the next array's turn."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read plus bytes written."""
+        once = sum(_bytes(each) for each in (*self.read, *self.write))
+        return once + 2 * sum(_bytes(each) for each in self.read_write)
+
+
+def element_count(array: Array) -> int:
+    return array.count if isinstance(array, Span) else array.numel()
+
+
+def _bytes(array: Array) -> int:
+    return element_count(array) * array.dtype.itemsize
