@@ -1,110 +1,42 @@
-"""infinity.cpu_adam: every format and rule, bits that depend on nothing else, the pool, bad input.
+"""infinity.cpu_adam: every format and rule, bits that depend on nothing else, norms.
 
-Accuracy against an fp64 oracle is in test_cpu_adam_accuracy.py.
+Accuracy against an fp64 oracle is in test_cpu_adam_accuracy.py, the pool and bad input in
+test_cpu_adam_pool.py.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import itertools
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import threading
-import time
-import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cpu_adam_cases import (
+    RULES,
+    clones,
+    floats,
+    join,
+    quiet,
+    round_half_up,
+    same_bits,
+    split,
+    states,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.cpu_adam import (
     BLOCK,
     SGD,
-    Adagrad,
-    Adam,
     AdamW,
     Gradient,
     Pool,
     Segment,
-    Span,
-    Stream,
     Update,
-    default_cpus,
     runnable_isas,
     sum_in_order,
 )
-from infinity.errors import ConfigError
-
-RULES = {
-    "adamw": AdamW(lr=1e-2, step=3, weight_decay=0.1),
-    "adamw_small_betas": AdamW(lr=1e-2, step=3, betas=(0.0, 0.3)),
-    "adam": Adam(lr=1e-2, step=3, weight_decay=0.1),
-    "sgd": SGD(lr=0.1, first_step=False, weight_decay=1e-3),
-    "momentum": SGD(lr=0.1, momentum=0.9, dampening=0.2, first_step=False),
-    "nesterov": SGD(lr=0.1, momentum=0.9, nesterov=True, first_step=False),
-    "first": SGD(lr=0.1, momentum=0.9, dampening=0.2, first_step=True),
-    "adagrad": Adagrad(step=3, lr_decay=0.1, weight_decay=1e-3),
-}
-NAN = 0x7FC00000
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(bits(a), bits(b))
-
-
-def floats(seed: int, n: int, *, finite: bool = False) -> torch.Tensor:
-    """Ordinary numbers, every magnitude, denormals, zeros; unless finite, infinities and NaNs too."""
-    random = np.random.default_rng(seed)
-    x = random.standard_normal(n).astype(np.float32)
-    wild = random.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
-    x = np.where(random.random(n) < 0.2, wild, x)
-    x = np.where(random.random(n) < 0.05, np.float32(0.0), x)
-    if finite:
-        x = np.where(np.abs(x) < 1e30, x, np.float32(1.5))
-    return torch.from_numpy(x)
-
-
-def round_half_up(x: torch.Tensor) -> torch.Tensor:
-    """bf16 by (u + 0x8000) >> 16, NaN quiet."""
-    u = bits(x).to(torch.int64) & 0xFFFFFFFF
-    u = torch.where(x.isnan(), NAN, u)
-    return (((u + 0x8000) >> 16) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
-
-
-def quiet(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), torch.tensor(NAN, dtype=torch.int32).view(torch.float32), x)
-
-
-def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    low = (bits(x) & 0xFFFF).to(torch.int32)
-    return round_half_up(x), low.to(torch.uint16).view(torch.int16)
-
-
-def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    return ((bits(high).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
-
-
-def states(n: int, seed: int = 1, *, finite: bool = False) -> dict[str, torch.Tensor]:
-    return {
-        "parameter": quiet(floats(seed, n, finite=finite)),
-        "first_moment": floats(seed + 1, n, finite=finite),
-        "second_moment": floats(seed + 2, n, finite=finite).abs(),
-    }
-
-
-def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: each.clone() for name, each in tensors.items()}
 
 
 @pytest.fixture(scope="module", params=runnable_isas())
@@ -398,287 +330,3 @@ def test_accumulation_from_the_first_to_the_update(pool: Pool) -> None:
     for i, grad in enumerate(grads):
         pool.run(Gradient(grad=grad, accumulated=acc, add=i > 0, store=True, segments=segments))
     assert same_bits(acc, grads[0].float() + grads[1].float() + grads[2].float())
-
-
-# ---- The pool ----
-
-
-def many_updates(pool: Pool, jobs: int = 60, n: int = 4_000_000) -> list[Any]:
-    page = states(n, finite=True)
-    work = Update(grad=torch.ones(n), **page, segments=[Segment(0, n)], hypers=[RULES["adamw"]])
-    return [pool.submit(work) for _ in range(jobs)]
-
-
-def test_jobs_behave_as_if_in_order(pool: Pool) -> None:
-    n = 40_000
-    x, y = torch.zeros(n), torch.zeros(n)
-    expected_x, expected_y = x.clone(), y.clone()
-    tickets = []
-    for _ in range(50):  # each reads what the other has just written
-        for source, target, plain in ((x, y, expected_y), (y, x, expected_x)):
-            work = Update(
-                grad=source,
-                parameter=target,
-                segments=[Segment(0, n)],
-                hypers=[SGD(lr=0.5, weight_decay=1.0, first_step=False)],
-            )
-            tickets.append(pool.submit(work))
-            del plain
-    for ticket in tickets:
-        assert ticket.result().nonfinite == ()
-    one_by_one = torch.zeros(n), torch.zeros(n)
-    for _ in range(50):
-        for source, target in (one_by_one, one_by_one[::-1]):
-            pool.run(
-                Update(
-                    grad=source,
-                    parameter=target,
-                    segments=[Segment(0, n)],
-                    hypers=[SGD(lr=0.5, weight_decay=1.0, first_step=False)],
-                )
-            )
-    assert same_bits(x, one_by_one[0]) and same_bits(y, one_by_one[1])
-
-
-def test_waiting_releases_the_gil() -> None:
-    with Pool() as pool:
-        last = many_updates(pool)[-1]
-        waiter = threading.Thread(target=last.wait)
-        waiter.start()
-        turns = 0
-        while not last.done():
-            time.sleep(0.001)
-            turns += 1
-        waiter.join()
-        assert turns > 5
-
-
-def test_threads_work_while_python_holds_the_gil() -> None:
-    usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
-    with Pool() as pool:
-        ticket = many_updates(pool, jobs=1, n=100_000)[0]
-        for _ in range(400):
-            usleep(10_000)
-            if ticket.done():
-                break
-        assert ticket.done()
-
-
-def test_wait_times_out_and_sees_signals() -> None:
-    class Alarm(Exception):
-        pass
-
-    def ring(*_: object) -> None:
-        raise Alarm
-
-    with Pool() as pool:
-        last = many_updates(pool)[-1]
-        assert last.wait(0.0) is False
-        with pytest.raises(TimeoutError):
-            last.result(0.001)
-        before = signal.signal(signal.SIGALRM, ring)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-            with pytest.raises(Alarm):
-                last.wait()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        assert last.wait() is True and last.done()
-
-
-def test_owners_live_until_the_job_is_done() -> None:
-    class Owner:
-        pass
-
-    with Pool(threads=1) as pool:
-        keep = torch.zeros(2_000_000)
-        owner = Owner()
-        alive = weakref.ref(owner)
-        blockers = many_updates(pool, jobs=5)
-        ticket = pool.submit(Stream(read_write=[Span(keep.data_ptr(), keep.dtype, keep.numel(), owner)]))
-        del owner
-        gc.collect()
-        assert alive() is not None or ticket.done()
-        assert all(each.wait() for each in blockers) and ticket.wait()
-        gc.collect()
-        assert alive() is None
-
-
-def test_close_finishes_what_is_queued() -> None:
-    pool = Pool()
-    tickets = many_updates(pool, jobs=10, n=100_000)
-    pool.close()
-    pool.close()
-    assert pool.closed and all(each.done() for each in tickets)
-    with pytest.raises(ConfigError, match="closed"):
-        many_updates(pool, jobs=1, n=10)
-
-
-@pytest.mark.parametrize("ending", ["", "del pool", "del pool, tickets", "pool.close()"])
-def test_interpreter_exits_with_work_queued(ending: str) -> None:
-    program = f"""
-        import torch
-        from infinity.cpu_adam import *
-        pool = Pool()
-        x = torch.zeros(3_000_000)
-        tickets = [pool.submit(Stream(read_write=[x])) for _ in range(50)]
-        del x
-        {ending}
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_fork() -> None:
-    pool = Pool()
-    last = many_updates(pool, jobs=20)[-1]
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        ok = False
-        try:
-            for forbidden in (lambda: many_updates(pool, jobs=1, n=10), last.wait):
-                with pytest.raises(ConfigError, match="fork"):
-                    forbidden()
-            pool.close()
-            with Pool(threads=1) as own:
-                own.run(Stream(read_write=[torch.zeros(10)]))
-            del pool, last
-            gc.collect()
-            ok = True
-        finally:
-            os._exit(0 if ok else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert last.wait()
-    pool.close()
-
-
-def test_choice_of_isa(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runnable_isas()[-1] == "scalar"
-    monkeypatch.delenv("INFINITY_ISA", raising=False)
-    assert Pool(threads=1).isa == runnable_isas()[0]
-    monkeypatch.setenv("INFINITY_ISA", "scalar")
-    assert Pool(threads=1).isa == "scalar"
-    monkeypatch.setenv("INFINITY_ISA", "pentium")
-    with pytest.raises(ConfigError, match=r"pentium.*INFINITY_ISA.*scalar"):
-        Pool(threads=1)
-    assert Pool(threads=1, isa="scalar").isa == "scalar"
-
-
-def test_placement() -> None:
-    allowed = os.sched_getaffinity(0)
-    assert set(default_cpus()) <= allowed
-    with Pool() as pool:
-        assert pool.cpus == default_cpus() and pool.threads == len(pool.cpus)
-    one = min(allowed)
-    with Pool(cpus=[one], threads=3) as pool:
-        assert pool.cpus == (one, one, one)
-        pool.run(Stream(read_write=[torch.zeros(100)]))
-
-
-# ---- Stream ----
-
-
-def test_stream_touches_what_it_says(pool: Pool) -> None:
-    n = 70_001
-    read, both = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int16)
-    write = torch.zeros(n, dtype=torch.int32)
-    work = Stream(read=[read], read_write=[both], write=[write], granule=300)
-    assert work.bytes_moved == n * (4 + 2 * 2 + 4)
-    pool.run(work)
-    assert torch.equal(read, torch.arange(n, dtype=torch.int32))
-    assert bool((both != 0).all()) and bool((write != 0).all())
-
-
-# ---- Bad input: a typed error, and nothing touched ----
-
-
-def good_update(n: int = 64) -> dict[str, Any]:
-    return {
-        "grad": torch.ones(n),
-        "parameter": torch.ones(n),
-        "first_moment": torch.ones(n),
-        "second_moment": torch.ones(n),
-        "segments": [Segment(0, n)],
-        "hypers": [RULES["adamw"]],
-    }
-
-
-SHARED = torch.ones(64)
-BAD: dict[str, dict[str, Any]] = {
-    "grad dtype": {"grad": torch.ones(64, dtype=torch.float64)},
-    "grad type": {"grad": [1.0] * 64},
-    "grad length": {"grad": torch.ones(63)},
-    "grad device": {"grad": torch.ones(64, device="meta")},
-    "grad layout": {"grad": torch.ones(128)[::2]},
-    "grad sparse": {"grad": torch.ones(64).to_sparse()},
-    "parameter dtype": {"parameter": torch.ones(64, dtype=torch.bfloat16)},
-    "moment missing": {"second_moment": None},
-    "moment dtype": {"first_moment": torch.ones(64, dtype=torch.bfloat16)},
-    "moments overlap": {"first_moment": SHARED, "second_moment": SHARED},
-    "copy dtype": {"copy": torch.ones(64, dtype=torch.int16)},
-    "copy and remainder": {
-        "parameter": torch.ones(64, dtype=torch.bfloat16),
-        "remainder": torch.ones(64, dtype=torch.int16),
-        "copy": torch.ones(64),
-    },
-    "split needs bf16": {"remainder": torch.ones(64, dtype=torch.int16)},
-    "segment outside": {"segments": [Segment(1, 64)]},
-    "segment negative": {"segments": [Segment(-1, 4)]},
-    "segments overlap": {"segments": [Segment(0, 10), Segment(9, 2)]},
-    "hyper index": {"segments": [Segment(0, 64, 1)]},
-    "beta": {"hypers": [AdamW(betas=(0.9, 1.0), step=1)]},
-    "lr": {"hypers": [AdamW(lr=-1.0, step=1)]},
-    "lr nan": {"hypers": [AdamW(lr=float("nan"), step=1)]},
-    "step": {"hypers": [AdamW(step=0)]},
-    "nesterov": {"hypers": [SGD(nesterov=True, first_step=True)]},
-    "span negative": {"grad": Span(-8, torch.float32, 64)},
-    "span null": {"grad": Span(0, torch.float32, 64)},
-    "span misaligned": {"grad": Span(SHARED.data_ptr() + 1, torch.float32, 64)},
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_updates(pool: Pool, case: str) -> None:
-    arguments = good_update() | BAD[case]
-    with pytest.raises(ConfigError) as raised:
-        pool.submit(Update(**arguments))
-    assert raised.value.cause.endswith(".") and raised.value.cure.endswith(".")
-    for name in ("parameter", "first_moment", "second_moment"):
-        if arguments[name] is not None:
-            assert bool((arguments[name] == 1).all())
-
-
-def test_other_bad_arguments(pool: Pool) -> None:
-    x = torch.ones(10)
-    segments = [Segment(0, 10)]
-    for work in (
-        Gradient(grad=x, segments=segments),
-        Gradient(grad=x, store=True, segments=segments),
-        Gradient(grad=x, accumulated=x, store=True, segments=segments),
-        Stream(),
-        Stream(read=[x] * 9),
-        Stream(read=[x], granule=0),
-        Stream(read_write=[x, x]),
-        "update",
-    ):
-        with pytest.raises(ConfigError):
-            pool.submit(work)  # type: ignore[call-overload]
-    for bad in ({"threads": 0}, {"chunk": 100}, {"chunk": 0}, {"cpus": []}, {"cpus": [10_000]}):
-        with pytest.raises(ConfigError):
-            Pool(**bad)  # type: ignore[arg-type]
-
-
-def test_empty_work(pool: Pool) -> None:
-    empty = good_update(0) | {"segments": []}
-    assert pool.run(Update(**empty)).nonfinite == ()
-    assert pool.run(Gradient(grad=torch.ones(0), squares=True, segments=[])).squares == ()
-    assert pool.run(Update(**(good_update() | {"segments": []}))).nonfinite == ()

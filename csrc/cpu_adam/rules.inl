@@ -1,0 +1,107 @@
+// One element's arithmetic, per rule: step() changes the moments and returns the new parameter.
+// Part of kernels.inl.
+
+namespace infinity::cpu_adam {
+namespace {
+
+// kSmallBeta: for betas of at most one half the other form of each average is the accurate one.
+template <bool kDecoupled, bool kSmallBeta>
+struct Adam {
+    static constexpr bool kFirst = true;
+    static constexpr bool kSecond = true;
+    explicit Adam(const Folded& h)
+        : lerp_from_grad(h.lerp_from_grad),
+          decay_from_one(h.decay_from_one),
+          weight_decay(Vec::set(h.weight_decay)),
+          step_size(Vec::set(kDecoupled ? h.step_size : -h.step_size)),
+          lerp(Vec::set(h.lerp)),
+          grad_weight(Vec::set(h.grad_weight)),
+          keep_weight(Vec::set(h.keep_weight)),
+          root_scale(Vec::set(h.root_scale)),
+          eps(Vec::set(h.eps)),
+          largest(Vec::set(3.402823466e+38F)) {}
+
+    INFINITY_INLINE F step(F p, F g, F& m, F& v) const {
+        if constexpr (!kDecoupled) g = Vec::fma(weight_decay, p, g);
+        m = mean(g, m);
+        v = Vec::fma(Vec::mul(grad_weight, g), g, kept(v));
+        const F ratio = Vec::div(m, Vec::fma(Vec::sqrt(v), root_scale, eps));
+        // The whole change is formed first: one rounding at the size of p.
+        if constexpr (kDecoupled) {
+            return Vec::sub(p, Vec::fma(weight_decay, p, Vec::mul(step_size, ratio)));
+        }
+        return Vec::fma(step_size, ratio, p);
+    }
+    // The difference has the smaller of the two weights: one rounding at the size of m.
+    INFINITY_INLINE F mean(F g, F m) const {
+        const F difference = Vec::sub(g, m);
+        if constexpr (kSmallBeta) {
+            if (lerp_from_grad) return Vec::fma(lerp, difference, g);
+        }
+        return Vec::fma(lerp, difference, m);
+    }
+    // v - w v keeps the bits of w that beta2 as an fp32 would lose. The bound keeps an infinite v
+    // infinite (inf - inf would be NaN).
+    INFINITY_INLINE F kept(F v) const {
+        if constexpr (kSmallBeta) {
+            if (!decay_from_one) return Vec::mul(keep_weight, v);
+        }
+        return Vec::fma(keep_weight, Vec::at_most(largest, v), v);
+    }
+
+    bool lerp_from_grad, decay_from_one;
+    F weight_decay, step_size, lerp, grad_weight, keep_weight, root_scale, eps, largest;
+};
+
+template <bool kMomentum>
+struct Sgd {
+    static constexpr bool kFirst = kMomentum;
+    static constexpr bool kSecond = false;
+    explicit Sgd(const Folded& h)
+        : first_step(h.first_step),
+          nesterov(h.nesterov),
+          weight_decay(Vec::set(h.weight_decay)),
+          minus_step(Vec::set(-h.step_size)),
+          grad_share(Vec::set(h.lerp)),
+          momentum(Vec::set(h.momentum)) {}
+
+    INFINITY_INLINE F step(F p, F g, F& m, F&) const {
+        g = Vec::fma(weight_decay, p, g);
+        if constexpr (kMomentum) {
+            if (first_step) {
+                m = g;
+            } else {
+                m = Vec::fma(momentum, m, Vec::mul(grad_share, g));
+            }
+            if (nesterov) {
+                g = Vec::fma(momentum, m, g);
+            } else {
+                g = m;
+            }
+        }
+        return Vec::fma(minus_step, g, p);
+    }
+
+    bool first_step, nesterov;
+    F weight_decay, minus_step, grad_share, momentum;
+};
+
+struct Adagrad {
+    static constexpr bool kFirst = false;
+    static constexpr bool kSecond = true;
+    explicit Adagrad(const Folded& h)
+        : weight_decay(Vec::set(h.weight_decay)),
+          minus_step(Vec::set(-h.step_size)),
+          eps(Vec::set(h.eps)) {}
+
+    INFINITY_INLINE F step(F p, F g, F&, F& v) const {
+        g = Vec::fma(weight_decay, p, g);
+        v = Vec::fma(g, g, v);
+        return Vec::fma(minus_step, Vec::div(g, Vec::add(Vec::sqrt(v), eps)), p);
+    }
+
+    F weight_decay, minus_step, eps;
+};
+
+}  // namespace
+}  // namespace infinity::cpu_adam

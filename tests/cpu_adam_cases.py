@@ -1,0 +1,77 @@
+"""Inputs and exact references shared by the tests of infinity.cpu_adam."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from infinity.cpu_adam import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+)
+
+RULES = {
+    "adamw": AdamW(lr=1e-2, step=3, weight_decay=0.1),
+    "adamw_small_betas": AdamW(lr=1e-2, step=3, betas=(0.0, 0.3)),
+    "adam": Adam(lr=1e-2, step=3, weight_decay=0.1),
+    "sgd": SGD(lr=0.1, first_step=False, weight_decay=1e-3),
+    "momentum": SGD(lr=0.1, momentum=0.9, dampening=0.2, first_step=False),
+    "nesterov": SGD(lr=0.1, momentum=0.9, nesterov=True, first_step=False),
+    "first": SGD(lr=0.1, momentum=0.9, dampening=0.2, first_step=True),
+    "adagrad": Adagrad(step=3, lr_decay=0.1, weight_decay=1e-3),
+}
+NAN = 0x7FC00000
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def floats(seed: int, n: int, *, finite: bool = False) -> torch.Tensor:
+    """Ordinary numbers, every magnitude, denormals, zeros; unless finite, infinities and NaNs too."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal(n).astype(np.float32)
+    wild = random.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
+    x = np.where(random.random(n) < 0.2, wild, x)
+    x = np.where(random.random(n) < 0.05, np.float32(0.0), x)
+    if finite:
+        x = np.where(np.abs(x) < 1e30, x, np.float32(1.5))
+    return torch.from_numpy(x)
+
+
+def round_half_up(x: torch.Tensor) -> torch.Tensor:
+    """bf16 by (u + 0x8000) >> 16, NaN quiet."""
+    u = bits(x).to(torch.int64) & 0xFFFFFFFF
+    u = torch.where(x.isnan(), NAN, u)
+    return (((u + 0x8000) >> 16) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
+
+
+def quiet(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), torch.tensor(NAN, dtype=torch.int32).view(torch.float32), x)
+
+
+def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    low = (bits(x) & 0xFFFF).to(torch.int32)
+    return round_half_up(x), low.to(torch.uint16).view(torch.int16)
+
+
+def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    return ((bits(high).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def states(n: int, seed: int = 1, *, finite: bool = False) -> dict[str, torch.Tensor]:
+    return {
+        "parameter": quiet(floats(seed, n, finite=finite)),
+        "first_moment": floats(seed + 1, n, finite=finite),
+        "second_moment": floats(seed + 2, n, finite=finite).abs(),
+    }
+
+
+def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in tensors.items()}
