@@ -85,9 +85,7 @@ class Ours:
     """Our engine, kept open between turns as a runtime keeps it."""
 
     def __init__(self, case: Case, path: Path) -> None:
-        self.engine = aio.Engine(
-            path.parent, backend=case.engine, depth=case.depth, block_bytes=case.block
-        )
+        self.engine = aio.Engine(path.parent, backend=case.engine, depth=case.depth, block_bytes=case.block)
         self.file = self.engine.open(str(path))
         # Requests as the runtime makes them: several blocks each, enough of them to keep the queue full.
         self.request = max(case.block, 8 << 20)
@@ -192,7 +190,7 @@ def compare(fio: str, case: Case, path: Path, nbytes: int, pairs: int) -> Result
 
 
 def written_file(path: Path, nbytes: int) -> None:
-    """A file whose every block was really written: reading or overwriting unwritten extents is another job."""
+    """A file whose every block was really written: on unwritten extents I/O is another job."""
     chunk = os.urandom(4 << 20)
     with open(path, "wb") as file:
         for start in range(0, nbytes, len(chunk)):
@@ -203,13 +201,14 @@ def written_file(path: Path, nbytes: int) -> None:
 
 
 def facts(directory: Path, fio: str) -> dict[str, object]:
-    cpu = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-        platform.machine(),
-    )
+    models = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     version = subprocess.run([fio, "--version"], capture_output=True, text=True, check=True).stdout.strip()
     return {
-        "cpu": cpu,
+        "cpu": models[0] if models else platform.machine(),
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
         "fio": version,

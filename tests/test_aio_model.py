@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def ranges(rng: random.Random) -> Iterator[tuple[int, int]]:
     while at < SIZE and len(cuts) < rng.randint(2, 48):
         cuts.append(at)
         at += max(unit, rng.randrange(1, span) // unit * unit)
-    pairs = list(zip(cuts, cuts[1:], strict=False))
+    pairs = list(pairwise(cuts))
     rng.shuffle(pairs)
     yield from pairs
 

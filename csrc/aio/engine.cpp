@@ -1,12 +1,12 @@
 #include "engine.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <cerrno>
 #include <future>
 
 #include "loop.hpp"
+#include "quiet_thread.hpp"
 
 namespace infinity::aio {
 namespace {
@@ -35,23 +35,7 @@ Engine::Engine(Options options) : options_(validated(std::move(options))) {
     backend_ = make_backend(facts_.chosen.name, options_.depth);
     facts_.chosen.features = backend_->features();
     if (options_.faults) backend_ = make_faulty(std::move(backend_), options_.faults);
-    start();
-}
-
-void Engine::start() {
-    // Signals are for the program's own threads; the submission thread and what it starts inherit
-    // this mask.
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-        thread_ = std::thread([this] { run(); });
-    } catch (const std::system_error& error) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw Unavailable(describe_errno("starting a thread", error.code().value()));
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    thread_ = quiet_thread([this] { run(); });
 }
 
 std::shared_ptr<Engine> Engine::create(Options options) {

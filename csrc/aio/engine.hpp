@@ -88,7 +88,6 @@ class Engine {
     };
 
     explicit Engine(Options options);
-    void start();
     void run();
     Next exchange(Loop& loop);
     void wake_if_asleep();

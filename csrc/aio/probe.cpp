@@ -7,8 +7,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 
 #include "file.hpp"
+#include "quiet_thread.hpp"
 
 namespace infinity::aio {
 namespace {
@@ -129,6 +131,22 @@ BackendReport try_backend(const std::string& name, const std::shared_ptr<File>& 
     return report;
 }
 
+// On a thread of its own: io_uring gives every task that uses it kernel workers, which stay until
+// that task ends, and the caller's should not get any.
+BackendReport try_aside(const std::string& name, const std::shared_ptr<File>& file) {
+    BackendReport report;
+    std::exception_ptr thrown;
+    quiet_thread([&] {
+        try {
+            report = try_backend(name, file);
+        } catch (...) {
+            thrown = std::current_exception();
+        }
+    }).join();
+    if (thrown) std::rethrow_exception(thrown);
+    return report;
+}
+
 // The place of a failure as the caller knows it, not as a descriptor.
 template <typename Action>
 auto naming(const std::optional<std::string>& directory, const Action& action) {
@@ -147,7 +165,7 @@ DirectoryReport probe(const std::optional<std::string>& directory) {
     return naming(directory, [&] {
         const std::shared_ptr<File> file = temporary_file(directory, true);
         DirectoryReport report{file->alignment(), {}};
-        for (const char* name : backend_names) report.backends.push_back(try_backend(name, file));
+        for (const char* name : backend_names) report.backends.push_back(try_aside(name, file));
         return report;
     });
 }
@@ -159,7 +177,7 @@ BackendReport choose(const std::optional<std::string>& directory, const std::str
         const std::shared_ptr<File> file = temporary_file(directory, true);
         for (const char* candidate : backend_names) {
             if (!any && name != candidate) continue;
-            BackendReport report = try_backend(candidate, file);
+            BackendReport report = try_aside(candidate, file);
             if (report.ok) return report;
             rejected.push_back(std::move(report));
         }
