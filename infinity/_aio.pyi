@@ -131,8 +131,7 @@ class Engine:
         write_slack: float,
         faults: Faults | None,
     ) -> None: ...
-    def open(self, path: str, write: bool = True) -> File:
-        """Open an existing regular file or block device. Raises StorageError."""
+    def open(self, path: str, write: bool = True) -> File: ...
 
     def register_buffer(self, address: int, nbytes: int) -> bool:
         """Have the kernel pin memory once instead of at each request inside it.

@@ -180,6 +180,13 @@ class Engine(_aio.Engine):
             faults,
         )
 
+    def open(self, path: str | os.PathLike[str], write: bool = True) -> File:
+        """Open an existing regular file or block device, for reading only unless `write`.
+
+        Raises StorageError (with errno) where the system refuses, ConfigError for pipes and the like.
+        """
+        return super().open(os.fspath(path), write)
+
     @property
     def stats(self) -> Stats:
         return Stats(**self._stats())

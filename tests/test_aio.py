@@ -184,7 +184,7 @@ def test_closed_and_missing(backend: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="neither a regular file"):
         e.open(str(tmp_path / "pipe"))
-    reader = e.open(str(path), write=False)
+    reader = e.open(path, write=False)
     assert reader.read(bytearray(10), 0).result() == 10
     with pytest.raises(ConfigError, match="reading only"):
         reader.write(b"x", 0)
