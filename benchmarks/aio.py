@@ -40,10 +40,12 @@ class Case:
     mode: str
     block: int
     depth: int
+    huge_pages: bool
 
     def __str__(self) -> str:
         size = f"{self.block >> 20} MiB" if self.block >= 1 << 20 else f"{self.block >> 10} KiB"
-        return f"{self.engine:8} {self.mode:5} {size:>7} x {self.depth}"
+        pages = "" if self.huge_pages else " base pages"
+        return f"{self.engine:8} {self.mode:5} {size:>7} x {self.depth}{pages}"
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,32 @@ class Result:
     fio_cpu_s_per_gib: float
 
 
+# What the transfers of both sides start from or end in. The physical layout decides the speed: over scattered
+# 4 KiB pages a transfer has so many segments that a disk may cut it into small requests, and runs of adjacent
+# pages, which are luck, make up to 2x. So either both sides have huge pages, or both the very same pages.
 class Memory:
-    """Anonymous pages holding random bytes, for direct I/O."""
+    """Random bytes for direct I/O; `shared` is where the other side finds the same pages, if it should."""
 
-    def __init__(self, nbytes: int) -> None:
-        # Private, as an arena has it: shared anonymous memory never gets huge pages here.
-        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.map.madvise(mmap.MADV_HUGEPAGE)
+    def __init__(self, nbytes: int, huge: bool) -> None:
+        self.nbytes = nbytes
+        self.shared: Path | None = None
+        if huge:
+            # Private, as an arena has it: shared anonymous memory rarely gets huge pages.
+            self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.map.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
+                self.shared = Path(file.name)
+                file.truncate(nbytes)
+                self.map = mmap.mmap(file.fileno(), nbytes)
         pattern = os.urandom(1 << 20)
         for start in range(0, nbytes, len(pattern)):
             self.map[start : start + len(pattern)] = pattern[: nbytes - start]
         self.view = memoryview(self.map)
-        self.nbytes = nbytes
+
+    def close(self) -> None:
+        if self.shared:
+            self.shared.unlink()
 
 
 class Ours:
@@ -87,10 +103,11 @@ class Ours:
     def __init__(self, case: Case, path: Path) -> None:
         self.engine = aio.Engine(path.parent, backend=case.engine, depth=case.depth, block_bytes=case.block)
         self.file = self.engine.open(str(path))
-        # Requests as the runtime makes them: several blocks each, enough of them to keep the queue full.
+        # Requests as the runtime makes them: several blocks each, twice as many as fill the queue. As much
+        # memory as fio has, so buffers are used by two requests at a time; nobody looks at the bytes.
         self.request = max(case.block, 8 << 20)
         self.window = max(3, 2 * case.depth * case.block // self.request)
-        self.memory = Memory(self.request * self.window)
+        self.memory = Memory(max(case.depth * case.block, self.request), case.huge_pages)
         if case.engine == "io_uring":
             address = aio_address(self.memory.map)
             self.engine.register_buffer(address, self.memory.nbytes)
@@ -102,7 +119,7 @@ class Ours:
         for index, offset in enumerate(range(0, nbytes, self.request)):
             if len(pending) == self.window:
                 pending.popleft().wait()
-            slot = index % self.window * self.request
+            slot = index * self.request % (self.memory.nbytes // self.request * self.request)
             view = self.memory.view[slot : slot + min(self.request, nbytes - offset)]
             reading = case.mode == "read" or (case.mode == "mixed" and index % 2 == 0)
             pending.append(self.file.read(view, offset) if reading else self.file.write(view, offset))
@@ -114,6 +131,7 @@ class Ours:
 
     def close(self) -> None:
         self.engine.close()
+        self.memory.close()
 
 
 def aio_address(memory: mmap.mmap) -> int:
@@ -123,11 +141,12 @@ def aio_address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def fio_turn(fio: str, case: Case, path: Path, nbytes: int, fixed: bool) -> Turn:
+def fio_turn(fio: str, case: Case, path: Path, nbytes: int, ours: Ours) -> Turn:
     """One run of fio over the same bytes, with its fastest settings for this backend.
 
-    `fixed`: registered buffers, as ours had them.
+    Registered buffers where ours are, and the same kind of memory.
     """
+    fixed = ours.engine.facts.registered_bytes > 0
     command = [
         fio,
         "--name=limit",
@@ -148,9 +167,10 @@ def fio_turn(fio: str, case: Case, path: Path, nbytes: int, fixed: bool) -> Turn
     ]
     if case.engine == "io_uring":
         command += ["--registerfiles=1", *(["--fixedbufs=1"] if fixed else [])]
-    # Huge pages for fio's buffers too (glibc >= 2.35), where ours have them: over 4 KiB pages a transfer has
-    # so many segments that a disk may cut it into small requests, at half the speed.
-    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    if ours.memory.shared:
+        command.append(f"--mem=mmapshared:{ours.memory.shared}")
+    # Has malloc ask for huge pages (glibc >= 2.35).
+    environment = os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(case.huge_pages)}"}
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     job = json.loads(output[output.index("{") :])["jobs"][0]
     moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
@@ -163,16 +183,15 @@ def fio_turn(fio: str, case: Case, path: Path, nbytes: int, fixed: bool) -> Turn
 
 def compare(fio: str, case: Case, path: Path, nbytes: int, pairs: int) -> Result:
     ours = Ours(case, path)
-    fixed = ours.engine.facts.registered_bytes > 0
     turns: list[tuple[Turn, Turn]] = []
     try:
         ours.turn(case, nbytes)  # neither side's first touch counts
         for pair in range(pairs):
             if pair % 2 == 0:
                 mine = ours.turn(case, nbytes)
-                limit = fio_turn(fio, case, path, nbytes, fixed)
+                limit = fio_turn(fio, case, path, nbytes, ours)
             else:
-                limit = fio_turn(fio, case, path, nbytes, fixed)
+                limit = fio_turn(fio, case, path, nbytes, ours)
                 mine = ours.turn(case, nbytes)
             turns.append((mine, limit))
     finally:
@@ -220,7 +239,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     for block in arguments.block:
         for engine in arguments.engine:
             for mode in arguments.mode:
-                yield Case(engine, mode, block, arguments.depth)
+                yield Case(engine, mode, block, arguments.depth, arguments.pages == "huge")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -233,6 +252,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--block", nargs="+", type=int, default=[4 << 20, 256 << 10], help="bytes")
     parser.add_argument("--depth", type=int, default=32)
+    parser.add_argument(
+        "--pages",
+        choices=("huge", "base"),
+        default="huge",
+        help="of the buffers: huge, or the same small ones for both",
+    )
     parser.add_argument("--quick", action="store_true", help="a second or so: shows that it runs")
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     arguments = parser.parse_args(argv)
