@@ -49,7 +49,7 @@ def stream_speed(*, repeats: int = 5) -> float:
     memory's data sheet.
     """
     arrays = [torch.zeros(_STREAM_ELEMENTS) for _ in range(2)]
-    with cpu_adam.Pool() as pool:
+    with cpu_adam.ThreadPool() as pool:
         work = cpu_adam.Stream(read_write=arrays)
         pool.run(work)
         return statistics.median(work.bytes_moved / _seconds(lambda: pool.run(work)) for _ in range(repeats))

@@ -31,8 +31,8 @@ from infinity.cpu_adam import (
     SGD,
     AdamW,
     Gradient,
-    Pool,
     Segment,
+    ThreadPool,
     Update,
     runnable_isas,
     sum_in_order,
@@ -41,7 +41,7 @@ from infinity.cpu_adam import (
 
 @pytest.fixture(scope="module", params=runnable_isas())
 def pool(request: pytest.FixtureRequest) -> Any:
-    with Pool(isa=request.param) as made:
+    with ThreadPool(isa=request.param) as made:
         yield made
 
 
@@ -51,7 +51,9 @@ def pool(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_format_equals_plain_fp32(pool: Pool, rule: str, dtype: torch.dtype, accumulate: bool) -> None:
+def test_every_format_equals_plain_fp32(
+    pool: ThreadPool, rule: str, dtype: torch.dtype, accumulate: bool
+) -> None:
     n = 1003
     grad = floats(9, n).to(dtype)
     acc = floats(10, n) if accumulate else None
@@ -80,7 +82,7 @@ def test_every_format_equals_plain_fp32(pool: Pool, rule: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_split_master_stays_equal_over_steps(pool: Pool, rule: str) -> None:
+def test_split_master_stays_equal_over_steps(pool: ThreadPool, rule: str) -> None:
     n = 5000
     plain = states(n, finite=True)
     halves = clones(plain)
@@ -96,14 +98,14 @@ def test_split_master_stays_equal_over_steps(pool: Pool, rule: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_gradient_is_read_exactly(pool: Pool, dtype: torch.dtype) -> None:
+def test_every_16_bit_gradient_is_read_exactly(pool: ThreadPool, dtype: torch.dtype) -> None:
     grad = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
     acc = torch.empty(2**16)
     pool.run(Gradient(grad=grad, accumulated=acc, add=False, store=True, segments=[Segment(0, 2**16)]))
     assert same_bits(acc, quiet(grad.float()))
 
 
-def test_rounding_of_copies(pool: Pool) -> None:
+def test_rounding_of_copies(pool: ThreadPool) -> None:
     around = [0x3F808000 + d for d in range(-3, 4)]  # a tie of bf16
     around += [0x3F801000 + d for d in range(-3, 4)] + [0x3F803000 + d for d in range(-3, 4)]  # of fp16
     around += [0x33000000 + d for d in range(-3, 4)]  # half of fp16's smallest denormal
@@ -127,7 +129,7 @@ def test_rounding_of_copies(pool: Pool) -> None:
         assert same_bits(copy, expected)
 
 
-def test_zero_learning_rate_keeps_parameters(pool: Pool) -> None:
+def test_zero_learning_rate_keeps_parameters(pool: ThreadPool) -> None:
     before = states(4001, finite=True)
     now = clones(before)
     hyper = AdamW(lr=0.0, weight_decay=0.0, step=2)
@@ -136,7 +138,7 @@ def test_zero_learning_rate_keeps_parameters(pool: Pool) -> None:
     assert not torch.equal(now["first_moment"], before["first_moment"])
 
 
-def test_nonfinite_gradients_are_reported_per_segment(pool: Pool) -> None:
+def test_nonfinite_gradients_are_reported_per_segment(pool: ThreadPool) -> None:
     n = 4 * BLOCK
     grad = torch.ones(n)
     grad[5], grad[2 * BLOCK + 1] = torch.inf, torch.nan
@@ -147,7 +149,7 @@ def test_nonfinite_gradients_are_reported_per_segment(pool: Pool) -> None:
     assert pool.run(Update(**states(n, finite=True), scale=4.0, **work)).nonfinite == (0, 2, 3)
 
 
-def test_only_segments_are_touched_each_with_its_hypers(pool: Pool) -> None:
+def test_only_segments_are_touched_each_with_its_hypers(pool: ThreadPool) -> None:
     n = 3 * BLOCK
     before = states(n, finite=True)
     grad = floats(3, n, finite=True)
@@ -170,7 +172,7 @@ def test_only_segments_are_touched_each_with_its_hypers(pool: Pool) -> None:
     assert all(same_bits(now[name], expected[name]) for name in now)
 
 
-def test_maximize_is_descent_on_the_negative(pool: Pool) -> None:
+def test_maximize_is_descent_on_the_negative(pool: ThreadPool) -> None:
     grad = floats(3, 1000, finite=True)
     up, down = states(1000, finite=True), states(1000, finite=True)
     segments = [Segment(0, 1000)]
@@ -204,14 +206,14 @@ def test_bits_do_not_depend_on_partition(data: st.DataObject) -> None:
 
     expected = clones(before)
     expected_copy = torch.zeros(n, dtype=torch.bfloat16)
-    with Pool(threads=1, isa="scalar", chunk=64 * BLOCK) as reference:
+    with ThreadPool(threads=1, isa="scalar", chunk=64 * BLOCK) as reference:
         reference.run(Update(**expected, copy=expected_copy, segments=[Segment(0, n)], hypers=[rule]))
 
     now = {name: padded(before[name], offset) for name, offset in zip(names, offsets[:4], strict=True)}
     copy = padded(torch.zeros(n, dtype=torch.bfloat16), offsets[4])
     segments = [Segment(a, b - a) for a, b in itertools.pairwise(edges)]
     chunk = BLOCK * data.draw(st.integers(1, 3), label="blocks per chunk")
-    with Pool(threads=data.draw(st.integers(1, 5), label="threads"), isa=isa, chunk=chunk) as other:
+    with ThreadPool(threads=data.draw(st.integers(1, 5), label="threads"), isa=isa, chunk=chunk) as other:
         other.run(Update(**now, copy=copy, segments=segments, hypers=[rule]))
     assert all(same_bits(now[name], expected[name]) for name in names)
     assert same_bits(copy, expected_copy)
@@ -222,7 +224,7 @@ def test_all_isas_give_the_same_bits() -> None:
     results = []
     for isa in runnable_isas():
         now = states(n, 21)
-        with Pool(isa=isa) as pool:
+        with ThreadPool(isa=isa) as pool:
             for rule in RULES.values():
                 pool.run(Update(grad=floats(5, n), **now, segments=[Segment(0, n)], hypers=[rule]))
             blocks = pool.run(
@@ -241,13 +243,13 @@ def test_flushing_denormals_changes_nothing() -> None:
     work: dict[str, Any] = {"grad": tiny * 3, "segments": [Segment(0, n)], "hypers": [hyper]}
     expected = clones({"parameter": tiny, "first_moment": tiny})
     now = clones(expected)
-    with Pool() as pool:
+    with ThreadPool() as pool:
         pool.run(Update(**expected, **work))
     assert bool((expected["first_moment"] > 1e-40).all())
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU does not flush denormals")
     try:
-        with Pool() as pool:  # its threads inherit this thread's mode
+        with ThreadPool() as pool:  # its threads inherit this thread's mode
             pool.run(Update(**now, **work))
     finally:
         torch.set_flush_denormal(False)
@@ -274,7 +276,7 @@ def reference_blocks(x: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_squares_follow_the_definition(pool: Pool, dtype: torch.dtype) -> None:
+def test_squares_follow_the_definition(pool: ThreadPool, dtype: torch.dtype) -> None:
     n = 3 * BLOCK + 37
     grad = torch.randn(n, generator=torch.Generator().manual_seed(1)).to(dtype)
     acc = floats(2, n, finite=True).clamp(-1e18, 1e18)
@@ -304,7 +306,7 @@ def test_squares_compose(  # noqa: PLR0917
 ) -> None:
     x = floats(8, n, finite=True)
     first = min(cut * BLOCK, n)
-    with Pool(threads=threads, chunk=chunk * BLOCK, isa=isa) as pool:
+    with ThreadPool(threads=threads, chunk=chunk * BLOCK, isa=isa) as pool:
         work = [Segment(0, first), Segment(first, n - first)]
         a, b = pool.run(Gradient(grad=padded(x, offset), squares=True, segments=work)).blocks
     expected = reference_blocks(x)
@@ -312,7 +314,7 @@ def test_squares_compose(  # noqa: PLR0917
     assert sum_in_order(b, sum_in_order(a)) == sum_in_order(np.array(expected))
 
 
-def test_squares_are_finite_if_and_only_if_the_elements_are(pool: Pool) -> None:
+def test_squares_are_finite_if_and_only_if_the_elements_are(pool: ThreadPool) -> None:
     x = torch.full((BLOCK * 2,), 3e38)
     segments = [Segment(0, BLOCK), Segment(BLOCK, BLOCK)]
     assert np.isfinite(pool.run(Gradient(grad=x, squares=True, segments=segments)).squares).all()
@@ -322,7 +324,7 @@ def test_squares_are_finite_if_and_only_if_the_elements_are(pool: Pool) -> None:
         assert np.isfinite(one) and not np.isfinite(two)
 
 
-def test_accumulation_from_the_first_to_the_update(pool: Pool) -> None:
+def test_accumulation_from_the_first_to_the_update(pool: ThreadPool) -> None:
     n = 2000
     grads = [floats(i, n, finite=True).bfloat16() for i in range(3)]
     acc = torch.full((n,), torch.nan)  # the first store must not read it

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Pool, Segment, Update, runnable_isas
+from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Segment, ThreadPool, Update, runnable_isas
 
 N = 10_000_000
 LARGEST = torch.finfo(torch.float32).max
@@ -174,7 +174,7 @@ RULES = {
 }
 
 
-def ours(pool: Pool, h: Any, s: State, g: torch.Tensor) -> State:
+def ours(pool: ThreadPool, h: Any, s: State, g: torch.Tensor) -> State:
     now = {name: each.clone() for name, each in s.items()}
     pool.run(Update(grad=g, **now, segments=[Segment(0, g.numel())], hypers=[h]))
     return now
@@ -241,7 +241,7 @@ def test_every_update_is_within_8_ulp_over_all_values(inputs: tuple[State, torch
 def check_bound(h: Any, states: State, g: torch.Tensor) -> None:
     per_isa = {}
     for isa in runnable_isas():
-        with Pool(isa=isa) as pool:
+        with ThreadPool(isa=isa) as pool:
             per_isa[isa] = ours(pool, h, states, g)
     for part in in_chunks(g.numel()):
         expected = oracle(h, {name: each[part] for name, each in states.items()}, g[part])
@@ -271,7 +271,7 @@ def test_rms_error_is_no_worse_than_torchs(rule: str) -> None:
     if not isinstance(h, Adagrad):
         rivals.append(torchs(h, states, g, fused=True))
     for isa in runnable_isas():
-        with Pool(isa=isa) as pool:
+        with ThreadPool(isa=isa) as pool:
             now = ours(pool, h, states, g)
         for name in expected:
             best = min(rms(each, name) for each in rivals)
@@ -285,7 +285,7 @@ def test_nan_and_infinity_go_where_the_oracle_sends_them(rule: str) -> None:
     p, m, v, g = torch.cartesian_prod(values, values, values, values).unbind(1)
     states = {"parameter": p.clone(), "first_moment": m.clone(), "second_moment": v.abs().clone()}
     expected = oracle(RULES[rule], states, g).exact
-    with Pool(threads=1) as pool:
+    with ThreadPool(threads=1) as pool:
         now = ours(pool, RULES[rule], states, g.clone())
     for name, exact in expected.items():
         # Non-finite in both, or close in both; an infinity may be a NaN (inf - inf on the way).

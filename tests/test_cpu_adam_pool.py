@@ -27,10 +27,10 @@ from infinity.cpu_adam import (
     SGD,
     AdamW,
     Gradient,
-    Pool,
     Segment,
     Span,
     Stream,
+    ThreadPool,
     Update,
     default_cpus,
     runnable_isas,
@@ -40,20 +40,20 @@ from infinity.errors import ConfigError
 
 @pytest.fixture(scope="module", params=runnable_isas())
 def pool(request: pytest.FixtureRequest) -> Any:
-    with Pool(isa=request.param) as made:
+    with ThreadPool(isa=request.param) as made:
         yield made
 
 
 # ---- The pool ----
 
 
-def many_updates(pool: Pool, jobs: int = 60, n: int = 4_000_000) -> list[Any]:
+def many_updates(pool: ThreadPool, jobs: int = 60, n: int = 4_000_000) -> list[Any]:
     page = states(n, finite=True)
     work = Update(grad=torch.ones(n), **page, segments=[Segment(0, n)], hypers=[RULES["adamw"]])
     return [pool.submit(work) for _ in range(jobs)]
 
 
-def test_jobs_behave_as_if_in_order(pool: Pool) -> None:
+def test_jobs_behave_as_if_in_order(pool: ThreadPool) -> None:
     n = 40_000
     queued, waited = (
         tuple(torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in (1, 2)) for _ in "ab"
@@ -77,7 +77,7 @@ def test_jobs_behave_as_if_in_order(pool: Pool) -> None:
 
 
 def test_waiting_releases_the_gil() -> None:
-    with Pool() as pool:
+    with ThreadPool() as pool:
         last = many_updates(pool)[-1]
         waiter = threading.Thread(target=last.wait)
         waiter.start()
@@ -91,7 +91,7 @@ def test_waiting_releases_the_gil() -> None:
 
 def test_threads_work_while_python_holds_the_gil() -> None:
     usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
-    with Pool() as pool:
+    with ThreadPool() as pool:
         ticket = many_updates(pool, jobs=1, n=100_000)[0]
         for _ in range(400):
             usleep(10_000)
@@ -107,7 +107,7 @@ def test_wait_times_out_and_sees_signals() -> None:
     def ring(*_: object) -> None:
         raise Alarm
 
-    with Pool() as pool:
+    with ThreadPool() as pool:
         last = many_updates(pool)[-1]
         assert last.wait(0.0) is False
         with pytest.raises(TimeoutError):
@@ -127,7 +127,7 @@ def test_owners_live_until_the_job_is_done() -> None:
     class Owner:
         pass
 
-    with Pool(threads=1) as pool:
+    with ThreadPool(threads=1) as pool:
         keep = torch.zeros(2_000_000)
         owner = Owner()
         alive = weakref.ref(owner)
@@ -142,7 +142,7 @@ def test_owners_live_until_the_job_is_done() -> None:
 
 
 def test_close_finishes_what_is_queued() -> None:
-    pool = Pool()
+    pool = ThreadPool()
     tickets = many_updates(pool, jobs=10, n=100_000)
     pool.close()
     pool.close()
@@ -156,7 +156,7 @@ def test_interpreter_exits_with_work_queued(ending: str) -> None:
     program = f"""
         import torch
         from infinity.cpu_adam import *
-        pool = Pool()
+        pool = ThreadPool()
         x = torch.zeros(3_000_000)
         tickets = [pool.submit(Stream(read_write=[x])) for _ in range(50)]
         del x
@@ -174,7 +174,7 @@ def test_interpreter_exits_with_work_queued(ending: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_fork() -> None:
-    pool = Pool()
+    pool = ThreadPool()
     last = many_updates(pool, jobs=20)[-1]
     child = os.fork()
     if child == 0:
@@ -185,7 +185,7 @@ def test_fork() -> None:
                 with pytest.raises(ConfigError, match="fork"):
                     forbidden()
             pool.close()
-            with Pool(threads=1) as own:
+            with ThreadPool(threads=1) as own:
                 own.run(Stream(read_write=[torch.zeros(10)]))
             del pool, last
             gc.collect()
@@ -200,22 +200,22 @@ def test_fork() -> None:
 def test_choice_of_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runnable_isas()[-1] == "scalar"
     monkeypatch.delenv("INFINITY_ISA", raising=False)
-    assert Pool(threads=1).isa == runnable_isas()[0]
+    assert ThreadPool(threads=1).isa == runnable_isas()[0]
     monkeypatch.setenv("INFINITY_ISA", "scalar")
-    assert Pool(threads=1).isa == "scalar"
+    assert ThreadPool(threads=1).isa == "scalar"
     monkeypatch.setenv("INFINITY_ISA", "pentium")
     with pytest.raises(ConfigError, match=r"pentium.*INFINITY_ISA.*scalar"):
-        Pool(threads=1)
-    assert Pool(threads=1, isa="scalar").isa == "scalar"
+        ThreadPool(threads=1)
+    assert ThreadPool(threads=1, isa="scalar").isa == "scalar"
 
 
 def test_placement() -> None:
     allowed = os.sched_getaffinity(0)
     assert set(default_cpus()) <= allowed
-    with Pool() as pool:
+    with ThreadPool() as pool:
         assert pool.cpus == default_cpus() and pool.threads == len(pool.cpus)
     one = min(allowed)
-    with Pool(cpus=[one], threads=3) as pool:
+    with ThreadPool(cpus=[one], threads=3) as pool:
         assert pool.cpus == (one, one, one)
         pool.run(Stream(read_write=[torch.zeros(100)]))
 
@@ -223,7 +223,7 @@ def test_placement() -> None:
 # ---- Stream ----
 
 
-def test_stream_touches_what_it_says(pool: Pool) -> None:
+def test_stream_touches_what_it_says(pool: ThreadPool) -> None:
     n = 70_001
     read, both = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int16)
     write = torch.zeros(n, dtype=torch.int32)
@@ -283,7 +283,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_updates(pool: Pool, case: str) -> None:
+def test_bad_updates(pool: ThreadPool, case: str) -> None:
     arguments = good_update() | BAD[case]
     with pytest.raises(ConfigError) as raised:
         pool.submit(Update(**arguments))
@@ -293,7 +293,7 @@ def test_bad_updates(pool: Pool, case: str) -> None:
             assert bool((arguments[name] == 1).all())
 
 
-def test_other_bad_arguments(pool: Pool) -> None:
+def test_other_bad_arguments(pool: ThreadPool) -> None:
     x = torch.ones(10)
     segments = [Segment(0, 10)]
     for work in (
@@ -310,10 +310,10 @@ def test_other_bad_arguments(pool: Pool) -> None:
             pool.submit(work)  # type: ignore[call-overload]
     for bad in ({"threads": 0}, {"chunk": 100}, {"chunk": 0}, {"cpus": []}, {"cpus": [10_000]}):
         with pytest.raises(ConfigError):
-            Pool(**bad)  # type: ignore[arg-type]
+            ThreadPool(**bad)  # type: ignore[arg-type]
 
 
-def test_empty_work(pool: Pool) -> None:
+def test_empty_work(pool: ThreadPool) -> None:
     empty = good_update(0) | {"segments": []}
     assert pool.run(Update(**empty)).nonfinite == ()
     assert pool.run(Gradient(grad=torch.ones(0), squares=True, segments=[])).squares == ()

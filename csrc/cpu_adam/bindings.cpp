@@ -17,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpus.hpp"
 #include "errors.hpp"
 #include "isa.hpp"
 #include "jobs.hpp"
@@ -263,8 +262,6 @@ NB_MODULE(_cpu_adam, m) {
         for (const KernelTable* table : runnable_kernels()) names.emplace_back(table->name);
         return names;
     });
-    m.def("worker_cpus", [] { return worker_cpus(one_per_core(affinity_cpus()), cgroup_quota()); });
-    m.def("affinity_cpus", affinity_cpus);
     m.def(
         "sum_in_order",
         [](const nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>& sums,

@@ -2,9 +2,9 @@
 
 A page is a set of flat arrays of one length (gradient, parameter, moments) in which many parameters
 lie one after the other. A `Segment` names one parameter's range and its hyper-parameters; one
-`Pool.submit` updates a whole page:
+`ThreadPool.submit` updates a whole page:
 
-    pool = Pool()
+    pool = ThreadPool()
     ticket = pool.submit(Update(
         grad=grads, parameter=master, copy=bf16_params, first_moment=m, second_moment=v,
         segments=[Segment(0, 4096, 0), Segment(4096, 512, 1)],
@@ -22,7 +22,8 @@ tensor describes. They must not be touched until the ticket is done; the pool ke
 """
 
 from infinity.cpu_adam.hyper import SGD, Adagrad, Adam, AdamW, Hyper
-from infinity.cpu_adam.pool import DEFAULT_CHUNK, Pool, Ticket, default_cpus, runnable_isas
+from infinity.cpu_adam.placement import default_cpus
+from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, runnable_isas
 from infinity.cpu_adam.work import (
     BLOCK,
     Array,
@@ -47,10 +48,10 @@ __all__ = [
     "Gradient",
     "GradientResult",
     "Hyper",
-    "Pool",
     "Segment",
     "Span",
     "Stream",
+    "ThreadPool",
     "Ticket",
     "Update",
     "UpdateResult",

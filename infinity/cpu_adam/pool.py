@@ -11,6 +11,7 @@ import torch
 
 from infinity import _cpu_adam
 from infinity.cpu_adam.page import COPY_FORMATS, GRAD_DTYPES, Page, parameter_format, segment_tuples
+from infinity.cpu_adam.placement import place
 from infinity.cpu_adam.work import (
     BLOCK,
     Gradient,
@@ -33,15 +34,6 @@ def runnable_isas() -> tuple[str, ...]:
     The last one is always "scalar". A pool takes the first, or what `isa=` or $INFINITY_ISA names.
     """
     return tuple(_cpu_adam.runnable_isas())
-
-
-def default_cpus() -> tuple[int, ...]:
-    """The CPUs on which `Pool()` puts its threads.
-
-    One CPU of each physical core in the affinity mask, no more than the cgroup's CPU quota; from four
-    on, one in eight (at least one) is left to the trainer.
-    """
-    return tuple(_cpu_adam.worker_cpus())
 
 
 class Ticket(Generic[_R]):
@@ -78,7 +70,7 @@ class Ticket(Generic[_R]):
         return self._result()
 
 
-class Pool:
+class ThreadPool:
     """Pinned threads that run updates, gradient passes and streams; none of them takes the GIL.
 
     `threads` and `cpus` (CPU numbers; more threads than CPUs share them in turn) override
@@ -101,7 +93,7 @@ class Pool:
             raise ConfigError(f"threads is {threads}.", "Give at least one thread, or None to choose.")
         if chunk < 1 or chunk % BLOCK:
             raise ConfigError(f"chunk is {chunk} elements.", f"Give a positive multiple of {BLOCK}.")
-        placed = _placement(threads, cpus)
+        placed = place(threads, cpus)
         self._native = _cpu_adam.Pool(placed, isa or "", chunk)
         _open_pools.add(self)
 
@@ -161,7 +153,7 @@ class Pool:
         """Finishes what is queued and ends the threads. Harmless when repeated."""
         self._native.close()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> ThreadPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -233,7 +225,7 @@ class Pool:
         return Ticket(native, lambda: None, self._native)
 
 
-_open_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_open_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 
 @atexit.register
@@ -241,15 +233,3 @@ def _close_pools() -> None:
     # Before the interpreter goes: afterwards the tensors' memory would go under running threads.
     for pool in list(_open_pools):
         pool.close()
-
-
-def _placement(threads: int | None, cpus: Sequence[int] | None) -> list[int]:
-    chosen = list(default_cpus() if cpus is None else cpus)
-    allowed = _cpu_adam.affinity_cpus()
-    unusable = sorted(set(chosen) - set(allowed))
-    if unusable or not chosen:
-        raise ConfigError(
-            f"cpus names {unusable or 'no CPU'}; this process may use {allowed}.",
-            "Give CPUs of this process's affinity mask (taskset, cpuset cgroup).",
-        )
-    return [chosen[i % len(chosen)] for i in range(len(chosen) if threads is None else threads)]
