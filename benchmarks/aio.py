@@ -14,7 +14,6 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -26,6 +25,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from machine_facts import machine_facts
 
 from infinity import aio
 
@@ -220,16 +221,8 @@ def written_file(path: Path, nbytes: int) -> None:
 
 
 def facts(directory: Path, fio: str) -> dict[str, object]:
-    models = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
     version = subprocess.run([fio, "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cpus": os.cpu_count(),
-        "kernel": platform.release(),
+    return machine_facts() | {
         "fio": version,
         "probe": asdict(aio.probe(directory)),
     }

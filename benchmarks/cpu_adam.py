@@ -16,17 +16,15 @@ import ctypes
 import dataclasses
 import json
 import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from machine_facts import machine_facts
 
-from infinity.cpu_adam import AdamW, Pool, Segment, Stream, Update
+from infinity.cpu_adam import AdamW, Segment, Stream, ThreadPool, Update
 
 GRANULES = (64, 256)  # an even number of streams per round, so that their xor leaves contents as they were
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -62,7 +60,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
 
 
-def ours(pool: Pool, page: Page) -> dict[str, tuple[Callable[[], object], Stream]]:
+def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], Stream]]:
     """Name -> one step, and the stream of its shape."""
     step = iter(range(1, 10**9))
 
@@ -134,7 +132,7 @@ def timed(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(pool: Pool, page: Page, repeats: int, quick: bool) -> dict[str, Any]:
+def measure(pool: ThreadPool, page: Page, repeats: int, quick: bool) -> dict[str, Any]:
     mine = ours(pool, page)
     others, skipped = peers(page, quick)
     seconds: dict[str, list[float]] = {name: [] for name in (*mine, *others)}
@@ -184,32 +182,6 @@ def summary(
     return {"results": results, "speedups": speedups}
 
 
-def machine_facts(pool: Pool) -> dict[str, Any]:
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith(("model name", "CPU part")):
-            model = line.partition(":")[2].strip()
-            break
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    return {
-        "cpu": model,
-        "cpus": len(os.sched_getaffinity(0)),
-        "threads": pool.threads,
-        "isa": pool.isa,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit or "unknown",
-    }
-
-
 def show(report: dict[str, Any]) -> None:
     print(f"{report['machine']['cpu']}, {report['machine']['threads']} threads, {report['machine']['isa']}")
     print(f"{report['elements'] / 1e6:.0f} M parameters, median of {report['repeats']} rounds\n")
@@ -235,11 +207,11 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.quick:
         options.elements, options.repeats = 300_000, 2
-    with Pool() as pool:
+    with ThreadPool() as pool:
         page = Page(options.elements, options.huge_pages)
         report = {
             "benchmark": "cpu_adam",
-            "machine": machine_facts(pool),
+            "machine": machine_facts() | {"threads": pool.threads, "isa": pool.isa},
             "elements": options.elements,
             "repeats": options.repeats,
             "huge_pages": options.huge_pages,

@@ -1,0 +1,30 @@
+"""What a result must say about where it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from infinity import cpu_adam, machine
+
+
+def machine_facts() -> dict[str, object]:
+    """Date, commit, processor, memory and versions."""
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    cpu = machine.cpu()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip() or "unknown",
+        "cpu": cpu.model,
+        "cpus": cpu.allowed,
+        "isa": cpu_adam.runnable_isas()[0],
+        "memory_gib": round(machine.memory().total / 2**30, 1),
+        "kernel": machine.kernel(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
