@@ -132,7 +132,6 @@ class Engine:
         faults: Faults | None,
     ) -> None: ...
     def open(self, path: str, write: bool = True) -> File: ...
-
     def register_buffer(self, address: int, nbytes: int) -> bool:
         """Have the kernel pin memory once instead of at each request inside it.
 
