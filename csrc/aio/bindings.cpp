@@ -512,7 +512,7 @@ void bind_faults(nb::module_& m) {
                 rule.error = error;
                 add_rule(self, kind, nth, times, rule);
             },
-            "kind"_a, "nth"_a, "errno"_a, "times"_a = 1)
+            "kind"_a, "nth"_a, "errno"_a, "times"_a.none() = 1)
         .def(
             "shorten",
             [](PyFaults& self, const std::string& kind, uint64_t nth, uint32_t bytes,
@@ -522,7 +522,7 @@ void bind_faults(nb::module_& m) {
                 rule.bytes = bytes;
                 add_rule(self, kind, nth, times, rule);
             },
-            "kind"_a, "nth"_a, "nbytes"_a, "times"_a = 1)
+            "kind"_a, "nth"_a, "nbytes"_a, "times"_a.none() = 1)
         .def(
             "delay",
             [](PyFaults& self, const std::string& kind, uint64_t nth, double seconds,
@@ -533,7 +533,7 @@ void bind_faults(nb::module_& m) {
                     std::chrono::duration<double>(seconds));
                 add_rule(self, kind, nth, times, rule);
             },
-            "kind"_a, "nth"_a, "seconds"_a, "times"_a = 1)
+            "kind"_a, "nth"_a, "seconds"_a, "times"_a.none() = 1)
         .def("clear", [](PyFaults& self) { self.faults->clear(); })
         .def_prop_ro("calls",
                      [](const PyFaults& self) {
