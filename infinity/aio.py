@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -43,9 +43,11 @@ __all__ = [
     "StripeMap",
     "Volume",
     "probe",
-    "stripe_weights",
     "wait_all",
 ]
+
+_MOST_STRIPES = 65536
+"""Of one file in one period."""
 
 BACKENDS = ("io_uring", "libaio", "threads")
 """In order of choice."""
@@ -207,48 +209,23 @@ class Engine(_aio.Engine):
         self.close()
 
 
-def stripe_weights(bandwidths: Iterable[float], most: int = 16) -> list[int]:
-    """Small integers, none above `most`, in proportion to measured bandwidths.
-
-    Every path gets at least 1. The same bandwidths always give the same weights.
-    """
-    given = [float(bandwidth) for bandwidth in bandwidths]
-    if not given or not all(0 < bandwidth < float("inf") for bandwidth in given):
-        raise ConfigError(f"The weights are {given}.", "Give one positive number for each file.")
-    fastest = max(given)
-
-    def rounded(top: int) -> list[int]:
-        return [max(1, round(bandwidth / fastest * top)) for bandwidth in given]
-
-    def error(weights: Sequence[int]) -> float:
-        """Seconds lost on the slowest path, relative to a perfect split."""
-        return max(w / b for w, b in zip(weights, given, strict=True)) * sum(given) / sum(weights)
-
-    best = rounded(1)
-    for top in range(2, most + 1):
-        if error(rounded(top)) < error(best) - 1e-9:
-            best = rounded(top)
-    return best
-
-
 class Volume(_aio.Volume):
     """Several files, on engines of their own, as one range of bytes.
 
-    `parts` are (file, weight) pairs; `weight` is a measured bandwidth or any positive number. Weights that
-    are not integers up to 65536 in all become small ones (`stripe_weights`). `map` says where each byte lies
-    and is made from (weights, stripe_bytes) alone, so a manifest that stores these can rebuild it.
+    `parts` are (file, weight) pairs: of each period of stripes, `weight` (an int from 1) lie in that file.
+    `map` says where each byte lies and is made from (weights, stripe_bytes) alone, so a manifest that stores
+    these can rebuild it.
 
     `read`, `write` and `sync` are those of a file, with one future for all parts.
     """
 
-    def __init__(self, parts: Iterable[tuple[File, float]], stripe_bytes: int = 4 << 20) -> None:
+    def __init__(self, parts: Iterable[tuple[File, int]], stripe_bytes: int = 4 << 20) -> None:
         pairs = list(parts)
         if not pairs:
             raise ConfigError("A volume needs at least one file.", "Give (file, weight) pairs.")
-        weights = [weight for _, weight in pairs]
-        integral = [int(weight) for weight in weights if float(weight).is_integer() and weight > 0]
-        if len(integral) < len(weights) or sum(integral) > 65536:
-            integral = stripe_weights(weights)
         if not 0 < stripe_bytes <= 1 << 40:
             raise ConfigError(f"stripe_bytes is {stripe_bytes}.", "Give between 1 byte and 1 TiB.")
-        super().__init__([file for file, _ in pairs], StripeMap(integral, stripe_bytes))
+        weights = [weight for _, weight in pairs]
+        if not all(isinstance(weight, int) and 0 < weight <= _MOST_STRIPES for weight in weights):
+            raise ConfigError(f"The weights are {weights}.", f"Give ints from 1 to {_MOST_STRIPES}.")
+        super().__init__([file for file, _ in pairs], StripeMap(weights, stripe_bytes))

@@ -70,34 +70,12 @@ def test_bad_maps() -> None:
             stripes.extents(offset, nbytes)
 
 
-def test_stripe_weights() -> None:
-    assert aio.stripe_weights([2.0e9]) == [1]
-    assert aio.stripe_weights([3.1e9, 3.1e9]) == [1, 1]
-    assert aio.stripe_weights([3e9, 1e9]) == [3, 1]
-    assert aio.stripe_weights([3e9, 2e9]) == [3, 2]
-    assert aio.stripe_weights([1e9, 1.0]) == [16, 1]
-    for bad in ([], [0.0], [1.0, -1.0], [float("nan")], [float("inf")]):
-        with pytest.raises(ConfigError):
-            aio.stripe_weights(bad)
-
-
-@given(st.lists(st.floats(1e8, 1e10), min_size=1, max_size=5))
-def test_stripe_weights_lose_little(bandwidths: list[float]) -> None:
-    """The slowest path's time, against a perfect split: an integer in 16 is never far off for like disks."""
-    weights = aio.stripe_weights(bandwidths)
-    assert len(weights) == len(bandwidths)
-    assert all(1 <= weight <= 16 for weight in weights)
-    if min(bandwidths) * 4 >= max(bandwidths):
-        time = max(w / b for w, b in zip(weights, bandwidths, strict=True))
-        assert time * sum(bandwidths) / sum(weights) < 1.15
-
-
 @each_backend
 def test_volume_round_trip(backend: str, tmp_path: Path) -> None:
     size = 40 * BLOCK + 99
     with engine(tmp_path, backend) as one, engine(tmp_path, backend) as two:
         parts = []
-        for name, weight, e in (("a", 2.9e9, one), ("b", 1.0e9, two), ("c", 0.97e9, two)):
+        for name, weight, e in (("a", 3, one), ("b", 1, two), ("c", 1, two)):
             parts.append((e.open(str(make_file(tmp_path / name, size))), weight))
         volume = aio.Volume(parts, stripe_bytes=2 * PAGE)
         assert volume.map.weights == (3, 1, 1)
@@ -127,8 +105,7 @@ def test_volume_round_trip(backend: str, tmp_path: Path) -> None:
 def test_bad_volumes(tmp_path: Path) -> None:
     with engine(tmp_path, "threads") as e:
         file = e.open(str(make_file(tmp_path / "file", PAGE)))
-        for parts, stripe in (([], PAGE), ([(file, 0)], PAGE), ([(file, -1.5)], PAGE), ([(file, 1)], 0)):
+        for parts, stripe in (([], PAGE), ([(file, 0)], PAGE), ([(file, 1.5)], PAGE), ([(file, 1)], 0)):
             with pytest.raises(ConfigError):
                 aio.Volume(parts, stripe)
         assert aio.Volume([(file, 7)], PAGE).map.weights == (7,)
-        assert aio.Volume([(file, 2e9), (file, 1e9)], PAGE).map.weights == (2, 1)
