@@ -1,5 +1,6 @@
 """The NVMe tier: leases on one and several paths, real bytes back, budgets, faults, nothing left behind."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -13,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity.aio import BACKENDS, Faults
+from infinity.aio import BACKENDS, Engine, Faults
 from infinity.errors import BudgetError, ConfigError, StorageError, StorageFull
 from infinity.tiers import HostArena, NvmeLease, NvmeTier
 
@@ -322,6 +323,43 @@ def test_a_full_disk_leaves_nothing_on_the_others(tmp_path: Path, small_disk: Pa
     assert error.value.path.startswith(os.fspath(small_disk))
     assert os.listdir(roomy) == []
     assert list(small_disk.glob("*.slab")) == []
+
+
+def fill_up(disk: Path) -> None:
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(MIB))
+
+
+def test_a_disk_that_fills_later_does_not_reach_the_slab(small_disk: Path) -> None:
+    """Its room was taken at the start, and first writes to it need no more."""
+    with NvmeTier({os.fspath(small_disk): 8 * MIB}, 8 * MIB) as tier:
+        fill_up(small_disk)
+        lease = tier.lease(8 * MIB)
+        content = random_bytes(8 * MIB, 1)
+        tier.write(lease, content).result()
+        tier.sync().result()
+        back = torch.empty_like(content)
+        tier.read(lease, back).result()
+        assert torch.equal(back, content)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_file_that_grows_on_a_full_disk_fails_typed_and_alone(small_disk: Path, backend: str) -> None:
+    (small_disk / "whole").write_bytes(bytes(4 * PAGE))
+    (small_disk / "growing").touch()
+    with Engine(small_disk, backend=backend) as engine:
+        whole, growing = (engine.open(small_disk / name) for name in ("whole", "growing"))
+        fill_up(small_disk)
+        page = torch.ones(16 * MIB, dtype=torch.uint8)
+        with pytest.raises(StorageFull) as error:
+            growing.write(page, 0).result()
+        assert error.value.errno == errno.ENOSPC
+        assert error.value.path == os.fspath(small_disk / "growing")
+        whole.write(page[: 4 * PAGE], 0).result()
+        back = torch.zeros(4 * PAGE, dtype=torch.uint8)
+        whole.read(back, 0).result()
+        assert bool((back == 1).all())
 
 
 def test_an_unknown_engine_leaves_nothing(tmp_path: Path) -> None:
