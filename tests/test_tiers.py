@@ -157,6 +157,7 @@ def test_memory_promised_to_one_tier_is_not_promised_again() -> None:
 
 
 def test_touched_memory_is_not_counted_twice() -> None:
+    gc.collect()
     before = _tiers.unbacked_bytes()
     with HostArena(64 * MIB, huge_pages=False) as arena:
         assert _tiers.unbacked_bytes() - before == 64 * MIB
