@@ -4,8 +4,10 @@ from infinity.errors import (
     BudgetError,
     ConfigError,
     InfinityError,
+    NonFiniteGradient,
     StorageError,
     StorageFull,
+    UnsupportedOptimizer,
 )
 
 __version__ = "0.1.0"
@@ -14,6 +16,8 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "InfinityError",
+    "NonFiniteGradient",
     "StorageError",
     "StorageFull",
+    "UnsupportedOptimizer",
 ]

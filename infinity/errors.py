@@ -31,6 +31,14 @@ class ConfigError(InfinityError, ValueError):
     """An argument, option or environment variable has a value that cannot be used."""
 
 
+class UnsupportedOptimizer(InfinityError, TypeError):
+    """An optimizer, or one of its options, whose update has no equal here."""
+
+
+class NonFiniteGradient(InfinityError, ArithmeticError):
+    """A gradient of a step is inf or NaN where nothing rescales it (bf16 and fp32 compute)."""
+
+
 class BudgetError(InfinityError):
     """Something does not fit its tier's budget; the cure names the smallest that would do, in bytes.
 

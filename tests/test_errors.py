@@ -4,11 +4,22 @@ import pickle
 
 import pytest
 
-from infinity.errors import BudgetError, ConfigError, InfinityError, StorageError, StorageFull, storage_error
+from infinity.errors import (
+    BudgetError,
+    ConfigError,
+    InfinityError,
+    NonFiniteGradient,
+    StorageError,
+    StorageFull,
+    UnsupportedOptimizer,
+    storage_error,
+)
 
 ERRORS = [
     InfinityError("It broke.", "Mend it."),
     ConfigError("It broke.", "Mend it."),
+    UnsupportedOptimizer("It broke.", "Mend it."),
+    NonFiniteGradient("It broke.", "Mend it."),
     BudgetError("It broke.", "Mend it.", needed=4096),
     BudgetError("It broke.", "Mend it."),
     StorageError("It broke.", "Mend it.", path="/a", offset=0, errno=errno.EIO),

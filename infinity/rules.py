@@ -1,0 +1,261 @@
+"""What torch's optimizers mean here: their states as arrays of a page, their groups as hyper-parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Hyper
+from infinity.errors import ConfigError, UnsupportedOptimizer
+
+Group = Mapping[str, Any]
+"""One of an optimizer's `param_groups`."""
+
+_ALIGNMENT = 4096
+_MASTERS = {
+    torch.bfloat16: (("remainder", torch.int16),),
+    torch.float16: (("master", torch.float32),),
+    torch.float32: (),
+}
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """A flat array that an optimizer page holds for each chunk, one element per parameter element."""
+
+    name: str
+    """"remainder" or "master" (the rest of, or the whole fp32 master), or torch's name of a moment."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """Where the arrays of a chunk of `count` elements lie in an optimizer page. All in bytes."""
+
+    arrays: tuple[StateArray, ...]
+    count: int
+    offsets: tuple[int, ...] = field(init=False)
+    """Of each array, from the chunk's start: multiples of 4096."""
+    nbytes: int = field(init=False)
+    """Of the chunk: a multiple of 4096, 0 without arrays."""
+
+    def __post_init__(self) -> None:
+        offsets, end = [], 0
+        for array in self.arrays:
+            offsets.append(end)
+            end += -(-self.count * array.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "nbytes", end)
+
+
+def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
+    """The format of a chunk of `count` elements with these arrays."""
+    return StateFormat(tuple(arrays), count)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The update rule of a torch optimizer. Use `Rule.of`; the subclasses are one each per family.
+
+    It keeps nothing of the groups but what the format of states rests on: learning rates and all other
+    options are read from the live group at every update.
+    """
+
+    name: str
+    """The optimizer's class name."""
+    moments: tuple[str, ...]
+    """torch's state keys of the fp32 arrays, in the order of the page."""
+    first_moment: str | None
+    """The moment that `cpu_adam.Update.first_moment` takes."""
+    second_moment: str | None
+    """The moment that `cpu_adam.Update.second_moment` takes."""
+    counts_steps: bool
+    """Whether torch's state has a "step" entry."""
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> Rule:
+        """The rule of `optimizer`.
+
+        Raises UnsupportedOptimizer unless its type is exactly one of torch.optim's AdamW, Adam, SGD and
+        Adagrad with options that have an equal here, and ConfigError for a value out of range.
+        """
+        rules = {
+            torch.optim.AdamW: _adam,
+            torch.optim.Adam: _adam,
+            torch.optim.SGD: _sgd,
+            torch.optim.Adagrad: _adagrad,
+        }
+        make = rules.get(type(optimizer))
+        if make is None:
+            known = ", ".join(each.__name__ for each in rules)
+            kind = type(optimizer)
+            raise UnsupportedOptimizer(
+                f"The optimizer is a {kind.__module__}.{kind.__qualname__}, whose update is not known here.",
+                f"Use one of torch.optim's {known} itself, not a subclass.",
+            )
+        rule = make(optimizer)
+        rule.check(optimizer.param_groups)
+        return rule
+
+    def arrays(self, dtype: torch.dtype) -> tuple[StateArray, ...]:
+        """The arrays of an optimizer page whose parameters are of `dtype` in their page."""
+        if dtype not in _MASTERS:
+            raise ConfigError(
+                f"Parameters of {dtype} cannot be trained.",
+                f"Use one of {', '.join(str(each) for each in _MASTERS)}, or freeze them.",
+            )
+        master = tuple(StateArray(*each) for each in _MASTERS[dtype])
+        return master + tuple(StateArray(name, torch.float32) for name in self.moments)
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raises what `hyper` would for any of these, before anything is updated."""
+        for group in groups:
+            self.hyper(group, 1, True)
+
+    def hyper(self, group: Group, step: int, first: bool) -> Hyper:
+        """The hyper-parameters of an update of parameters in `group`, as they are now.
+
+        `step` is 1 for a parameter's first update; `first` says that its momentum buffer has no content
+        yet. Raises UnsupportedOptimizer for an option that has no equal here, and ConfigError for a value
+        out of range or one that needs other states than `moments`.
+        """
+        raise NotImplementedError
+
+    def written(self, group: Group) -> tuple[str, ...]:
+        """The moments that an update of parameters in `group` gives content."""
+        return self.moments
+
+    def initial(self, moment: str, group: Group) -> float:
+        """What every element of a moment is before the first update of parameters in `group`."""
+        return 0.0
+
+
+class _AdamRule(Rule):
+    def hyper(self, group: Group, step: int, first: bool) -> Hyper:
+        _refuse(self.name, group, "amsgrad", "differentiable")
+        # torch 2.6's AdamW has no such option: it always decouples.
+        decoupled = group.get("decoupled_weight_decay", self.name == "AdamW")
+        betas = group["betas"]
+        kind = AdamW if decoupled else Adam
+        return kind(
+            lr=_number("lr", group["lr"]),
+            betas=(_number("betas[0]", betas[0], below=1.0), _number("betas[1]", betas[1], below=1.0)),
+            eps=_number("eps", group["eps"]),
+            weight_decay=_number("weight_decay", group["weight_decay"]),
+            step=step,
+            maximize=bool(group.get("maximize", False)),
+        )
+
+
+class _SgdRule(Rule):
+    def hyper(self, group: Group, step: int, first: bool) -> Hyper:
+        _refuse(self.name, group, "differentiable")
+        momentum = _number("momentum", group["momentum"])
+        dampening = _number("dampening", group["dampening"], least=-math.inf)
+        nesterov = bool(group["nesterov"])
+        if momentum and not self.moments:
+            raise ConfigError(
+                f"A group's momentum is now {momentum}, but no group had momentum when memory for the "
+                "optimizer's states was laid out.",
+                "Give the optimizer its momentum before it is offloaded.",
+            )
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ConfigError(
+                f"Nesterov momentum was asked for with momentum {momentum} and dampening {dampening}.",
+                "Give a momentum above 0 and a dampening of 0, or nesterov=False.",
+            )
+        return SGD(
+            lr=_number("lr", group["lr"]),
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=_number("weight_decay", group["weight_decay"]),
+            nesterov=nesterov,
+            first_step=first,
+            maximize=bool(group.get("maximize", False)),
+        )
+
+    def written(self, group: Group) -> tuple[str, ...]:
+        return self.moments if _number("momentum", group["momentum"]) else ()
+
+
+@dataclass(frozen=True)
+class _AdagradRule(Rule):
+    accumulator: float
+    """What torch's constructor fills sums with, even where a group names another value."""
+
+    def hyper(self, group: Group, step: int, first: bool) -> Hyper:
+        _refuse(self.name, group, "differentiable")
+        return Adagrad(
+            lr=_number("lr", group["lr"]),
+            lr_decay=_number("lr_decay", group["lr_decay"]),
+            eps=_number("eps", group["eps"]),
+            weight_decay=_number("weight_decay", group["weight_decay"]),
+            step=step,
+            maximize=bool(group.get("maximize", False)),
+        )
+
+    def initial(self, moment: str, group: Group) -> float:
+        return self.accumulator
+
+
+def _adam(optimizer: torch.optim.Optimizer) -> Rule:
+    return _AdamRule(
+        name=type(optimizer).__name__,
+        moments=("exp_avg", "exp_avg_sq"),
+        first_moment="exp_avg",
+        second_moment="exp_avg_sq",
+        counts_steps=True,
+    )
+
+
+def _sgd(optimizer: torch.optim.Optimizer) -> Rule:
+    buffer = "momentum_buffer" if any(group["momentum"] for group in optimizer.param_groups) else None
+    return _SgdRule(
+        name="SGD",
+        moments=() if buffer is None else (buffer,),
+        first_moment=buffer,
+        second_moment=None,
+        counts_steps=False,
+    )
+
+
+def _adagrad(optimizer: torch.optim.Optimizer) -> Rule:
+    return _AdagradRule(
+        name="Adagrad",
+        moments=("sum",),
+        first_moment=None,
+        second_moment="sum",
+        counts_steps=True,
+        accumulator=float(optimizer.defaults["initial_accumulator_value"]),
+    )
+
+
+def _refuse(optimizer: str, group: Group, *options: str) -> None:
+    # foreach, fused and capturable choose how torch computes, not what: they need no look.
+    for option in options:
+        if group.get(option, False):
+            raise UnsupportedOptimizer(
+                f"{optimizer} with {option}=True has no equal here.", f"Use {option}=False."
+            )
+
+
+def _number(name: str, value: Any, *, least: float = 0.0, below: float = math.inf) -> float:
+    """`value`, a number or a tensor of one element, as a float in [least, below), and finite."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            raise UnsupportedOptimizer(
+                f"A group's {name} requires gradients, which an update does not give it.",
+                f"Give a {name} that does not require gradients.",
+            )
+        value = value.item() if value.numel() == 1 else value
+    if not isinstance(value, (int, float)):
+        raise ConfigError(f"A group's {name} is {value!r}.", "Give a number.")
+    if not (math.isfinite(value) and least <= value < below):
+        limits = " and below 1" if below == 1.0 else ""
+        at_least = "" if least == -math.inf else f" and at least {least:g}"
+        raise ConfigError(f"A group's {name} is {value}.", f"Give a finite number{at_least}{limits}.")
+    return float(value)
