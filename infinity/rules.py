@@ -129,6 +129,10 @@ class Rule:
         """The moments that an update of parameters in `group` gives content."""
         return self.moments
 
+    def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group of a state dict, as torch's optimizer of this type would leave it."""
+        return group
+
     def initial(self, moment: str, group: Group) -> float:
         """What every element of a moment is before the first update of parameters in `group`."""
         return 0.0
@@ -149,6 +153,10 @@ class _AdamRule(Rule):
             step=step,
             maximize=bool(group.get("maximize", False)),
         )
+
+    def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
+        # torch's AdamW stays one even with a state dict of Adam.
+        return {**group, "decoupled_weight_decay": True} if self.name == "AdamW" else group
 
 
 class _SgdRule(Rule):
