@@ -1,5 +1,6 @@
 """Prefetch: the order in which units are used, and what to fetch and evict for it."""
 
+from infinity.prefetch.schedule import Schedule, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace
 
-__all__ = ["Access", "AccessKind", "Trace"]
+__all__ = ["Access", "AccessKind", "Schedule", "Trace", "schedule", "victims"]
