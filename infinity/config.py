@@ -1,12 +1,15 @@
-"""What a user asks for: sizes and budgets. Validated here, so that the floors below need not."""
+"""What a user asks for: sizes, budgets, precision. Validated here, so that the floors above need not."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from infinity.errors import ConfigError
 
@@ -15,6 +18,9 @@ Size = int | str
 _UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))}
 _FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _MOST_DIGITS = 30
+_COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_STATE_FORMATS = ("fp32", "bf16", "int8")
+_ACCUMULATION = ("fp32", "compute")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -101,3 +107,56 @@ def _positive(size: Size, what: str) -> int:
     if nbytes == 0:
         raise ConfigError(f"The {what} is zero.", "Give at least one page, or leave it out.")
     return nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of parameters, gradients and optimizer states. Buffers keep theirs."""
+
+    compute: str = "bf16"
+    """What floating parameters are cast to for forward and backward: "bf16", "fp16" or "fp32"."""
+
+    states: str = "fp32"
+    """The format of master parameters and moments: "fp32"."""
+
+    keep: tuple[str, ...] = ()
+    """Patterns (fnmatch) of parameter names that stay fp32, such as "*.norm.*"; capitals count."""
+
+    accumulate: str = "fp32"
+    """What gradients are summed and kept in: "fp32", or "compute" for each parameter's own dtype."""
+
+    def __post_init__(self) -> None:
+        _one_of("compute precision", self.compute, tuple(_COMPUTE_DTYPES))
+        _one_of("states precision", self.states, _STATE_FORMATS)
+        _one_of("accumulation precision", self.accumulate, _ACCUMULATION)
+        if self.states != "fp32":
+            raise ConfigError(f"There are no {self.states} states yet.", 'Give states="fp32".')
+        keep = tuple(self.keep) if isinstance(self.keep, (tuple, list)) else (None,)
+        if not all(isinstance(pattern, str) and pattern for pattern in keep):
+            raise ConfigError(
+                f"The patterns to keep are {self.keep!r}.",
+                'Give a tuple of parameter name patterns, such as ("*.norm.*",).',
+            )
+        object.__setattr__(self, "keep", keep)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """`compute` as torch names it."""
+        return _COMPUTE_DTYPES[self.compute]
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that a parameter called `name`, of `dtype` in the user's model, has in its page."""
+        if not dtype.is_floating_point:
+            return dtype
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep):
+            return torch.float32
+        return self.compute_dtype
+
+    def accumulate_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the gradient page of parameters that have `dtype` in their page."""
+        return torch.float32 if self.accumulate == "fp32" else dtype
+
+
+def _one_of(what: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"The {what} is {value!r}.", f"Give one of {', '.join(choices)}.")

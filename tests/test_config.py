@@ -1,8 +1,9 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.config import Budget, format_size, parse_size
+from infinity.config import Budget, Precision, format_size, parse_size
 from infinity.errors import ConfigError
 
 
@@ -57,3 +58,38 @@ def test_budgets_that_cannot_be_meant_are_refused(bad: dict) -> None:
 def test_a_directory_named_twice_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="twice"):
         Budget(nvme={str(tmp_path): 1, f"{tmp_path}/": 1})
+
+
+def test_precision_names_the_dtype_of_every_page() -> None:
+    precision = Precision(compute="fp16", keep=["*.norm.*", "router"])
+    assert precision.compute_dtype is torch.float16
+    assert precision.dtype_of("layers.0.norm.weight", torch.bfloat16) is torch.float32
+    assert precision.dtype_of("router", torch.float64) is torch.float32
+    assert precision.dtype_of("Router", torch.float64) is torch.float16
+    assert precision.dtype_of("router", torch.int64) is torch.int64
+    assert precision.accumulate_dtype(torch.float16) is torch.float32
+
+
+def test_accumulation_in_the_compute_dtype_follows_the_parameter() -> None:
+    precision = Precision(accumulate="compute")
+    assert precision.accumulate_dtype(torch.bfloat16) is torch.bfloat16
+    assert precision.accumulate_dtype(torch.float32) is torch.float32
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"compute": "fp8"},
+        {"compute": None},
+        {"compute": ["bf16"]},
+        {"states": "int8"},
+        {"states": "fp64"},
+        {"accumulate": "bf16"},
+        {"keep": "*.norm.*"},
+        {"keep": ("",)},
+        {"keep": (3,)},
+    ],
+)
+def test_precisions_that_cannot_be_had_are_refused(bad: dict) -> None:
+    with pytest.raises(ConfigError):
+        Precision(**bad)
