@@ -1,0 +1,276 @@
+"""Where every parameter lies in its unit's page. Pure: reads metadata only, never a tensor's data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.config import Precision
+from infinity.cpu_adam import BLOCK
+from infinity.errors import ConfigError
+from infinity.tiers import PAGE_ALIGNMENT
+from infinity.units import Grouping, Survey, SurveyedParameter, survey
+
+PARAMETER_ALIGNMENT = 256
+"""Bytes. Every parameter starts on a multiple of it, so that no kernel's choice depends on the page."""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """One parameter's place in its unit. Elements are counted in memory order."""
+
+    names: tuple[str, ...]
+    """All names it is registered under; the first is the canonical one."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    """Elements, as the user's tensor has them; dense, in any order of dimensions."""
+    dtype: torch.dtype
+    """In the page."""
+    numel: int
+    region: int
+    """Index into the unit's regions."""
+    offset: int
+    """Elements from the region's start."""
+    trainable: bool
+    """`requires_grad` when laid out."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The parameters of a unit that share a dtype and are all trained or all frozen."""
+
+    dtype: torch.dtype
+    trainable: bool
+    elements: int
+    """With the gaps between parameters."""
+    byte_offset: int
+    """From the start of the parameter page; a multiple of 4096."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that lies in a chunk."""
+
+    parameter: int
+    """Index into the unit's parameters."""
+    start: int
+    """Elements from the parameter's first; a multiple of 4096."""
+    offset: int
+    """Elements from the chunk's first."""
+    count: int
+    """Elements."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one update job takes: a range of a trainable region, and the pieces of parameters in it."""
+
+    region: int
+    start: int
+    """Elements from the region's start; a multiple of 4096."""
+    count: int
+    """Elements, with gaps."""
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The parameters that are fetched and released together."""
+
+    name: str
+    """Path of the module whose parameters these are, "" for the root."""
+    parameters: tuple[ParameterLayout, ...]
+    regions: tuple[Region, ...]
+    chunks: tuple[Chunk, ...]
+    """Of the trainable regions, in order. All but a region's last are `chunk_elements` long."""
+    nbytes: int
+    """Bytes of the parameter page; a multiple of 4096, at least 4096."""
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """All units, in the order in which `named_modules` first meets them."""
+
+    units: tuple[UnitLayout, ...]
+    chunk_elements: int
+
+    def find(self, name: str) -> tuple[int, int]:
+        """(unit, parameter in it) of any name that a parameter is registered under. Raises ConfigError."""
+        try:
+            return self._places[name]
+        except KeyError:
+            raise ConfigError(
+                f"The layout has no parameter {name!r}.",
+                "Give a name as model.named_parameters(remove_duplicate=False) has them.",
+            ) from None
+
+    @functools.cached_property
+    def module_units(self) -> dict[str, tuple[int, ...]]:
+        """Path of each module that holds parameters itself -> the units that those lie in."""
+        found: dict[str, dict[int, None]] = {}
+        for name, (unit, _) in self._places.items():
+            found.setdefault(name.rpartition(".")[0], {})[unit] = None
+        return {path: tuple(units) for path, units in found.items()}
+
+    @functools.cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (unit, index)
+            for unit, layout in enumerate(self.units)
+            for index, parameter in enumerate(layout.parameters)
+            for name in parameter.names
+        }
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A region before its place in the page is known."""
+
+    dtype: torch.dtype
+    trainable: bool
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the page; a multiple of 4096."""
+        return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT)
+
+    def counts(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
+        """(elements, how many) of the chunks of this length and of the last, shorter one."""
+        full, rest = divmod(self.elements, chunk_elements)
+        if full:
+            yield chunk_elements, full
+        if rest:
+            yield rest, 1
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
+def page_bytes(extents: Sequence[Extent]) -> int:
+    """Bytes of the parameter page that holds these regions."""
+    return max(PAGE_ALIGNMENT, sum(extent.nbytes for extent in extents))
+
+
+def lay_out(model: nn.Module, precision: Precision, *, unit_bytes: int, chunk_elements: int) -> ModelLayout:
+    """Group the model's parameters into units of up to `unit_bytes` bytes and place them in pages.
+
+    chunk_elements: elements; a multiple of 4096. Works on any device, meta included. Raises ConfigError,
+    naming the parameters, for what cannot live in a page (see `infinity.units.survey`).
+    """
+    surveyed = survey(model, precision)
+    return build(surveyed, surveyed.group(unit_bytes), chunk_elements)
+
+
+def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayout:
+    """The layout of these groups of surveyed parameters."""
+    _check_chunk(chunk_elements)
+    units = (
+        _build_unit(name, [surveyed.parameters[index] for index in members], chunk_elements)
+        for name, members in groups
+    )
+    return ModelLayout(tuple(units), chunk_elements)
+
+
+def extents(parameters: Sequence[SurveyedParameter], chunk_elements: int) -> tuple[Extent, ...]:
+    """The regions of a unit of these parameters, without laying out its chunks."""
+    return _place(parameters, chunk_elements)[0]
+
+
+def _place(
+    parameters: Sequence[SurveyedParameter], chunk_elements: int
+) -> tuple[tuple[Extent, ...], list[tuple[int, int]]]:
+    """The regions, and (region, offset in elements) of every parameter."""
+    regions: dict[tuple[torch.dtype, bool], int] = {}
+    ends: list[int] = []
+    places = []
+    for parameter in parameters:
+        region = regions.setdefault((parameter.dtype, parameter.trainable), len(regions))
+        if region == len(ends):
+            ends.append(0)
+        if not parameter.numel:  # takes no room, and a place beyond the region's end would not be in the page
+            places.append((region, 0))
+            continue
+        offset = round_up(ends[region], PARAMETER_ALIGNMENT // parameter.dtype.itemsize)
+        if parameter.trainable:
+            offset = _start(offset, parameter.numel, chunk_elements)
+        ends[region] = offset + parameter.numel
+        places.append((region, offset))
+    found = (Extent(dtype, trainable, ends[region]) for (dtype, trainable), region in regions.items())
+    return tuple(found), places
+
+
+def _start(aligned: int, numel: int, chunk_elements: int) -> int:
+    """Where a trainable parameter starts: it is cut into chunks only at multiples of BLOCK of its own."""
+    chunk_end = aligned - aligned % chunk_elements + chunk_elements
+    if aligned + numel <= chunk_end:
+        return aligned
+    on_block = round_up(aligned, BLOCK)
+    # Its cuts are where chunks end, which are multiples of BLOCK from the region's start too.
+    if numel >= BLOCK and chunk_end - on_block >= BLOCK:
+        return on_block
+    return aligned if aligned % chunk_elements == 0 else chunk_end
+
+
+def _build_unit(name: str, members: Sequence[SurveyedParameter], chunk_elements: int) -> UnitLayout:
+    found, places = _place(members, chunk_elements)
+    parameters = tuple(
+        ParameterLayout(
+            names=member.names,
+            shape=member.shape,
+            stride=member.stride,
+            dtype=member.dtype,
+            numel=member.numel,
+            region=region,
+            offset=offset,
+            trainable=member.trainable,
+        )
+        for member, (region, offset) in zip(members, places, strict=True)
+    )
+    regions, byte_offset = [], 0
+    for extent in found:
+        regions.append(Region(extent.dtype, extent.trainable, extent.elements, byte_offset))
+        byte_offset += extent.nbytes
+    return UnitLayout(
+        name,
+        parameters,
+        tuple(regions),
+        tuple(_chunks(parameters, regions, chunk_elements)),
+        page_bytes(found),
+    )
+
+
+def _chunks(
+    parameters: Sequence[ParameterLayout], regions: Sequence[Region], chunk_elements: int
+) -> Iterator[Chunk]:
+    for number, region in enumerate(regions):
+        if not region.trainable:
+            continue
+        count = -(-region.elements // chunk_elements)
+        pieces: list[list[Piece]] = [[] for _ in range(count)]
+        for index, parameter in enumerate(parameters):
+            if parameter.region != number:
+                continue
+            done = 0
+            while done < parameter.numel:
+                chunk, offset = divmod(parameter.offset + done, chunk_elements)
+                part = min(chunk_elements - offset, parameter.numel - done)
+                pieces[chunk].append(Piece(index, done, offset, part))
+                done += part
+        for chunk, inside in enumerate(pieces):
+            start = chunk * chunk_elements
+            length = min(chunk_elements, region.elements - start)
+            yield Chunk(number, start, length, tuple(inside))
+
+
+def _check_chunk(chunk_elements: int) -> None:
+    if chunk_elements <= 0 or chunk_elements % BLOCK:
+        raise ConfigError(
+            f"Chunks of {chunk_elements} elements were asked for.", f"Give a positive multiple of {BLOCK}."
+        )

@@ -1,0 +1,217 @@
+"""Which parameters form a unit: what a model has, checked, and where its tree of modules is cut. Pure."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from infinity.config import Precision
+from infinity.errors import ConfigError
+
+Grouping = tuple[tuple[str, tuple[int, ...]], ...]
+"""(module path, indices into Survey.parameters) of every unit."""
+
+_REPEATING = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+"""Modules whose children of one type are cut alike."""
+
+_WHOLE = (nn.MultiheadAttention,)
+"""Modules that hand their children's parameters to one operation: they are never cut."""
+
+
+@dataclass(frozen=True)
+class SurveyedParameter:
+    """What the layout needs to know of a parameter."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    """In the page."""
+    numel: int
+    trainable: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the page, without padding."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class _Node:
+    """A module with the parameters that it owns: those that no module before it has."""
+
+    path: str
+    module: nn.Module
+    own: list[int] = field(default_factory=list)
+    children: list[_Node] = field(default_factory=list)
+    nbytes: int = 0
+    """Of the whole subtree."""
+    must_cut: bool = False
+    """Experts are below, each of which is a unit of its own."""
+
+    def members(self) -> Iterator[int]:
+        """Indices of all parameters of the subtree, in order."""
+        yield from self.own
+        for child in self.children:
+            yield from child.members()
+
+
+class Survey:
+    """A model's parameters and the tree of modules that owns them. Made by `survey`."""
+
+    def __init__(self, parameters: tuple[SurveyedParameter, ...], root: _Node) -> None:
+        self.parameters = parameters
+        self._root = root
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters in their page dtypes, without padding."""
+        return self._root.nbytes
+
+    def group(self, unit_bytes: int) -> Grouping:
+        """Cut the tree into units of up to `unit_bytes` bytes each where modules allow, in order.
+
+        Descends until a subtree fits; a module's own parameters are never cut apart. Children of one type
+        in a list are cut alike; experts are units of their own.
+        """
+        return tuple(_cut(self._root, unit_bytes, forced=False))
+
+
+def survey(model: nn.Module, precision: Precision) -> Survey:
+    """Collect and check a model's parameters. Reads no data; works on any device, meta included.
+
+    Raises ConfigError, naming the parameters, where there are none, where two overlap in memory, and for
+    those that are not dense, sparse, complex or quantised, or of a class other than nn.Parameter.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    if not names:
+        raise ConfigError(
+            f"The model, a {type(model).__name__}, has no parameters.", "Give a model that has some."
+        )
+    for parameter, known_as in names.items():
+        _check(parameter, known_as[0])
+    _check_overlap({parameter: known_as[0] for parameter, known_as in names.items()})
+    surveyed = tuple(
+        SurveyedParameter(
+            names=tuple(known_as),
+            shape=parameter.shape,
+            stride=parameter.stride(),
+            dtype=precision.dtype_of(known_as[0], parameter.dtype),
+            numel=parameter.numel(),
+            trainable=parameter.requires_grad,
+        )
+        for parameter, known_as in names.items()
+    )
+    return Survey(surveyed, _tree(model, surveyed))
+
+
+def _check(parameter: nn.Parameter, name: str) -> None:
+    kind = type(parameter)
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ConfigError(
+            f"The parameter {name} has no shape yet.", "Run one forward, so that lazy modules know theirs."
+        )
+    if kind is not nn.Parameter:
+        raise ConfigError(
+            f"The parameter {name} is a {kind.__module__}.{kind.__name__}, whose memory is not its own.",
+            "Give a model of plain nn.Parameter objects.",
+        )
+    if parameter.layout is not torch.strided:
+        raise ConfigError(f"The parameter {name} is {parameter.layout}.", "Make it dense: to_dense().")
+    if parameter.is_quantized:
+        raise ConfigError(f"The parameter {name} is quantised.", "Give it in floating point: dequantize().")
+    if parameter.is_complex() and parameter.requires_grad:
+        raise ConfigError(
+            f"The parameter {name} is complex and trainable, which no update kernel takes.",
+            "Hold it as a real parameter (torch.view_as_real), or freeze it.",
+        )
+    if not _is_dense(parameter):
+        raise ConfigError(
+            f"The parameter {name}, of shape {tuple(parameter.shape)} and strides {parameter.stride()}, is "
+            "not dense.",
+            "Make it a parameter of its own memory: nn.Parameter(parameter.detach().clone()).",
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one range of memory, each once, in whatever order of dimensions."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_overlap(names: dict[nn.Parameter, str]) -> None:
+    ranges = []
+    for parameter, name in names.items():
+        storage = parameter.untyped_storage()
+        # A meta storage has no address; two views of one still share the object.
+        address, base = (0, storage._cdata) if parameter.is_meta else (storage.data_ptr(), 0)
+        if parameter.numel() == 0 or (address == 0 and not parameter.is_meta):
+            continue
+        start = address + parameter.storage_offset() * parameter.itemsize
+        ranges.append((str(parameter.device), base, start, start + parameter.nbytes, name))
+    ranges.sort()
+    for first, second in itertools.pairwise(ranges):
+        if first[:2] == second[:2] and second[2] < first[3]:
+            raise ConfigError(
+                f"The parameters {first[4]} and {second[4]} are different objects over the same memory.",
+                "Tie them by assigning one Parameter to both places, or give each its own memory.",
+            )
+
+
+def _tree(model: nn.Module, parameters: tuple[SurveyedParameter, ...]) -> _Node:
+    root = _Node("", model)
+    nodes = {"": root}
+    for path, module in model.named_modules():
+        if path:
+            nodes[path] = _Node(path, module)
+            nodes[path.rpartition(".")[0]].children.append(nodes[path])
+    for index, parameter in enumerate(parameters):
+        nodes[parameter.names[0].rpartition(".")[0]].own.append(index)
+    for node in reversed(nodes.values()):  # children come after their parents
+        node.nbytes = sum(parameters[index].nbytes for index in node.own)
+        node.nbytes += sum(child.nbytes for child in node.children)
+        node.must_cut = _holds_experts(node) or any(child.must_cut for child in node.children)
+    return root
+
+
+def _holds_experts(node: _Node) -> bool:
+    name = node.path.rpartition(".")[2]
+    return isinstance(node.module, nn.ModuleList) and fnmatch.fnmatchcase(name, "*experts*")
+
+
+def _cut(node: _Node, unit_bytes: int, *, forced: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if not _cuttable(node) or not (forced or _needs_cut(node, unit_bytes)):
+        members = tuple(node.members())
+        if members:
+            yield node.path, members
+        return
+    if node.own:
+        yield node.path, tuple(node.own)
+    alike = set()
+    if isinstance(node.module, _REPEATING):
+        alike = {type(child.module) for child in node.children if _needs_cut(child, unit_bytes)}
+    for child in node.children:
+        yield from _cut(child, unit_bytes, forced=type(child.module) in alike)
+
+
+def _cuttable(node: _Node) -> bool:
+    return bool(node.children) and not isinstance(node.module, _WHOLE)
+
+
+def _needs_cut(node: _Node, unit_bytes: int) -> bool:
+    return node.must_cut or node.nbytes > unit_bytes
