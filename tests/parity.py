@@ -1,0 +1,286 @@
+"""One training loop, run by plain PyTorch and by the runtime, recorded so that the two can be compared.
+
+Everything random is seeded before each micro-batch, so both halves draw the same dropout masks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from homes import budget_for, check_homes
+from torch import Tensor, nn
+from zoo import Batch, Entry
+
+import infinity
+from infinity.aio import Faults
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": lambda groups, **options: torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options),
+    "plain_sgd": torch.optim.SGD,
+    "adagrad": lambda groups, **options: torch.optim.Adagrad(
+        groups, initial_accumulator_value=0.1, **options
+    ),
+}
+RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. Hashable, so that runs can be kept and shared between tests."""
+
+    accumulate: int = 1
+    clip: float | None = None
+    groups: int = 1
+    compute: str = "fp32"
+    optimizer: str = "adamw"
+    steps: int = 3
+    decay_rate: bool = False
+    """A scheduler halves the learning rate at every step."""
+
+
+@dataclass
+class Run:
+    """What a run did. Tensors are copies."""
+
+    losses: list[float] = field(default_factory=list)
+    """One a micro-batch, exact."""
+    norms: list[float] = field(default_factory=list)
+    """Of the gradients, one a step where they are clipped."""
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    """Before clipping, accumulated: of the first step, or of every step that was watched."""
+    parameters: list[dict[str, Tensor]] = field(default_factory=list)
+    """state_dict() after the last step, or after every step that was watched."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """state_dict() of the optimizer after the last step."""
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Independent copies, strides kept."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe, **options: Any) -> torch.optim.Optimizer:
+    """Over all parameters, frozen ones too; two groups are matrices and the rest."""
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if recipe.groups == 2:
+        groups = [
+            {"params": [each for each in parameters if each.dim() > 1], "lr": RATE, "weight_decay": 0.1},
+            {"params": [each for each in parameters if each.dim() <= 1], "lr": 3 * RATE, "weight_decay": 0.0},
+        ]
+    return OPTIMIZERS[recipe.optimizer](groups, lr=RATE, **options)
+
+
+def seeded_loss(entry: Entry, model: nn.Module, batch: Batch, step: int, micro: int) -> Tensor:
+    torch.manual_seed(100 * step + micro)
+    return entry.loss(model, batch)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5 if recipe.decay_rate else 1.0)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of every parameter's gradient, by name; None where there is none."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
+    """Plain PyTorch in float32, watched. `options` go to the torch optimizer (fused, foreach)."""
+    model = entry.make()
+    optimizer = make_optimizer(model, recipe, **options)
+    scheduler = scheduler_of(optimizer, recipe)
+    run = Run()
+    for step in range(recipe.steps):
+        for micro in range(recipe.accumulate):
+            loss = seeded_loss(entry, model, entry.batch(step, micro), step, micro)
+            (loss / recipe.accumulate).backward()
+            run.losses.append(loss.item())
+        run.gradients.append(gradients_of(model))
+        if recipe.clip is not None:
+            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), recipe.clip).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        run.parameters.append(copied(model.state_dict()))
+    run.optimizer = optimizer.state_dict()
+    return run
+
+
+def half_up(master: Tensor) -> Tensor:
+    """float32 -> bfloat16 as the split master does it: (bits + 0x8000) >> 16. For finite values."""
+    bits = master.detach().contiguous().view(torch.int32).to(torch.int64) + 0x8000
+    high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.empty_like(master, dtype=torch.bfloat16).copy_(high)
+
+
+def reference_bf16(entry: Entry, recipe: Recipe) -> Run:
+    """Plain PyTorch: bfloat16 parameters, float32 masters, gradients accumulated in float32."""
+    model = entry.make()
+    parameters = dict(model.named_parameters())
+    masters = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
+    small = [name for name in parameters if not any(fnmatch.fnmatch(name, keep) for keep in entry.keep)]
+    for name, parameter in parameters.items():
+        masters[name].requires_grad_(parameter.requires_grad)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_moved_to(masters[name]))
+    holder = nn.Module()
+    for number, master in enumerate(masters.values()):
+        holder.register_parameter(str(number), master)
+    optimizer = make_optimizer(holder, recipe)
+    scheduler = scheduler_of(optimizer, recipe)
+    run = Run()
+    for step in range(recipe.steps):
+        for name in small:
+            parameters[name].data = half_up(masters[name])
+        for name in parameters.keys() - set(small):
+            parameters[name].data = masters[name].detach().clone()
+        for micro in range(recipe.accumulate):
+            inputs, targets = entry.batch(step, micro)
+            inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+            loss = seeded_loss(entry, model, (inputs, targets), step, micro)
+            (loss / recipe.accumulate).backward()
+            run.losses.append(loss.item())
+        gradients = gradients_of(holder)
+        run.gradients.append(dict(zip(parameters, gradients.values(), strict=True)))
+        if recipe.clip is not None:
+            run.norms.append(nn.utils.clip_grad_norm_(masters.values(), recipe.clip).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return run
+
+
+def _moved_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad + gradient
+        parameter.grad = None
+
+    return move
+
+
+def paged(
+    entry: Entry,
+    recipe: Recipe,
+    home: str,
+    directory: Path,
+    *,
+    watch: bool = False,
+    faults: Faults | None = None,
+    **options: Any,
+) -> Run:
+    """The same with the pages at `home` (see homes.py), slabs in `directory`.
+
+    Watching reads every gradient and parameter at each step, which waits for updates; without it only the
+    first step's gradients are read. `faults` are injected into the disk. `options` go to infinity.offload.
+    Asserts that the pages are where they should be, and that nothing of them is left behind.
+    """
+    model = entry.make()
+    optimizer = make_optimizer(model, recipe)
+    precision = infinity.Precision(compute=recipe.compute, keep=entry.keep)
+    budget = budget_for(home, model, optimizer, directory, precision)
+    run = Run()
+    with (
+        injected(faults),
+        infinity.offload(
+            model, optimizer, budget=budget, precision=precision, device="cpu", **options
+        ) as runtime,
+    ):
+        check_homes(home, runtime.plan)
+        scheduler = scheduler_of(runtime.optimizer, recipe)
+        for step in range(recipe.steps):
+            for micro in range(recipe.accumulate):
+                loss = seeded_loss(entry, model, entry.batch(step, micro), step, micro)
+                (loss / recipe.accumulate).backward()
+                run.losses.append(loss.item())
+            if watch or step == 0:
+                run.gradients.append({name: runtime.grad(each) for name, each in model.named_parameters()})
+            if recipe.clip is not None:
+                run.norms.append(float(runtime.clip_grad_norm_(recipe.clip)))
+            runtime.optimizer.step()
+            scheduler.step()
+            runtime.optimizer.zero_grad()
+            if watch or step == recipe.steps - 1:
+                run.parameters.append(copied(model.state_dict()))
+        run.optimizer = tensors_copied(runtime.optimizer.state_dict())
+    assert [each.name for each in directory.iterdir()] == []
+    return run
+
+
+@contextlib.contextmanager
+def injected(faults: Faults | None) -> Iterator[None]:
+    """Runtimes that are opened inside have these faults in their disks."""
+    if faults is None:
+        yield
+        return
+    from infinity import store  # what only these tests need of the inside
+
+    with store.injected(faults):
+        yield
+
+
+def tensors_copied(tree: Any) -> Any:
+    """The same nest of dicts and lists, its tensors cloned."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: tensors_copied(each) for key, each in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [tensors_copied(each) for each in tree]
+    return tree
+
+
+def differences(left: Any, right: Any, where: str = "") -> list[str]:
+    """Where two nests of dicts, lists, tensors and numbers differ in any bit, shape, dtype or stride."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return [] if _same_bits(left, right) else [where]
+    if isinstance(left, dict) and isinstance(right, dict):
+        found = [f"{where}.{key}: only on one side" for key in left.keys() ^ right.keys()]
+        return found + [
+            each
+            for key in left.keys() & right.keys()
+            for each in differences(left[key], right[key], f"{where}.{key}")
+        ]
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        found = [] if len(left) == len(right) else [f"{where}: {len(left)} against {len(right)}"]
+        pairs = enumerate(zip(left, right, strict=False))
+        return found + [each for at, (a, b) in pairs for each in differences(a, b, f"{where}[{at}]")]
+    same = type(left) is type(right) and left == right
+    return [] if same else [f"{where}: {left!r} against {right!r}"]
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape or left.stride() != right.stride():
+        return False
+    # As bytes, for -0.0 equals 0.0 and NaN is not equal to itself.
+    return torch.equal(
+        left.reshape(-1).contiguous().view(torch.uint8), right.reshape(-1).contiguous().view(torch.uint8)
+    )
+
+
+def loss_distance(left: Run, right: Run) -> float:
+    """The largest relative difference between the two runs' losses."""
+    pairs = zip(left.losses, right.losses, strict=True)
+    return max(abs(a - b) / max(abs(a), 1e-6) for a, b in pairs)
+
+
+def loss_tolerance(entry: Entry, recipe: Recipe) -> float:
+    """1e-5, or twice what lies between torch's own two implementations, where that is more."""
+    fused, foreach = (
+        reference(entry, recipe, fused=True),
+        reference(entry, recipe, foreach=True),
+    )
+    return max(1e-5, 2 * loss_distance(fused, foreach))
