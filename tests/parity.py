@@ -125,8 +125,8 @@ def half_up(master: Tensor) -> Tensor:
     return torch.empty_like(master, dtype=torch.bfloat16).copy_(high)
 
 
-def reference_bf16(entry: Entry, recipe: Recipe) -> Run:
-    """Plain PyTorch: bfloat16 parameters, float32 masters, gradients accumulated in float32."""
+def reference_bf16(entry: Entry, recipe: Recipe, **options: Any) -> Run:
+    """The same with bfloat16 parameters, float32 masters and gradients accumulated in float32, unwatched."""
     model = entry.make()
     parameters = dict(model.named_parameters())
     masters = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
@@ -138,7 +138,7 @@ def reference_bf16(entry: Entry, recipe: Recipe) -> Run:
     holder = nn.Module()
     for number, master in enumerate(masters.values()):
         holder.register_parameter(str(number), master)
-    optimizer = make_optimizer(holder, recipe)
+    optimizer = make_optimizer(holder, recipe, **options)
     scheduler = scheduler_of(optimizer, recipe)
     run = Run()
     for step in range(recipe.steps):
@@ -278,9 +278,9 @@ def loss_distance(left: Run, right: Run) -> float:
 
 
 def loss_tolerance(entry: Entry, recipe: Recipe) -> float:
-    """1e-5, or twice what lies between torch's own two implementations, where that is more."""
-    fused, foreach = (
-        reference(entry, recipe, fused=True),
-        reference(entry, recipe, foreach=True),
-    )
-    return max(1e-5, 2 * loss_distance(fused, foreach))
+    """1e-5, or twice what lies between torch's own two implementations, where that is more.
+
+    For bfloat16 1e-4: an update that differs in its last bit now and then rounds a parameter the other way.
+    """
+    run, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 1e-4)
+    return max(least, 2 * loss_distance(run(entry, recipe, fused=True), run(entry, recipe, foreach=True)))

@@ -1,0 +1,236 @@
+"""Training with pages against plain PyTorch, and with the pages in one place against another.
+
+Against PyTorch: the first step's losses and gradients to the bit, later losses to the optimizer's rounding.
+Between placements: every bit, always.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zoo
+from homes import HOMES
+from parity import OPTIMIZERS, Recipe, Run, differences
+from zoo import Entry
+
+from infinity.aio import Faults
+
+each_entry = pytest.mark.parametrize("entry", zoo.ENTRIES, ids=str)
+TRANSFORMER = zoo.entry("transformer")
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "home": HOMES,
+    "accumulate": (1, 4),
+    "clip": (None, 0.5),
+    "groups": (1, 2),
+    "compute": ("fp32", "bf16"),
+}
+
+
+def product() -> list[dict[str, Any]]:
+    """Every combination of the factors."""
+    return [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+
+
+def pairwise() -> list[dict[str, Any]]:
+    """Few combinations that hold every pair of values of any two factors; greedy, always the same ones."""
+
+    def pairs(case: dict[str, Any]) -> set[tuple[Any, ...]]:
+        return set(itertools.combinations(case.items(), 2))
+
+    chosen, missing = [], set().union(*map(pairs, product()))
+    while missing:
+        best = max(product(), key=lambda case: len(pairs(case) & missing))
+        missing -= pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def cases() -> list[Any]:
+    """All combinations for the transformer, pairwise ones for the rest; those left over are slow."""
+    quick, found = pairwise(), []
+    for entry, case in itertools.product(zoo.ENTRIES, product()):
+        words = [
+            str(entry),
+            case["home"],
+            f"accumulate {case['accumulate']}",
+            "clipped" if case["clip"] else "unclipped",
+            f"groups {case['groups']}",
+            case["compute"],
+        ]
+        slow = () if entry is TRANSFORMER or case in quick else (pytest.mark.slow,)
+        found.append(pytest.param(entry, case, id=", ".join(words), marks=slow))
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def plain(entry: Entry, recipe: Recipe) -> Run:
+    run = parity.reference if recipe.compute == "fp32" else parity.reference_bf16
+    return run(entry, recipe)
+
+
+@functools.lru_cache(maxsize=None)
+def tolerance(entry: Entry, recipe: Recipe) -> float:
+    return parity.loss_tolerance(entry, recipe)
+
+
+class Placed:
+    """Runs with the pages in the device tier, kept for comparison."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.runs: dict[tuple[Entry, Recipe, bool], Run] = {}
+
+    def on_device(self, entry: Entry, recipe: Recipe, *, watch: bool = False) -> Run:
+        key = (entry, recipe, watch)
+        if key not in self.runs:
+            self.runs[key] = parity.paged(entry, recipe, "device", self.root, watch=watch)
+        return self.runs[key]
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory) -> Placed:
+    return Placed(tmp_path_factory.mktemp("device"))
+
+
+def check_same_as_pytorch(entry: Entry, recipe: Recipe, run: Run) -> None:
+    truth = plain(entry, recipe)
+    assert run.losses[: recipe.accumulate] == truth.losses[: recipe.accumulate]
+    assert parity.loss_distance(run, truth) <= tolerance(entry, recipe)
+    assert run.norms == pytest.approx(truth.norms, rel=1e-5 if recipe.compute == "fp32" else 1e-3)
+    if recipe.compute == "fp32" or entry.one_gradient:
+        in_fp32 = {name: None if grad is None else grad.float() for name, grad in run.gradients[0].items()}
+        assert differences(in_fp32, truth.gradients[0]) == []
+
+
+@pytest.mark.parametrize("entry, case", cases())
+def test_matrix(entry: Entry, case: dict[str, Any], placed: Placed, tmp_path: Path) -> None:
+    home = case["home"]
+    recipe = Recipe(**{name: value for name, value in case.items() if name != "home"})
+    base = placed.on_device(entry, recipe)
+    check_same_as_pytorch(entry, recipe, base)
+    if home != "device":
+        run = parity.paged(entry, recipe, home, tmp_path)
+        assert differences(vars(run), vars(base)) == []
+
+
+@each_entry
+@pytest.mark.parametrize("home", ["nvme", "mixed"])
+def test_every_step_is_the_same_wherever_pages_are(
+    entry: Entry, home: str, placed: Placed, tmp_path: Path
+) -> None:
+    recipe = Recipe(clip=0.5)
+    base = placed.on_device(entry, recipe, watch=True)
+    run = parity.paged(entry, recipe, home, tmp_path, watch=True)
+    assert len(run.gradients) == len(run.parameters) == recipe.steps
+    assert differences(vars(run), vars(base)) == []
+    unwatched = placed.on_device(entry, recipe)
+    assert differences(run.parameters[-1], unwatched.parameters[-1]) == []
+
+
+@each_entry
+def test_the_first_update_is_pytorchs_to_a_rounding(entry: Entry, placed: Placed) -> None:
+    recipe = Recipe(clip=0.5)
+    run, truth = placed.on_device(entry, recipe, watch=True), plain(entry, recipe)
+    for name, before in entry.make().state_dict().items():
+        ours, torchs = run.parameters[0][name], truth.parameters[0][name]
+        assert ours.stride() == torchs.stride(), name
+        # 8 ULP of the larger operand of the last subtraction.
+        bound = 8 * 2.0**-23 * before.double().abs().clamp(min=parity.RATE)
+        assert bool(((ours.double() - torchs.double()).abs() <= bound).all()), name
+
+
+@each_entry
+def test_reads_and_writes_that_come_late_change_nothing(
+    entry: Entry, placed: Placed, tmp_path: Path
+) -> None:
+    faults = Faults()
+    for nth in range(1, 400, 3):
+        faults.delay("read", nth, 0.002 * (nth % 4))
+        faults.delay("write", nth, 0.003 * (nth % 5))
+    recipe = Recipe(accumulate=2, clip=0.5)
+    run = parity.paged(entry, recipe, "nvme", tmp_path, faults=faults)
+    assert faults.fired > 10
+    assert differences(vars(run), vars(placed.on_device(entry, recipe))) == []
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_slow_disk_changes_nothing(kind: str, placed: Placed, tmp_path: Path) -> None:
+    faults = Faults()
+    faults.delay(kind, 1, 0.003, times=None)
+    run = parity.paged(TRANSFORMER, Recipe(), "mixed", tmp_path, faults=faults)
+    assert faults.fired > 0
+    assert differences(vars(run), vars(placed.on_device(TRANSFORMER, Recipe()))) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("home", ["nvme", "unified"])
+def test_optimizers(optimizer: str, home: str, placed: Placed, tmp_path: Path) -> None:
+    recipe = Recipe(optimizer=optimizer, groups=2, decay_rate=True, steps=5)
+    base = placed.on_device(TRANSFORMER, recipe)
+    check_same_as_pytorch(TRANSFORMER, recipe, base)
+    run = parity.paged(TRANSFORMER, recipe, home, tmp_path)
+    assert differences(vars(run), vars(base)) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["transformer", "mixture", "frozen"])
+def test_the_optimizers_state_dict_is_torchs(name: str, optimizer: str, placed: Placed) -> None:
+    recipe = Recipe(optimizer=optimizer, groups=2, decay_rate=True)
+    ours = placed.on_device(zoo.entry(name), recipe).optimizer
+    torchs = plain(zoo.entry(name), recipe).optimizer
+    assert ours["param_groups"] == torchs["param_groups"]
+    assert ours["state"].keys() == torchs["state"].keys()
+    for number, state in torchs["state"].items():
+        for key, value in state.items():
+            mine = ours["state"][number][key]
+            if not isinstance(value, torch.Tensor):
+                assert mine == value, (number, key)
+                continue
+            torch.testing.assert_close(
+                torch.as_tensor(mine), value, rtol=1e-3, atol=1e-5 * value.abs().max().item()
+            )
+
+
+@pytest.mark.parametrize("update", ["lazy", "sync"])
+def test_when_updates_happen_changes_nothing(update: str, placed: Placed, tmp_path: Path) -> None:
+    recipe = Recipe(accumulate=2, clip=0.5)
+    run = parity.paged(TRANSFORMER, recipe, "nvme", tmp_path, update=update)
+    assert differences(vars(run), vars(placed.on_device(TRANSFORMER, recipe))) == []
+
+
+@each_entry
+def test_fifty_steps_follow_pytorch(entry: Entry, tmp_path: Path) -> None:
+    recipe = Recipe(steps=50)
+    run = parity.paged(entry, recipe, "nvme", tmp_path)
+    truth = plain(entry, recipe)
+    assert parity.loss_distance(run, truth) <= tolerance(entry, recipe)
+
+
+@each_entry
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_plain_pytorch_trains_every_model(entry: Entry, compute: str) -> None:
+    recipe = Recipe(accumulate=2, clip=0.5, compute=compute)
+    run = plain(entry, recipe)
+    assert all(torch.tensor(run.losses).isfinite())
+    assert differences(run.gradients[0], plain(entry, replace(recipe, steps=1)).gradients[0]) == []
+    missing = {name for name, gradient in run.gradients[0].items() if gradient is None}
+    if entry.name == "mixture":
+        assert 0 < len({name.split(".")[1] for name in missing}) < 6
+        assert {"experts.5.0.weight"} < missing
+    else:
+        assert bool(missing) is (entry.name == "frozen")
+
+
+def test_the_quick_matrix_holds_every_pair() -> None:
+    for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
+        for value, another in itertools.product(values, others):
+            assert any(case[name] == value and case[other] == another for case in pairwise())
+    assert len(pairwise()) < 20
