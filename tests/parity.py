@@ -239,7 +239,7 @@ def tensors_copied(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: tensors_copied(each) for key, each in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [tensors_copied(each) for each in tree]
+        return type(tree)(tensors_copied(each) for each in tree)
     return tree
 
 

@@ -39,6 +39,7 @@ def product() -> list[dict[str, Any]]:
     return [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
 
 
+@functools.cache
 def pairwise() -> list[dict[str, Any]]:
     """Few combinations that hold every pair of values of any two factors; greedy, always the same ones."""
 
@@ -70,13 +71,13 @@ def cases() -> list[Any]:
     return found
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def plain(entry: Entry, recipe: Recipe) -> Run:
     run = parity.reference if recipe.compute == "fp32" else parity.reference_bf16
     return run(entry, recipe)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tolerance(entry: Entry, recipe: Recipe) -> float:
     return parity.loss_tolerance(entry, recipe)
 
@@ -148,9 +149,7 @@ def test_the_first_update_is_pytorchs_to_a_rounding(entry: Entry, placed: Placed
 
 
 @each_entry
-def test_reads_and_writes_that_come_late_change_nothing(
-    entry: Entry, placed: Placed, tmp_path: Path
-) -> None:
+def test_reads_and_writes_that_come_late_change_nothing(entry: Entry, placed: Placed, tmp_path: Path) -> None:
     faults = Faults()
     for nth in range(1, 400, 3):
         faults.delay("read", nth, 0.002 * (nth % 4))
