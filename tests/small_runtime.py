@@ -1,0 +1,90 @@
+"""Runtimes over models of the zoo, for tests of what people may do with a model whose pages are elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from homes import budget_for, check_homes
+from parity import gradients_of
+from torch import Tensor, nn
+from zoo import Entry, entry
+
+import infinity
+
+TIED = entry("tied")
+"""Attention, tied weights, parameters over several chunks, no dropout."""
+
+WIDE = "blocks.1.mlp.0.weight"
+"""A parameter of TIED that is larger than a chunk can be small."""
+
+Gradients = Callable[[], dict[str, Tensor | None]]
+
+
+@contextlib.contextmanager
+def opened(
+    model: nn.Module,
+    directory: Path,
+    *,
+    home: str = "nvme",
+    compute: str = "fp32",
+    train: bool = True,
+    **options: Any,
+) -> Iterator[Any]:
+    """The model offloaded with its pages at `home`, AdamW as its optimizer; `options` go to infinity.offload.
+
+    Asserts at the end that nothing is left in the directory.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if train else None
+    precision = infinity.Precision(compute=compute)
+    budget = budget_for(home, model, optimizer, directory, precision)
+    with infinity.offload(
+        model, optimizer, budget=budget, precision=precision, device="cpu", **options
+    ) as runtime:
+        check_homes(home, runtime.plan)
+        yield runtime
+    assert files(directory) == []
+
+
+def files(directory: Path) -> list[str]:
+    """What is in the directory, by name."""
+    return [each.name for each in directory.iterdir()]
+
+
+def gradients(runtime: Any, model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: runtime.grad(each) for name, each in model.named_parameters()}
+
+
+def loss_of(model: nn.Module, step: int = 0, *, of: Entry = TIED) -> Tensor:
+    return of.loss(model, of.batch(step, 0))
+
+
+def train_step(model: nn.Module, runtime: Any, step: int = 0) -> float:
+    """One whole step on the batch of that number; the loss before it."""
+    loss = loss_of(model, step)
+    loss.backward()
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    return loss.item()
+
+
+def in_both(
+    act: Callable[[nn.Module, Gradients], Any],
+    directory: Path,
+    *,
+    home: str = "nvme",
+    of: Entry = TIED,
+) -> tuple[Any, Any]:
+    """What `act(model, gradients)` returns for a plain model and for the same one with pages.
+
+    `gradients()` gives copies of all gradients by name, in either.
+    """
+    plain = of.make()
+    expected = act(plain, lambda: gradients_of(plain))
+    model = of.make()
+    with opened(model, directory, home=home) as runtime:
+        got = act(model, lambda: gradients(runtime, model))
+    return got, expected

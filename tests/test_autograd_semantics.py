@@ -1,0 +1,400 @@
+"""Everything that autograd lets people do, with pages elsewhere: the same bits as the plain model, or the same error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import copied, differences
+from small_runtime import TIED, WIDE, Gradients, gradients, in_both, loss_of, opened, train_step
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from zoo import entry
+
+both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
+
+Outcome = Any
+
+
+def inference(model: nn.Module, gradients: Gradients) -> Outcome:
+    with torch.inference_mode():
+        first = loss_of(model).item()
+    with torch.no_grad():
+        second = loss_of(model, 1).item()
+    loss_of(model).backward()  # and a graph may be recorded afterwards
+    return first, second, gradients()
+
+
+def another_thread(model: nn.Module, gradients: Gradients) -> Outcome:
+    losses: list[Tensor] = []
+
+    def forward() -> None:
+        losses.append(loss_of(model))
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    thread.join()
+    losses[0].backward()
+    return losses[0].item(), gradients()
+
+
+def whole_loop_in_another_thread(model: nn.Module, gradients: Gradients) -> Outcome:
+    losses: list[float] = []
+
+    def work() -> None:
+        loss = loss_of(model)
+        loss.backward()
+        losses.append(loss.item())
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    return losses, gradients()
+
+
+def threads_at_once(model: nn.Module, gradients: Gradients) -> Outcome:
+    losses: dict[int, float] = {}
+
+    def evaluate(step: int) -> None:
+        with torch.no_grad():
+            losses[step] = loss_of(model, step).item()
+
+    threads = [threading.Thread(target=evaluate, args=(step,)) for step in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return losses
+
+
+def repeated_forwards(model: nn.Module, gradients: Gradients) -> Outcome:
+    losses = [loss_of(model, step) for step in range(3)]
+    (losses[0] + losses[2]).backward()
+    return [loss.item() for loss in losses], gradients()
+
+
+def two_losses(model: nn.Module, gradients: Gradients) -> Outcome:
+    first, second = loss_of(model, 0), loss_of(model, 1)
+    second.backward()
+    between = gradients()
+    first.backward()
+    return between, gradients()
+
+
+def two_losses_of_one_graph(model: nn.Module, gradients: Gradients) -> Outcome:
+    inputs, _ = TIED.batch(0, 0)
+    outputs = model(inputs)
+    outputs[0].square().mean().backward(retain_graph=True)
+    outputs[1].sin().sum().backward()
+    return gradients()
+
+
+def retained_graph(model: nn.Module, gradients: Gradients) -> Outcome:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    once = gradients()
+    loss.backward()
+    return once, gradients()
+
+
+def forward_without_backward(model: nn.Module, gradients: Gradients) -> Outcome:
+    for step in range(3):
+        loss_of(model, step)
+    loss_of(model, 3).backward()
+    return gradients()
+
+
+def forward_that_raises(model: nn.Module, gradients: Gradients) -> Outcome:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = model.blocks[1].attention.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model)
+    handle.remove()
+    loss_of(model).backward()
+    return gradients()
+
+
+def backward_that_raises(model: nn.Module, gradients: Gradients) -> Outcome:
+    def fail(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    # At the end of the backward pass, of which nothing is left over then.
+    handle = model.embedding.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model).backward()
+    handle.remove()
+    return loss_of(model).item()
+
+
+def grad_of_some(model: nn.Module, gradients: Gradients) -> Outcome:
+    wanted = [model.get_parameter(WIDE), model.embedding.weight]
+    first = torch.autograd.grad(loss_of(model), wanted)
+    nothing = gradients()
+    loss_of(model, 1).backward()
+    return [each.detach().clone() for each in first], nothing, gradients()
+
+
+def backward_into_some(model: nn.Module, gradients: Gradients) -> Outcome:
+    loss_of(model).backward(inputs=[model.get_parameter(WIDE)])
+    return gradients()
+
+
+def other_peoples_hooks(model: nn.Module, gradients: Gradients) -> Outcome:
+    seen: list[str] = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model.blocks[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.get_parameter(WIDE).register_hook(lambda gradient: gradient * 2)
+    loss_of(model).backward()
+    return seen, gradients()
+
+
+def used_outside_the_model(model: nn.Module, gradients: Gradients) -> Outcome:
+    penalty = sum(each.square().sum() for each in model.parameters())
+    (loss_of(model) + 1e-3 * penalty).backward()
+    return penalty.item(), gradients()
+
+
+def one_block_alone(model: nn.Module, gradients: Gradients) -> Outcome:
+    inputs = torch.linspace(-1, 1, 2 * 5 * 40).view(2, 5, 40).requires_grad_()
+    model.blocks[0](inputs).square().mean().backward()
+    assert inputs.grad is not None
+    return inputs.grad.clone(), gradients()
+
+
+def functional_call_of_the_model(model: nn.Module, gradients: Gradients) -> Outcome:
+    generator = torch.Generator().manual_seed(4)
+    weights = {
+        name: torch.randn(each.shape, generator=generator) / 10 for name, each in model.named_parameters()
+    }
+    inputs, _ = TIED.batch(0, 0)
+    with torch.no_grad():
+        return torch.func.functional_call(model, weights, (inputs,)).clone()
+
+
+ACTS: tuple[Callable[[nn.Module, Gradients], Outcome], ...] = (
+    inference,
+    another_thread,
+    whole_loop_in_another_thread,
+    threads_at_once,
+    repeated_forwards,
+    two_losses,
+    two_losses_of_one_graph,
+    retained_graph,
+    forward_without_backward,
+    forward_that_raises,
+    backward_that_raises,
+    grad_of_some,
+    backward_into_some,
+    other_peoples_hooks,
+    used_outside_the_model,
+    one_block_alone,
+    functional_call_of_the_model,
+)
+
+
+@both_homes
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__.replace("_", " "))
+def test_as_in_plain_pytorch(
+    act: Callable[[nn.Module, Gradients], Outcome], home: str, tmp_path: Path
+) -> None:
+    got, expected = in_both(act, tmp_path, home=home)
+    assert differences(got, expected) == []
+
+
+@both_homes
+@pytest.mark.parametrize("where", ["around the model", "inside it", "after it"])
+def test_other_peoples_saved_tensors_hooks(where: str, home: str, tmp_path: Path) -> None:
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> bytes | Tensor:
+        packed.append(tensor.numel())
+        return tensor.detach().clone()
+
+    def act(model: nn.Module, gradients: Gradients) -> Outcome:
+        packed.clear()
+        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+        if where == "around the model":
+            with hooks:
+                loss_of(model).backward()
+        elif where == "after it":
+            inputs, targets = TIED.batch(0, 0)
+            outputs = model(inputs)
+            with hooks:
+                F.cross_entropy(outputs.flatten(0, 1), targets.flatten()).backward()
+        else:
+            mlp = model.blocks[0].mlp
+            inside = mlp.forward
+
+            def forward(x: Tensor) -> Tensor:
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
+                    return inside(x)
+
+            mlp.forward = forward
+            loss_of(model).backward()
+        assert packed
+        return gradients()
+
+    got, expected = in_both(act, tmp_path, home=home)
+    assert differences(got, expected) == []
+
+
+@both_homes
+@pytest.mark.parametrize("name", ["convnet", "custom"])
+def test_gradients_of_gradients(name: str, home: str, tmp_path: Path) -> None:
+    model_of = entry(name)
+
+    def act(model: nn.Module, gradients: Gradients) -> Outcome:
+        loss = loss_of(model, of=model_of)
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        penalty = sum(each.square().sum() for each in first)
+        assert isinstance(penalty, Tensor)
+        penalty.backward()
+        return penalty.item(), gradients()
+
+    got, expected = in_both(act, tmp_path, home=home, of=model_of)
+    assert differences(got, expected) == []
+    assert any(gradient is not None and bool(gradient.any()) for gradient in got[1].values())
+
+
+@both_homes
+def test_torch_func_on_another_model_while_a_runtime_is_open(home: str, tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    weights = dict(other.named_parameters())
+    rows = torch.randn(6, 5)
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(other, weights, (row,)).sum()
+
+    def per_row() -> dict[str, Tensor]:
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)
+
+    expected = per_row()
+    model = TIED.make()
+    with opened(model, tmp_path, home=home) as runtime:
+        assert differences(per_row(), expected) == []
+        train_step(model, runtime)
+        pending = loss_of(model, 1)
+        assert differences(per_row(), expected) == []
+        pending.backward()
+
+
+@both_homes
+def test_evaluation_between_steps_sees_the_update_and_changes_nothing(home: str, tmp_path: Path) -> None:
+    losses: list[list[float]] = []
+    for evaluates in (False, True):
+        model = TIED.make()
+        with opened(model, tmp_path, home=home) as runtime:
+            losses.append([])
+            seen = None
+            for step in range(3):
+                loss = train_step(model, runtime, step)
+                assert seen is None or seen == loss
+                losses[-1].append(loss)
+                if evaluates:
+                    with torch.no_grad():
+                        model.eval()
+                        seen = loss_of(model, step + 1).item()
+                        model.train()
+    assert losses[0] == losses[1]
+
+
+def edit_in_place(model: nn.Module) -> None:
+    model.get_parameter(WIDE).mul_(2)
+
+
+def edit_a_view(model: nn.Module) -> None:
+    model.get_parameter(WIDE)[3].zero_()
+
+
+def edit_many(model: nn.Module) -> None:
+    torch._foreach_add_([model.get_parameter(WIDE), model.norm.weight], 1.0)
+
+
+@both_homes
+@pytest.mark.parametrize("edit", [edit_in_place, edit_a_view, edit_many])
+def test_editing_between_forward_and_backward_is_pytorchs_error(
+    edit: Callable[[nn.Module], None], home: str, tmp_path: Path
+) -> None:
+    def act(model: nn.Module, gradients: Gradients) -> Outcome:
+        loss = loss_of(model)
+        with torch.no_grad():
+            edit(model)
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            loss.backward()
+        return loss_of(model).item()
+
+    got, expected = in_both(act, tmp_path, home=home)
+    assert got == expected
+
+
+@both_homes
+def test_a_changed_activation_is_pytorchs_error(home: str, tmp_path: Path) -> None:
+    def act(model: nn.Module, gradients: Gradients) -> Outcome:
+        kept: list[Tensor] = []
+        handle = model.blocks[0].mlp[1].register_forward_hook(lambda _, inputs, __: kept.append(inputs[0]))
+        loss = loss_of(model)
+        handle.remove()
+        with torch.no_grad():
+            kept[0].sin_()
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            loss.backward()
+        return loss.item()
+
+    got, expected = in_both(act, tmp_path, home=home)
+    assert got == expected
+
+
+@pytest.mark.parametrize("home", ["mixed", "host", "unified"])
+@pytest.mark.parametrize(
+    "view_of",
+    [
+        lambda weight: weight.detach()[1:],
+        lambda weight: weight.data.view(-1),
+        lambda weight: weight.t(),
+    ],
+    ids=["detached", "data", "view with a graph"],
+)
+def test_a_view_held_over_steps_never_shows_another_pages_bytes(
+    view_of: Callable[[nn.Parameter], Tensor], home: str, tmp_path: Path
+) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path, home=home) as runtime:
+        parameter = model.get_parameter(WIDE)
+        view = view_of(parameter)
+        history = [view.detach().clone()]
+        for step in range(3):
+            train_step(model, runtime, step)
+            with torch.no_grad():
+                loss_of(model, step)
+            history.append(view_of(parameter).detach().clone())
+            known = torch.stack([view.detach() == each for each in history])
+            assert bool(known.any(0).all())
+        assert not torch.equal(history[0], history[-1])
+
+
+@both_homes
+def test_outputs_and_gradients_outlive_the_step(home: str, tmp_path: Path) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path, home=home) as runtime:
+        inputs, _ = TIED.batch(0, 0)
+        outputs = model(inputs)
+        outputs.square().mean().backward()
+        kept = [outputs.detach(), *(each for each in gradients(runtime, model).values() if each is not None)]
+        before = [each.clone() for each in kept]
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        for step in range(2):
+            train_step(model, runtime, step)
+        assert differences(kept, before) == []
+        state = model.state_dict()
+        values = copied(state)
+        train_step(model, runtime, 3)
+        assert differences(dict(state), values) == []

@@ -1,0 +1,360 @@
+"""What people do to models between steps: each way either means what it means in PyTorch, or is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from parity import copied, differences
+from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import infinity
+from infinity.errors import ConfigError, InfinityError
+
+both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
+
+
+def exact_in_bf16(model: nn.Module) -> nn.Module:
+    """The model with its weights rounded, so that an edit means the same in either precision."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def other_weights(like: Tensor) -> Tensor:
+    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(5)).bfloat16()
+    return values.to(like.dtype)
+
+
+def assign_row(parameter: nn.Parameter) -> None:
+    parameter[0] = 0.5
+
+
+def assign_data(parameter: nn.Parameter) -> None:
+    parameter.data = other_weights(parameter)
+
+
+def assign_data_slice(parameter: nn.Parameter) -> None:
+    parameter.data[2:5, 1] = -0.25
+
+
+EDITS: dict[str, Callable[[nn.Parameter], object]] = {
+    "mul_": lambda parameter: parameter.mul_(2),
+    "copy_": lambda parameter: parameter.copy_(other_weights(parameter)),
+    "a row": assign_row,
+    "a view": lambda parameter: parameter.t()[1:].zero_(),
+    "data.mul_": lambda parameter: parameter.data.mul_(2),
+    "data =": assign_data,
+    "data[...] =": assign_data_slice,
+    "out=": lambda parameter: torch.add(parameter, parameter, out=parameter),
+    "init": lambda parameter: nn.init.constant_(parameter, 0.125),
+    "foreach": lambda parameter: torch._foreach_mul_([parameter], 4.0),
+}
+
+
+@both_homes
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_last_and_reach_what_the_optimizer_updates(
+    edit: str, compute: str, home: str, tmp_path: Path
+) -> None:
+    results = []
+    for edited_before in (True, False):
+        model = exact_in_bf16(TIED.make())
+        parameter = model.get_parameter(WIDE)
+        before = parameter.detach().clone()
+        if edited_before:
+            with torch.no_grad():
+                EDITS[edit](parameter)
+        with opened(model, tmp_path, home=home, compute=compute) as runtime:
+            assert model.get_parameter(WIDE) is parameter
+            if not edited_before:
+                with torch.no_grad():
+                    EDITS[edit](parameter)
+            loss_of(model).backward()
+            values = copied(model.state_dict())
+            assert not torch.equal(values[WIDE].float(), before)
+            results.append([values, gradients(runtime, model)])
+            runtime.optimizer.step()
+            loss_of(model, 1)  # whatever updates are lazy happen
+            results[-1] += [copied(model.state_dict()), train_step(model, runtime, 2)]
+    assert differences(results[1], results[0]) == []
+
+
+@both_homes
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_an_edit_between_steps_comes_after_the_update_before_it(
+    compute: str, home: str, tmp_path: Path
+) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path, home=home, compute=compute) as runtime:
+        train_step(model, runtime)
+        with torch.no_grad():
+            model.get_parameter(WIDE).fill_(0.5)
+        assert bool((model.get_parameter(WIDE) == 0.5).all())
+        loss_of(model)
+        assert bool((model.state_dict()[WIDE] == 0.5).all())
+
+
+@both_homes
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_load_state_dict_reaches_what_the_optimizer_updates(compute: str, home: str, tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    loaded = exact_in_bf16(TIED.build())
+    weights = copied(loaded.state_dict())
+    results = []
+    for model in (loaded, TIED.make()):
+        with opened(model, tmp_path, home=home, compute=compute) as runtime:
+            if model is not loaded:
+                assert str(model.load_state_dict(weights)) == "<All keys matched successfully>"
+            losses = [train_step(model, runtime, step) for step in range(2)]
+            results.append([losses, copied(model.state_dict())])
+    assert differences(results[1], results[0]) == []
+
+
+@both_homes
+def test_state_dict_gives_independent_copies_under_the_same_keys(home: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(), TIED.make()
+    with opened(model, tmp_path, home=home):
+        state = model.state_dict()
+        assert list(state) == list(plain.state_dict())
+        assert differences(dict(state), dict(plain.state_dict())) == []
+        for tensor in state.values():
+            assert type(tensor) is Tensor
+            tensor.zero_()
+        assert differences(dict(model.state_dict()), dict(plain.state_dict())) == []
+        assert torch.equal(loss_of(model), loss_of(plain))
+
+
+@both_homes
+def test_metadata_and_values_are_those_of_the_plain_model(home: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(), TIED.make()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    with opened(model, tmp_path, home=home):
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert after.keys() == before.keys()
+        assert all(after[name] is before[name] for name in before)
+        for name, parameter in plain.named_parameters(remove_duplicate=False):
+            mine = after[name]
+            assert isinstance(mine, nn.Parameter)
+            assert (mine.shape, mine.stride(), mine.dtype) == (
+                parameter.shape,
+                parameter.stride(),
+                parameter.dtype,
+            )
+            assert (mine.device, mine.requires_grad, mine.is_leaf) == (parameter.device, True, True)
+            assert torch.equal(mine.data, parameter.data)
+            assert torch.equal(mine.detach(), parameter)
+            assert mine.flatten()[3].item() == parameter.flatten()[3].item()
+            assert mine.tolist() == parameter.tolist()
+            assert differences(torch.from_numpy(mine.detach().numpy().copy()), parameter.detach()) == []
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: saved_and_loaded(model),
+}
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@both_homes
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_plain_and_independent(how: str, home: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(), TIED.make()
+    with opened(model, tmp_path, home=home) as runtime:
+        twin = COPIES[how](model)
+        assert all(type(each) is nn.Parameter for each in twin.parameters())
+        assert twin.head.weight is twin.embedding.weight
+        assert differences(dict(twin.state_dict()), dict(plain.state_dict())) == []
+        train_step(model, runtime)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.add_(0)
+        assert differences(dict(twin.state_dict()), dict(plain.state_dict())) == []
+    # The copy outlives the runtime and trains as any model does.
+    loss_of(twin).backward()
+    loss_of(plain).backward()
+    assert all(
+        torch.equal(mine.grad, other.grad)
+        for mine, other in zip(twin.parameters(), plain.parameters(), strict=True)
+    )
+
+
+SAME: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "cpu()": lambda model: model.cpu(),
+    "to(device)": lambda model: model.to("cpu"),
+    "to(dtype)": lambda model: model.to(torch.float32),
+    "float()": lambda model: model.float(),
+    "eval, train": lambda model: model.eval().train(),
+    "zero_grad": lambda model: model.zero_grad() or model,
+    "apply": lambda model: model.apply(lambda module: None),
+    "requires_grad_": lambda model: model.requires_grad_(True),
+}
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "double()": lambda model: model.double(),
+    "half()": lambda model: model.half(),
+    "to(bfloat16)": lambda model: model.to(torch.bfloat16),
+    "to(meta)": lambda model: model.to("meta"),
+    "to_empty": lambda model: model.to_empty(device="meta"),
+    "one parameter": lambda model: setattr(
+        model.get_parameter(WIDE), "data", model.get_parameter(WIDE).data.double()
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SAME)
+def test_what_changes_nothing_is_allowed(how: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(), TIED.make()
+    with opened(model, tmp_path):
+        assert SAME[how](model) is model
+        assert torch.equal(loss_of(model), loss_of(plain))
+        assert differences(dict(model.state_dict()), dict(plain.state_dict())) == []
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_conversions_are_refused_and_change_nothing(how: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(), TIED.make()
+    with opened(model, tmp_path) as runtime:
+        with pytest.raises(ConfigError):
+            CONVERSIONS[how](model)
+        assert differences(dict(model.state_dict()), dict(plain.state_dict())) == []
+        assert train_step(model, runtime) == loss_of(plain).item()
+
+
+@both_homes
+def test_a_parameter_frozen_later_is_left_alone(home: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(), TIED.make()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    with opened(model, tmp_path, home=home) as runtime:
+        for each, optimizer in ((plain, plain_optimizer), (model, runtime.optimizer)):
+            loss_of(each).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            each.get_parameter(WIDE).requires_grad_(False)
+        frozen = model.state_dict()[WIDE]
+        losses = []
+        for each, optimizer in ((plain, plain_optimizer), (model, runtime.optimizer)):
+            loss = loss_of(each, 1)
+            loss.backward()
+            losses.append(loss.item())
+            if each is model:
+                assert runtime.grad(model.get_parameter(WIDE)) is None
+            optimizer.step()
+        loss_of(model, 2)
+        assert torch.equal(model.state_dict()[WIDE], frozen)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        name = "blocks.0.mlp.0.weight"
+        torch.testing.assert_close(model.state_dict()[name], plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_thawing_what_was_frozen_at_offload_is_refused(tmp_path: Path) -> None:
+    model = TIED.make()
+    model.get_parameter(WIDE).requires_grad_(False)
+    with opened(model, tmp_path), pytest.raises(ConfigError):
+        model.get_parameter(WIDE).requires_grad_(True)
+        loss_of(model).backward()
+
+
+def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path) as runtime:
+        with pytest.raises(ConfigError):
+            runtime.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        assert len(runtime.optimizer.param_groups) == 1
+        train_step(model, runtime)
+
+
+def new_module(model: nn.Module) -> None:
+    model.blocks.append(nn.Linear(40, 40))
+
+
+def new_parameter(model: nn.Module) -> None:
+    model.blocks[0].extra = nn.Parameter(torch.ones(3))
+
+
+def replaced_module(model: nn.Module) -> None:
+    model.blocks[1].mlp[0] = nn.Linear(40, 120)
+
+
+def replaced_parameter(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(40))
+
+
+def removed_module(model: nn.Module) -> None:
+    del model.blocks[1]
+
+
+@pytest.mark.parametrize(
+    "change", [new_module, new_parameter, replaced_module, replaced_parameter, removed_module]
+)
+def test_a_changed_module_tree_is_refused_at_the_next_forward(
+    change: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path) as runtime:
+        train_step(model, runtime)
+        with pytest.raises(ConfigError):
+            change(model)
+            loss_of(model)
+
+
+def test_grad_says_where_gradients_are(tmp_path: Path) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path) as runtime:
+        loss_of(model).backward()
+        with pytest.raises(InfinityError, match=r"runtime\.grad"):
+            _ = model.get_parameter(WIDE).grad
+        with pytest.raises(InfinityError, match=r"runtime\.clip_grad_norm_|runtime\.grad"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        copy_of_it = runtime.grad(model.get_parameter(WIDE))
+        copy_of_it.zero_()
+        assert bool(runtime.grad(model.get_parameter(WIDE)).any())
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(torch.distributed.destroy_process_group)
+        yield
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_around_the_model_is_refused(tmp_path: Path) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path) as runtime:
+        with pytest.raises(ConfigError):
+            DistributedDataParallel(model)
+        train_step(model, runtime)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_ddp_inside_is_refused(tmp_path: Path) -> None:
+    model = DistributedDataParallel(TIED.make())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError):
+        infinity.offload(
+            model,
+            optimizer,
+            budget=infinity.Budget(host="64MiB", nvme={str(tmp_path): "64MiB"}),
+            device="cpu",
+        )
+    assert list(tmp_path.iterdir()) == []
