@@ -1,0 +1,122 @@
+"""This machine's bandwidths for predictions: probed once, quickly, and kept in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.predict import Bandwidths
+from infinity.profile import disk_speed, link_speed, stream_speed
+
+_DISK_BYTES = 32 << 20
+_DISK_SECONDS = 0.3
+"""Of all three probes of all paths together, about; the file is written once before them."""
+_LINK_BYTES = 64 << 20
+_MATRIX = 1024
+_MATMUL_SECONDS = 0.2
+
+
+def cache_path() -> Path:
+    """Where figures are kept: $XDG_CACHE_HOME/infinity/profile.json, by default under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "infinity" / "profile.json"
+
+
+def measure_bandwidths(
+    nvme: Mapping[str, int], device: torch.device, compute_dtype: torch.dtype
+) -> Bandwidths:
+    """Bandwidths for these directories (bytes that may be used in each), this device and this dtype.
+
+    What the cache does not know is probed, in about 1.5 s altogether, and added to it; remove the file to
+    measure again. Raises StorageError for a directory that cannot be written.
+    """
+    figures = _Cache()
+    disks = [
+        figures.get(f"disk {path}", functools.partial(_disk, path, limit, len(nvme)))
+        for path, limit in nvme.items()
+    ]
+    total = {key: sum(disk[key] for disk in disks) if disks else None for key in ("read", "write", "mixed")}
+    host = figures.get("stream", lambda: {"rate": stream_speed(repeats=2)})
+    where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    flops = figures.get(f"flops {where} {compute_dtype}", lambda: {"rate": _flops(device, compute_dtype)})
+    link = None
+    if device.type == "cuda":
+        link = figures.get(f"link {where}", lambda: {"rate": _link(device)})["rate"]
+    figures.save()
+    return Bandwidths(
+        disk_read=total["read"],
+        disk_write=total["write"],
+        disk_mixed=total["mixed"],
+        host_stream=host["rate"],
+        link=link,
+        flops=flops["rate"],
+    )
+
+
+class _Cache:
+    """The file of figures of this host. One that cannot be read or written costs a probe, not an error."""
+
+    def __init__(self) -> None:
+        self._path = cache_path()
+        self._changed = False
+        self._figures: dict[str, dict[str, float]] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(self._path.read_text())
+            self._figures = {key: figures for key, figures in found.items() if _is_figures(figures)}
+
+    def get(self, what: str, probe: Callable[[], dict[str, float]]) -> dict[str, float]:
+        key = f"{platform.node()} {what}"  # home directories are shared between machines
+        if key not in self._figures:
+            self._figures[key] = probe()
+            self._changed = True
+        return self._figures[key]
+
+    def save(self) -> None:
+        if not self._changed:
+            return
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self._figures, indent=1))
+            temporary.replace(self._path)
+
+
+def _is_figures(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(rate, float) and rate > 0 for rate in found.values())
+
+
+def _disk(path: str, limit: int, paths: int) -> dict[str, float]:
+    nbytes = min(limit, _DISK_BYTES) // 4096 * 4096
+    speed = disk_speed(path, nbytes=max(4096, nbytes), seconds=_DISK_SECONDS / 3 / paths)
+    return {"read": speed.read, "write": speed.write, "mixed": speed.mixed}
+
+
+def _link(device: torch.device) -> float:
+    speed = link_speed(device, torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True), repeats=3)
+    return min(speed.to_device, speed.to_host)
+
+
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of square matrix products."""
+    left = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
+
+    def seconds(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            product = left @ left
+        product[0, 0].item()  # waits for the device
+        return time.perf_counter() - start
+
+    seconds(1)
+    once = seconds(1)
+    times = max(1, int(_MATMUL_SECONDS / once))
+    return 2 * _MATRIX**3 * times / seconds(times)

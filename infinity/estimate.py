@@ -1,0 +1,136 @@
+"""What one step of a model allocates and computes, from a run on tensors without data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.config import Precision
+
+_UNKNOWABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""What a run without data meets where the next operation depends on it."""
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One forward, and its backward when training."""
+
+    activations: int
+    """Bytes of all that operations allocated, at the peak; without parameters, inputs and buffers.
+
+    A parameter's gradient counts until it is complete: then it goes to its page."""
+    flops: int
+    """Floating-point operations of matrix products, convolutions and attention."""
+
+
+def estimate_step(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    precision: Precision,
+    device: torch.device,
+    train: bool,
+) -> StepEstimate | None:
+    """Run a step under FakeTensorMode: no memory, no arithmetic, the model is left as it is.
+
+    example_inputs: positional or keyword arguments of forward. Parameters and floating inputs are in the
+    dtypes of `precision`. None where the model's control flow depends on data. What forward itself raises,
+    for instance for inputs that it does not take, is raised here.
+    """
+    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    count, flops = _LiveBytes(), FlopCounterMode(display=False)
+    with mode, torch.random.fork_rng(devices=[]):
+        state = dict(_fake_state(model, precision, device))
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda each: _fake_input(each, precision, device), (args, kwargs)
+        )
+        try:
+            with torch.set_grad_enabled(train), count, flops:
+                output = functional_call(model, state, args, kwargs)
+                if train:
+                    _backward(output)
+        except _UNKNOWABLE:
+            return None
+    return StepEstimate(activations=count.peak, flops=flops.get_total_flops())
+
+
+def _fake_state(
+    model: nn.Module, precision: Precision, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters in their page dtypes, whose gradients vanish at once as they do into pages, and buffers."""
+    for name, parameter in model.named_parameters():
+        fake = torch.empty_strided(
+            parameter.shape,
+            parameter.stride(),
+            dtype=precision.dtype_of(name, parameter.dtype),
+            device=device,
+            requires_grad=parameter.requires_grad,
+        )
+        if fake.requires_grad:
+            hooked: Any = fake  # torch gives this method no types
+            hooked.register_post_accumulate_grad_hook(_drop_gradient)
+        yield name, fake
+    for name, buffer in model.named_buffers():
+        yield name, torch.empty_like(buffer, device=device)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _fake_input(tensor: torch.Tensor, precision: Precision, device: torch.device) -> torch.Tensor:
+    dtype = precision.compute_dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_like(tensor, dtype=dtype, device=device).requires_grad_(tensor.requires_grad)
+
+
+def _backward(output: Any) -> None:
+    leaves = [
+        leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if leaves:
+        torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages that operations made and that still live: now, and at the most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self._seen = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            self._seen[storage] = None  # not made here, or counted before
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage not in self._seen:
+                self._seen[storage] = None
+                self._grow(storage.nbytes())
+                weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
+        return result
+
+    def _grow(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,313 @@
+"""Where pages rest: the search for units, chunks and homes that fit the budgets. Pure arithmetic.
+
+[Note: one order, two cuts]
+All pages stand in one line: parameters, gradients, optimizer states, each in the order of units. The front of
+the line fits the nearest tier, the end the NVMe tier, and the rest must fit between: one cut each. Pages only
+move up as a budget grows, so a larger budget never refuses what a smaller one took, and the smallest that
+would do is exact for each way to cut units and chunks. Rooms that the cuts leave are filled first-fit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from infinity.config import Precision
+from infinity.cpu_adam import BLOCK
+from infinity.layout import Extent, extents, page_bytes, round_up
+from infinity.rules import Rule, state_format
+from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.units import Grouping, Survey
+
+_CHUNKS = tuple(4 << 20 >> shift for shift in range(0, 11, 2))
+"""Elements, most useful first; the last is the smallest there is."""
+
+_LARGEST_UNIT = 1 << 30
+_SMALLEST_UNIT = 64 << 10
+_FEWEST_UNITS = 8
+
+
+class Kind(enum.Enum):
+    """What a page holds of its unit."""
+
+    PARAMETER = "parameter"
+    """Parameters as forward and backward take them."""
+    GRADIENT = "gradient"
+    """Accumulated gradients of the trainable ones."""
+    OPTIMIZER = "optimizer"
+    """Master parameters (or what completes them) and moments."""
+
+
+Homes = tuple[dict[Kind, Tier | None], ...]
+"""Per unit; None for a page without bytes."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that each tier has for pages and buffers."""
+
+    device: int | None
+    """None: the same RAM as the host's."""
+    host: int
+    nvme: int
+
+
+@dataclass(frozen=True)
+class Comfort:
+    """How much working room a placement leaves, and how far down it may go."""
+
+    slots: int
+    lookahead: int
+    """Parameter pages that can be resident at one time besides those at home there."""
+    nvme: bool = True
+    share: float = 1.0
+    """The most of the host tier that slots may take."""
+
+
+LEAST = Comfort(1, 1)
+_COMFORTS = (
+    Comfort(4, 3, nvme=False),
+    Comfort(2, 2, nvme=False),
+    Comfort(4, 3, share=0.5),
+    Comfort(4, 2, share=0.5),
+    Comfort(4, 1, share=0.5),
+    Comfort(2, 1),
+    LEAST,
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A way to fit: how units and chunks are cut, where pages rest, what room is left to work in."""
+
+    grouping: Grouping
+    chunk_elements: int
+    homes: Homes
+    slot_bytes: int
+    slots: int
+    resident_bytes: int
+
+
+class Candidate:
+    """One way to cut units and chunks, measured."""
+
+    def __init__(
+        self,
+        surveyed: Survey,
+        grouping: Grouping,
+        chunk_elements: int,
+        precision: Precision,
+        rule: Rule | None,
+    ) -> None:
+        self.grouping = grouping
+        self.chunk_elements = chunk_elements
+        units = [
+            extents([surveyed.parameters[index] for index in members], chunk_elements)
+            for _, members in grouping
+        ]
+        self.slot_bytes = 0
+        self.pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        for unit in units:
+            self._measure(unit, precision, rule)
+        line = list(itertools.chain.from_iterable(self.pages.values()))
+        self.ends = [0, *itertools.accumulate(line)]
+        """Bytes of the first pages in line, of any number of them."""
+        self._residents: dict[int, list[int]] = {}
+
+    def _measure(self, unit: Sequence[Extent], precision: Precision, rule: Rule | None) -> None:
+        gradient = optimizer = 0
+        for extent in unit:
+            trained = rule is not None and extent.trainable
+            for count, times in extent.counts(self.chunk_elements):
+                slot = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
+                if rule is not None and trained:
+                    itemsize = precision.accumulate_dtype(extent.dtype).itemsize
+                    gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
+                    states = state_format(rule.arrays(extent.dtype), count).nbytes
+                    slot += gradients + states
+                    gradient += times * gradients
+                    optimizer += times * states
+                self.slot_bytes = max(self.slot_bytes, slot)
+        self.pages[Kind.PARAMETER].append(page_bytes(unit))
+        self.pages[Kind.GRADIENT].append(gradient)
+        self.pages[Kind.OPTIMIZER].append(optimizer)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all pages."""
+        return self.ends[-1]
+
+    def residents(self, lookahead: int) -> list[int]:
+        """Bytes of the `lookahead` largest parameter pages from each place in line to the end."""
+        if lookahead not in self._residents:
+            parameters = self.pages[Kind.PARAMETER]
+            largest: list[int] = []
+            backwards = [0]
+            for nbytes in reversed(parameters):
+                heapq.heappush(largest, nbytes)
+                backwards.append(
+                    backwards[-1] + nbytes - (heapq.heappop(largest) if len(largest) > lookahead else 0)
+                )
+            others = len(self.ends) - 1 - len(parameters)
+            self._residents[lookahead] = [*reversed(backwards), *[0] * others]
+        return self._residents[lookahead]
+
+    def near(self, cut: int, lookahead: int) -> int:
+        """Bytes of the tier that computes if the pages before `cut` rest there. Grows with `cut`."""
+        return self.ends[cut] + self.residents(lookahead)[cut]
+
+    def cuts(self, room: Room, comfort: Comfort) -> tuple[int, int] | None:
+        """Where the device's pages (unified: none) and the host's end in line; None where they do not fit.
+
+        Both cuts are as far down the line as room allows.
+        """
+        working = comfort.slots * self.slot_bytes
+        if working > comfort.share * room.host:
+            return None
+        if room.device is None:
+            near = 0
+            far = self._last(lambda cut: self.near(cut, comfort.lookahead), room.host - working)
+        else:
+            near = self._last(lambda cut: self.near(cut, comfort.lookahead), room.device)
+            far = self._last(lambda cut: self.ends[cut] - self.ends[max(near, 0)], room.host - working)
+        nvme = room.nvme if comfort.nvme else 0
+        if min(near, far) < 0 or self.total - self.ends[far] > nvme:
+            return None
+        return near, far
+
+    def needed(self, tier: Tier, room: Room) -> int | None:
+        """The fewest bytes of `tier` that do with the least working room and the others as they are.
+
+        None: no number of bytes does.
+        """
+        slots = LEAST.slots * self.slot_bytes
+        bottom = bisect.bisect_left(self.ends, self.total - room.nvme)  # from here on, all fits nvme
+        if tier is Tier.DEVICE:
+            near = bisect.bisect_left(self.ends, self.ends[bottom] - (room.host - slots))
+            return self.near(near, LEAST.lookahead) if slots <= room.host else None
+        if room.device is None:
+            if tier is Tier.HOST:
+                return slots + self.near(bottom, LEAST.lookahead)
+            far = self._last(lambda cut: self.near(cut, LEAST.lookahead), room.host - slots)
+        else:
+            near = self._last(lambda cut: self.near(cut, LEAST.lookahead), room.device)
+            if near < 0:
+                return None
+            if tier is Tier.HOST:
+                return slots + max(0, self.ends[bottom] - self.ends[near])
+            far = self._last(lambda cut: self.ends[cut] - self.ends[near], room.host - slots)
+        return None if far < 0 else self.total - self.ends[far]
+
+    def _last(self, need: Callable[[int], int], room: int) -> int:
+        """The last cut whose need is at most `room` bytes, -1 for none; needs do not fall along the line."""
+        return bisect.bisect_right(range(len(self.ends)), room, key=need) - 1
+
+    def place(self, room: Room, comfort: Comfort) -> Placement | None:
+        """Homes for all pages in this room, or None where they do not fit."""
+        cuts = self.cuts(room, comfort)
+        if cuts is None:
+            return None
+        computes_in = Tier.HOST if room.device is None else Tier.DEVICE
+        resident = self.residents(comfort.lookahead)[cuts[computes_in is Tier.HOST]]
+        left = {Tier.HOST: room.host - comfort.slots * self.slot_bytes}
+        if room.device is not None:
+            left[Tier.DEVICE] = room.device
+        left[computes_in] -= resident
+        homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
+        for kind, pages in self.pages.items():
+            for unit, nbytes in enumerate(pages):
+                homes[unit][kind] = _first_fit(nbytes, left)
+        away = [
+            nbytes
+            for nbytes, home in zip(self.pages[Kind.PARAMETER], homes, strict=True)
+            if home[Kind.PARAMETER] is not computes_in
+        ]
+        return Placement(
+            grouping=self.grouping,
+            chunk_elements=self.chunk_elements,
+            homes=tuple(homes),
+            slot_bytes=self.slot_bytes,
+            slots=comfort.slots,
+            resident_bytes=sum(heapq.nlargest(comfort.lookahead, away)),
+        )
+
+
+def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:
+    if nbytes == 0:
+        return None
+    for tier in (Tier.DEVICE, Tier.HOST):
+        if nbytes <= left.get(tier, -1):
+            left[tier] -= nbytes
+            return tier
+    return Tier.NVME
+
+
+class Search:
+    """All ways to cut a model, from the most useful to the smallest, each measured once."""
+
+    def __init__(self, surveyed: Survey, precision: Precision, rule: Rule | None) -> None:
+        self._surveyed = surveyed
+        self._precision = precision
+        self._rule = rule
+        self._groupings = _groupings(surveyed)
+        self._chunks = _chunk_lengths(surveyed)
+        self._measured: dict[tuple[int, int], Candidate] = {}
+
+    def place(self, room: Room) -> Placement | None:
+        """The first placement that fits: comfort first, then large units, then large chunks."""
+        for comfort in _COMFORTS:
+            for candidate in self._candidates():
+                placement = candidate.place(room, comfort)
+                if placement is not None:
+                    return placement
+        return None
+
+    def needed(self, tier: Tier, room: Room) -> int | None:
+        """The fewest bytes of `tier` for which `place` finds something, the others being as they are."""
+        found = (candidate.needed(tier, room) for candidate in self._candidates())
+        return min((nbytes for nbytes in found if nbytes is not None), default=None)
+
+    def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
+        """Budgets that do together, of those the ones with the least memory."""
+        found = []
+        for candidate in self._candidates():
+            room = Room(None if unified else candidate.near(0, LEAST.lookahead), 0, candidate.total * nvme)
+            host = candidate.needed(Tier.HOST, room)
+            if host is not None:
+                found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
+        best = min(found, key=lambda each: each[:2])[2]
+        sizes = {Tier.DEVICE: best.device, Tier.HOST: best.host, Tier.NVME: best.nvme or None}
+        return {tier: nbytes for tier, nbytes in sizes.items() if nbytes is not None}
+
+    def _candidates(self) -> Iterator[Candidate]:
+        for grouping, chunk in itertools.product(range(len(self._groupings)), range(len(self._chunks))):
+            if (grouping, chunk) not in self._measured:
+                self._measured[grouping, chunk] = Candidate(
+                    self._surveyed,
+                    self._groupings[grouping],
+                    self._chunks[chunk],
+                    self._precision,
+                    self._rule,
+                )
+            yield self._measured[grouping, chunk]
+
+
+def _groupings(surveyed: Survey) -> list[Grouping]:
+    """Distinct ways to cut units, the coarsest first, down to one unit a module."""
+    sizes = []
+    size = min(surveyed.nbytes // _FEWEST_UNITS, _LARGEST_UNIT)
+    while size >= _SMALLEST_UNIT:
+        sizes.append(size)
+        size //= 2
+    return list(dict.fromkeys(surveyed.group(size) for size in (*sizes, 1)))
+
+
+def _chunk_lengths(surveyed: Survey) -> list[int]:
+    """Distinct chunk lengths in elements, the longest first: none much longer than all that is trained."""
+    trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
+    longest = round_up(max(trained, 1), BLOCK)
+    return list(dict.fromkeys(min(length, longest) for length in _CHUNKS))

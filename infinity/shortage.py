@@ -1,0 +1,68 @@
+"""What to say when a model does not fit: which tier is short, and the smallest budget that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from infinity.config import format_size
+from infinity.errors import BudgetError
+from infinity.placement import Room, Search
+from infinity.tiers import PAGE_ALIGNMENT, Tier
+
+_ENDLESS = 1 << 62
+_STRIPING = (33, 32)
+"""Several paths hold whole periods of stripes: some 3% of their budgets is for rounding."""
+
+
+def usable_nvme(budgets: Mapping[str, int]) -> int:
+    """Bytes of pages that these directories' budgets hold, in bytes."""
+    nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
+    return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
+
+
+def format_count(number: int) -> str:
+    """`number` for people, such as "309M"."""
+    for factor, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{letter}"
+    return str(number)
+
+
+def shortage(
+    search: Search, room: Room, budgets: Mapping[Tier, int], paths: int, what: str, *, reserved: int
+) -> BudgetError:
+    """The error for a model that fits in no way.
+
+    The device is named first where nothing fits it, then the host, then NVMe. `needed` is exact with the
+    other budgets as they are; where none of the device would do with them, it is what the device needs
+    by itself. reserved: bytes of the device that were taken off `room` before.
+    """
+    if room.device is not None:
+        alone = search.needed(Tier.DEVICE, replace(room, host=_ENDLESS, nvme=_ENDLESS))
+        if alone is not None and alone > room.device:
+            exact = search.needed(Tier.DEVICE, room)
+            return _error(Tier.DEVICE, reserved + (alone if exact is None else exact), what, budgets)
+    host = search.needed(Tier.HOST, replace(room, nvme=_ENDLESS))
+    nvme = search.needed(Tier.NVME, room)
+    if paths and nvme is not None and host is not None and host <= room.host:
+        return _error(Tier.NVME, _striped(nvme, paths), what, budgets)
+    needed = search.needed(Tier.HOST, room)
+    assert needed is not None  # host memory alone can hold everything
+    return _error(Tier.HOST, needed, what, budgets)
+
+
+def _striped(nbytes: int, paths: int) -> int:
+    return nbytes if paths < 2 else -(-nbytes * _STRIPING[0] // _STRIPING[1])
+
+
+def _error(tier: Tier, needed: int, what: str, budgets: Mapping[Tier, int]) -> BudgetError:
+    cure = f"Give a {tier.value} budget of {format_size(needed)} ({needed} bytes)."
+    if Tier.NVME not in budgets:
+        cure = f"{cure[:-1]}, or add an nvme budget, to which pages can go."
+    return BudgetError(
+        f"{what} need at least {format_size(needed)} in the {tier.value} tier; the budget is "
+        f"{format_size(budgets[tier])}.",
+        cure,
+        needed=needed,
+    )

@@ -1,0 +1,36 @@
+"""Plain text tables for people."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from infinity.config import format_size
+
+_WIDTH = 110
+
+
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line per row under the keys of the first, in columns: ints are bytes, None is unknown."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, name in enumerate(rows[0]):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False)
+    with console.capture() as text:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in text.get().splitlines() if line.strip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, int):
+        return format_size(value) if value else "-"
+    return str(value)
