@@ -71,7 +71,8 @@ class _Cache:
         self._figures: dict[str, dict[str, float]] = {}
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(self._path.read_text())
-            self._figures = {key: figures for key, figures in found.items() if _is_figures(figures)}
+            entries = found.items() if isinstance(found, dict) else ()
+            self._figures = {key: figures for key, figures in entries if _is_figures(figures)}
 
     def get(self, what: str, probe: Callable[[], dict[str, float]]) -> dict[str, float]:
         key = f"{platform.node()} {what}"  # home directories are shared between machines

@@ -1,0 +1,346 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from infinity import bandwidths
+from infinity.bandwidths import cache_path, measure_bandwidths
+from infinity.config import Budget, Precision
+from infinity.errors import BudgetError, ConfigError
+from infinity.placement import Kind
+from infinity.plan import Available, Plan, make_plan, plan
+from infinity.predict import Bandwidths, Traffic, predict
+from infinity.rules import Rule
+from infinity.tiers import Tier
+
+CPU = torch.device("cpu")
+MiB = 1 << 20
+SPEEDS = Bandwidths(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, flops=1e11)
+
+
+def stack(widths, frozen=()) -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, 2 * width) for width in widths))
+    for index in frozen:
+        model[index % len(widths)].requires_grad_(False)
+    return model
+
+
+def planned(model, *, optimizer=torch.optim.AdamW, precision=None, activations=None, **budget) -> Plan:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rule = Rule.of(optimizer(parameters)) if optimizer and parameters else None
+    return make_plan(
+        model,
+        rule,
+        budget=Budget(**budget),
+        precision=precision or Precision(),
+        device=CPU,
+        available=Available(device=64 * MiB, host=64 * MiB),
+        activations=activations,
+    )
+
+
+def check(made: Plan, budget: Budget) -> None:
+    """What the runtime relies on."""
+    away = [
+        unit.nbytes
+        for unit, homes in zip(made.layout.units, made.homes, strict=True)
+        if homes[Kind.PARAMETER] is not (Tier.HOST if made.unified else Tier.DEVICE)
+    ]
+    assert made.resident_bytes >= max(away, default=0)
+    assert made.slots >= 1
+    for index, unit in enumerate(made.layout.units):
+        ends = {Kind.GRADIENT: 0, Kind.OPTIMIZER: 0}
+        for number, chunk in enumerate(unit.chunks):
+            dtype = unit.regions[chunk.region].dtype
+            gradients = -(-chunk.count * made.precision.accumulate_dtype(dtype).itemsize // 4096) * 4096
+            gradients = gradients if made.rule else 0
+            states = made.state_format(index, number).nbytes
+            assert made.gradient_offset(index, number) == ends[Kind.GRADIENT]
+            assert made.state_offset(index, number) == ends[Kind.OPTIMIZER]
+            ends[Kind.GRADIENT] += gradients
+            ends[Kind.OPTIMIZER] += states
+            assert made.slot_bytes >= -(-chunk.count * dtype.itemsize // 4096) * 4096 + gradients + states
+        for kind, end in ends.items():
+            assert made.page_bytes(index, kind) == end
+            assert (made.homes[index][kind] is None) == (end == 0)
+    total = sum(made.page_bytes(unit, kind) for unit in range(len(made.homes)) for kind in Kind)
+    assert sum(made.home_bytes.values()) == total
+    assert made.host_bytes <= made.budgets[Tier.HOST]
+    assert made.nvme_bytes <= sum(budget.nvme_bytes.values())
+    if not made.unified:
+        assert made.device_bytes <= made.budgets[Tier.DEVICE]
+    assert all(row["free"] >= 0 for row in made.rows())
+
+
+models = st.builds(
+    stack,
+    st.lists(st.sampled_from([3, 17, 64, 90, 130]), min_size=1, max_size=6),
+    st.sets(st.integers(0, 5), max_size=2),
+)
+sizes = st.integers(1, 3 * MiB) | st.integers(1, 100_000)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    model=models,
+    optimizer=st.sampled_from([None, torch.optim.AdamW, torch.optim.SGD]),
+    precision=st.builds(
+        Precision,
+        compute=st.sampled_from(["bf16", "fp16", "fp32"]),
+        accumulate=st.sampled_from(["fp32", "compute"]),
+    ),
+    activations=st.none() | st.integers(0, MiB),
+    device=st.none() | sizes,
+    host=sizes,
+    nvme=st.none() | sizes,
+)
+def test_needed_is_exact(*, model, optimizer, precision, activations, device, host, nvme) -> None:
+    budget = {"device": device, "host": host, "nvme": nvme and {"/nowhere": nvme}}
+    short: list[str] = []
+    for _ in range(4):
+        arguments = {"optimizer": optimizer, "precision": precision, "activations": activations, **budget}
+        try:
+            made = planned(model, **arguments)
+        except BudgetError as error:
+            tier = next(each for each in ("device", "host", "nvme") if f"the {each} tier" in error.cause)
+            assert error.needed is not None
+            assert str(error.needed) in error.cure
+            needed = error.needed
+        else:
+            break
+        short.append(tier)
+        less = max(1, needed - 4096)
+        budget = {**budget, tier: {"/nowhere": less} if tier == "nvme" else less}
+        with pytest.raises(BudgetError):
+            planned(model, **{**arguments, **budget})
+        budget = {**budget, tier: {"/nowhere": needed} if tier == "nvme" else needed}
+    # The figure for one tier suffices, unless the device alone cannot make up for the host.
+    assert len(short) <= (2 if short[:1] == ["device"] else 1)
+    check(made, Budget(**budget))
+
+
+@settings(max_examples=40, deadline=None)
+@given(model=models, device=st.none() | sizes, nvme=st.booleans())
+def test_the_smallest_budgets_do(model, device, nvme) -> None:
+    plenty = {
+        "device": device and 64 * MiB,
+        "host": 64 * MiB,
+        "nvme": {"/nowhere": 64 * MiB} if nvme else None,
+    }
+    smallest = planned(model, activations=5000, **plenty).smallest
+    budget = {tier.value: nbytes for tier, nbytes in smallest.items() if tier is not Tier.NVME}
+    budget["nvme"] = {"/nowhere": smallest[Tier.NVME]} if nvme else None
+    made = planned(model, activations=5000, **budget)
+    assert made.smallest == smallest
+    check(made, Budget(**budget))
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=models, device=st.none() | sizes, host=sizes, nvme=st.none() | sizes, more=st.integers(0, MiB))
+def test_what_fits_still_fits_in_more(model, device, host, nvme, more) -> None:
+    def fits(extra: int) -> bool:
+        try:
+            planned(
+                model,
+                device=device and device + extra,
+                host=host + extra,
+                nvme=nvme and {"/nowhere": nvme + extra},
+            )
+        except BudgetError:
+            return False
+        return True
+
+    assert fits(more) or not fits(0)
+
+
+def test_a_small_model_trains_in_very_little() -> None:
+    model = stack([220])  # 97k parameters
+    made = planned(model, device="1MiB", host="8MiB")
+    assert made.home_bytes[Tier.DEVICE] > 0
+    model = stack([64] * 12)
+    made = planned(model, device=20 * 1024, host=160 * 1024, nvme={"/nowhere": "8MiB"})
+    assert len(made.layout.units) == 12
+
+
+def test_with_room_all_rests_near_and_parameters_come_first() -> None:
+    model = stack([64] * 4)
+    made = planned(model, host="64MiB", nvme={"/nowhere": "64MiB"})
+    assert made.unified
+    assert made.resident_bytes == made.nvme_bytes == 0
+    parameters = sum(unit.nbytes for unit in made.layout.units)
+    made = planned(model, device=parameters, host="64MiB")
+    assert {homes[Kind.PARAMETER] for homes in made.homes} == {Tier.DEVICE}
+    assert {homes[Kind.OPTIMIZER] for homes in made.homes} == {Tier.HOST}
+    assert made.device_bytes == parameters
+
+
+def test_activations_and_buffers_take_room_of_a_separate_device_only() -> None:
+    model = stack([64] * 4)
+    model.register_buffer("mask", torch.empty(1000, device="meta"))
+    assert planned(model, device="1MiB", host="64MiB", activations=1000).device_bytes <= MiB
+    with pytest.raises(BudgetError, match="the device tier"):
+        planned(model, device="1MiB", host="64MiB", activations=MiB)
+    assert planned(model, host="64MiB", activations=1 << 40).activations == 1 << 40
+
+
+def test_the_device_is_named_before_the_host() -> None:
+    with pytest.raises(BudgetError, match="the device tier"):
+        planned(stack([64] * 4), device=4096, host=4096, nvme={"/nowhere": "64MiB"})
+
+
+def test_several_paths_keep_room_for_striping() -> None:
+    model = stack([300] * 4)
+    with pytest.raises(BudgetError) as error:
+        planned(model, host="1MiB", nvme={"/a": "1MiB", "/b": "1MiB"})
+    half = -(-error.value.needed // 2)
+    made = planned(model, host="1MiB", nvme={"/a": half + 4096, "/b": half + 4096})
+    assert made.nvme_bytes * 33 / 32 <= error.value.needed
+
+
+def test_inference_has_no_gradients_and_no_states() -> None:
+    made = planned(stack([64] * 4), optimizer=None, host="1MiB")
+    assert {homes[Kind.GRADIENT] for homes in made.homes} == {None}
+    assert made.traffic.update == 0
+
+
+def test_steps_move_what_rests_elsewhere() -> None:
+    made = planned(
+        stack([64] * 4), host=200_000, nvme={"/nowhere": "64MiB"}, precision=Precision(compute="fp32")
+    )
+    (nvme,) = [row for row in made.rows() if row["tier"] == "nvme"]
+    expected_write = nvme["params"] + nvme["gradients"] + nvme["optimizer"]
+    assert nvme["optimizer"] > 0
+    assert made.traffic.disk_write == expected_write
+    assert made.traffic.disk_read == expected_write + 2 * nvme["params"]
+
+
+@pytest.mark.parametrize(
+    ("moved", "flops", "seconds", "limited_by"),
+    [
+        (Traffic(10**9, 10**9, 0, 0, 4 * 10**9), 10**10, 2e9 / 1.5e9, "disk"),
+        (Traffic(10**9, 10**9, 0, 0, 4 * 10**9), 10**11, 2.0, "compute"),
+        (Traffic(0, 0, 0, 0, 8 * 10**9), 10**11, 3.0, "update"),
+    ],
+)
+def test_a_step_takes_as_long_as_its_busiest_resource(moved, flops, seconds, limited_by) -> None:
+    prediction = predict(moved, SPEEDS, flops)
+    assert prediction.seconds == pytest.approx(seconds)
+    assert prediction.limited_by == limited_by
+
+
+def test_a_link_makes_the_update_run_beside_compute() -> None:
+    speeds = Bandwidths(host_stream=4e9, flops=1e11, link=1e9)
+    prediction = predict(Traffic(0, 0, 3 * 10**9, 10**9, 8 * 10**9), speeds, 10**11)
+    assert (prediction.seconds, prediction.limited_by) == (3.0, "link")
+
+
+def test_a_meta_model_prints_a_table() -> None:
+    made = plan(
+        stack([64] * 4),
+        torch.optim.AdamW(stack([64]).parameters()),
+        budget=Budget(device="64KiB", host="200KiB", nvme={"/nowhere": "2MiB"}),
+        device="cpu",
+    )
+    lines = str(made).splitlines()
+    head = lines[0].split()
+    assert head == ["tier", "budget", "params", "gradients", "optimizer", "working", "activations", "free"]
+    assert [line.split()[0] for line in lines[2:5]] == ["device", "host", "nvme"]
+    assert "unknown" in lines[2]
+    assert "predicted unknown s/step" in lines[5]
+    assert "smallest budgets" in lines[6]
+
+
+@pytest.fixture
+def fast_probes(monkeypatch, tmp_path) -> list[str]:
+    """Probes that measure nothing and are counted, and a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    probed: list[str] = []
+
+    def rates(what: str) -> dict[str, float]:
+        probed.append(what)
+        return {"read": 2e9, "write": 1e9, "mixed": 1e9}
+
+    monkeypatch.setattr(bandwidths, "_disk", lambda path, limit, paths: rates(path))
+    monkeypatch.setattr(bandwidths, "stream_speed", lambda repeats: rates("stream")["read"])
+    monkeypatch.setattr(bandwidths, "_flops", lambda device, dtype: rates(str(dtype))["read"])
+    return probed
+
+
+def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
+    disks = {"/a": 4096, "/b": 4096}
+    first = measure_bandwidths(disks, CPU, torch.bfloat16)
+    assert first.disk_read == 4e9
+    assert fast_probes == ["/a", "/b", "stream", "torch.bfloat16"]
+    assert cache_path().is_relative_to(tmp_path)
+    assert measure_bandwidths(disks, CPU, torch.bfloat16) == first
+    assert len(fast_probes) == 4
+    measure_bandwidths({}, CPU, torch.float32)
+    assert fast_probes[4:] == ["torch.float32"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', "\\x00"])
+def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
+    cache_path().parent.mkdir(parents=True)
+    cache_path().write_text(text)
+    measure_bandwidths({}, CPU, torch.float32)
+    assert len(json.loads(cache_path().read_text())) == 2
+
+
+def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bandwidths, "_DISK_BYTES", 1 << 20)
+    found = measure_bandwidths({str(tmp_path): MiB}, CPU, torch.float32)
+    assert min(found.disk_read, found.disk_write, found.disk_mixed, found.host_stream, found.flops) > 0
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_example_inputs_give_activations_and_time(fast_probes, device) -> None:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = plan(
+        model,
+        optimizer,
+        budget=Budget(host="64MiB"),
+        precision=Precision(compute="fp32"),
+        example_inputs=(torch.zeros(32, 64),),
+        device="cpu",
+    )
+    # The hidden layer is saved before and after the activation or once, its gradient lives beside it.
+    hidden = 32 * 256 * 4
+    assert 2 * hidden <= made.activations <= 4 * hidden
+    # Two products forward; backward, one for each weight and one for the hidden layer.
+    products = 2 * 32 * (2 * 64 * 256 + 3 * 256 * 8)
+    assert made.prediction.compute == products / 2e9
+    assert "s/step · limited by" in str(made)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_control_flow_on_data_leaves_activations_unknown(fast_probes) -> None:
+    class Choosy(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs) if inputs.sum().item() > 0 else inputs
+
+    model = Choosy(4, 4)
+    made = plan(model, None, budget=Budget(host="64MiB"), example_inputs=(torch.ones(2, 4),), device="cpu")
+    assert made.activations is None
+    assert fast_probes == []
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dict"):
+        plan({}, None)
+
+
+def test_a_transformers_configuration_is_built_on_meta() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
+    )
+    made = plan(config, None, budget=Budget(host="64MiB"), device="cpu")
+    assert made.layout.find("model.layers.1.mlp.down_proj.weight")
