@@ -1,0 +1,347 @@
+"""Weights in safetensors files, streamed into a model: one tensor in RAM at a time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from infinity.errors import ConfigError, StorageError, storage_error
+from infinity.materialize import Fill, Registered, listed, materialize, registered
+
+_INDEX = ".safetensors.index.json"
+_FILES = ".safetensors"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of dtypes."""
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Any of these fills any other. float8 does not: it comes with scales that are tensors of their own."""
+
+_CONVERT = "Save the model with safetensors (save_pretrained does), and give the directory or the file."
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Weights:
+    """Named tensors in safetensors files. No file stays open and no tensor is kept."""
+
+    def __init__(self, path: Path, entries: dict[str, _Entry]) -> None:
+        self.path = path
+        self._entries = entries
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, file by file."""
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Elements along each dimension."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises ConfigError for a type that torch has not."""
+        entry = self._entries[name]
+        if entry.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{name} in {entry.file} is of type {entry.dtype}, which cannot be loaded.",
+                f"Save it as one of {', '.join(_DTYPES)}.",
+            )
+        return _DTYPES[entry.dtype]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, contiguous, on the CPU, over pages of the file that leave RAM with it: change a copy.
+
+        Raises StorageError where the file cannot be read, or is not what it was when it was opened.
+        """
+        entry = self._entries[name]
+        dtype = self.dtype(name)
+        # Opened each time (some 0.1 ms): an open file keeps all that was read of it mapped.
+        with _reading(entry.file), safe_open(entry.file, framework="pt", device="cpu") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != dtype:
+            raise _corrupt(entry.file, f"{name} has changed since it was opened")
+        return tensor
+
+
+def open_weights(path: str | os.PathLike[str]) -> Weights:
+    """The weights at `path`: a directory with model.safetensors.index.json, or model.safetensors, or other
+    *.safetensors; or one such file. Only headers are read.
+
+    Raises ConfigError for a path that holds no such thing and for an index that does not fit its files;
+    StorageError for a file that cannot be read or is not safetensors.
+    """
+    path = Path(path)
+    with _reading(path):
+        if path.is_dir():
+            return _open_directory(path)
+        if not path.exists():
+            raise ConfigError(f"There is no {path} to load weights from.", "Give a path that exists.")
+        if path.name.endswith(_INDEX):
+            return _open_index(path)
+        if path.suffix != _FILES:
+            raise ConfigError(f"{path} is not a safetensors file.", _CONVERT)
+        return Weights(path, _merge([path]))
+
+
+def _open_directory(directory: Path) -> Weights:
+    index = _one_of(directory, _INDEX)
+    if index is not None:
+        return Weights(directory, _open_index(index)._entries)
+    whole = directory / f"model{_FILES}"
+    files = [whole] if whole.is_file() else sorted(directory.glob(f"*{_FILES}"))
+    if not files:
+        raise ConfigError(f"{directory} holds no safetensors file.", _CONVERT)
+    return Weights(directory, _merge(files))
+
+
+def _one_of(directory: Path, ending: str) -> Path | None:
+    preferred = directory / f"model{ending}"
+    found = sorted(directory.glob(f"*{ending}"))
+    if preferred in found or not found:
+        return preferred if found else None
+    if len(found) > 1:
+        raise ConfigError(
+            f"{directory} holds several indexes: {listed([file.name for file in found])}.",
+            "Give the path of the one that is meant.",
+        )
+    return found[0]
+
+
+def _open_index(index: Path) -> Weights:
+    mapping = _weight_map(index)
+    for file in sorted(set(mapping.values())):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise ConfigError(f"{index} names {file!r}, which is not a file beside it.", "Mend the index.")
+        if not (index.parent / file).is_file():
+            raise ConfigError(f"{index} names {file}, which is missing.", "Fetch or copy the file again.")
+    entries = {}
+    for file in sorted(set(mapping.values())):
+        entries.update(
+            {name: entry for name, entry in _headers(index.parent / file) if mapping.get(name) == file}
+        )
+    if absent := sorted(mapping.keys() - entries.keys()):
+        raise ConfigError(
+            f"{index} names tensors that its files lack: {listed(absent)}.", "Fetch or copy the files again."
+        )
+    return Weights(index, entries)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        content: Any = json.loads(index.read_text(encoding="utf-8"))
+        mapping = content["weight_map"]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise _corrupt(index, "it is not an index") from error
+    if not isinstance(mapping, dict) or not all(isinstance(file, str) for file in mapping.values()):
+        raise _corrupt(index, "its weight_map does not map names to files")
+    return mapping
+
+
+def _merge(files: Iterable[Path]) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    for file in files:
+        for name, entry in _headers(file):
+            if name in entries:
+                raise ConfigError(
+                    f"{name} is in {entries[name].file.name} and in {file.name}.",
+                    "Give one of the files, or add an index that says which one counts.",
+                )
+            entries[name] = entry
+    return entries
+
+
+def _headers(path: Path) -> Iterator[tuple[str, _Entry]]:
+    with _reading(path), safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            described = file.get_slice(name)
+            yield name, _Entry(path, tuple(described.get_shape()), described.get_dtype())
+
+
+class _reading:
+    """Turns what safetensors and the system raise about `path` into StorageError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, SafetensorError):
+            raise _corrupt(self._path, str(error)) from error
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            # safetensors raises FileNotFoundError and its like without a number.
+            number = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno or errno.EIO
+            raise storage_error("read", str(self._path), None, number) from error
+
+
+def _corrupt(path: Path, what: str) -> StorageError:
+    return StorageError(f"{path} cannot be used: {what}.", "Fetch or copy the file again.", path=str(path))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which weight fills what."""
+
+    parameters: tuple[tuple[nn.Parameter, str], ...]
+    """Each distinct parameter and the name of its weight, in the model's order."""
+
+    buffers: tuple[tuple[torch.Tensor, str], ...]
+    """Each distinct persistent buffer and the name of its weight."""
+
+    unexpected: tuple[str, ...]
+    """Names of weights that the model has no place for."""
+
+
+def match(model: nn.Module, weights: Weights) -> Assignment:
+    """Find the weight of every parameter and persistent buffer, by any of the names it is registered under.
+
+    A prefix may be missing or be there in addition, as between a transformers model and its base model:
+    base_model_prefix, or a first component that all the names of one side share. Any float type of 16 bits
+    or more fills any other; other types must be the same.
+
+    Raises ConfigError naming tensors that have no weight, or one of another shape or type.
+    """
+    wanted = _persistent(model)
+    known = set(weights.names)
+    found = max((_assign(wanted, known, rename) for rename in _renamings(model, wanted, known)), key=len)
+    missing = [entry.names[0] for key, entry in wanted.items() if key not in found]
+    if missing:
+        raise ConfigError(
+            f"{weights.path} has no weights for {listed(missing)}.",
+            "Give the weights of this model; where transformers saves other names than the model has "
+            "(mixtures of experts), save with save_pretrained(..., save_original_format=False).",
+        )
+    wrong = [
+        f"{found[key]} ({_describe(weights.shape(found[key]), weights.dtype(found[key]))}; the model has "
+        f"{_describe(tuple(entry.tensor.shape), entry.tensor.dtype)})"
+        for key, entry in wanted.items()
+        if not _fits(entry.tensor, weights, found[key])
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{weights.path} does not fit the model: {listed(wrong)}.",
+            "Build the model from the configuration that the weights were saved with.",
+        )
+    parameters, buffers = [], []
+    for key, entry in wanted.items():
+        if isinstance(entry.tensor, nn.Parameter):
+            parameters.append((entry.tensor, found[key]))
+        else:
+            buffers.append((entry.tensor, found[key]))
+    names = {name for entry in wanted.values() for name in entry.names}
+    unexpected = known - set(found.values()) - names
+    return Assignment(tuple(parameters), tuple(buffers), tuple(sorted(unexpected)))
+
+
+def _persistent(model: nn.Module) -> dict[int, Registered]:
+    """Parameters and persistent buffers, by id()."""
+    passing = {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key in module._non_persistent_buffers_set
+    }
+    found = {}
+    for key, entry in registered(model).items():
+        names = [name for name in entry.names if name not in passing]
+        if names:
+            found[key] = Registered(entry.tensor, entry.places, names)
+    return found
+
+
+def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str]) -> Iterator[tuple[str, str]]:
+    """(prefix that names in the model have, prefix that the weights have in its place), likeliest first."""
+    yield "", ""
+    base = getattr(model, "base_model_prefix", "")
+    prefixes = [f"{base}."] if isinstance(base, str) and base else []
+    names = [name for entry in wanted.values() for name in entry.names]
+    for side in (names, known):
+        first = {name.split(".", 1)[0] for name in side}
+        if len(first) == 1:
+            prefixes.append(f"{first.pop()}.")
+    for prefix in dict.fromkeys(prefixes):
+        yield prefix, ""
+        yield "", prefix
+
+
+def _assign(wanted: dict[int, Registered], known: set[str], rename: tuple[str, str]) -> dict[int, str]:
+    """The weight's name by key, where there is one; no weight goes to two tensors."""
+    found: dict[int, str] = {}
+    for ours, theirs in dict.fromkeys((("", ""), rename)):
+        taken = set(found.values())
+        for key, entry in wanted.items():
+            candidates = [theirs + name[len(ours) :] for name in entry.names if name.startswith(ours)]
+            weight = next((name for name in candidates if name in known and name not in taken), None)
+            if key not in found and weight is not None:
+                found[key] = weight
+                taken.add(weight)
+    return found
+
+
+def _fits(tensor: torch.Tensor, weights: Weights, name: str) -> bool:
+    dtype = weights.dtype(name)
+    same = dtype == tensor.dtype or (dtype in _FLOATS and tensor.dtype in _FLOATS)
+    return same and weights.shape(name) == tuple(tensor.shape)
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -> Assignment:
+    """Stream `weights` into `model`, one tensor in RAM at a time.
+
+    `fill(parameter, values)` is called once for each parameter, in the model's order, with a tensor of its
+    shape, of the weight's dtype. Persistent buffers are copied; those on the meta device are replaced by
+    real ones on `device`. Other buffers on the meta device are initialised, see materialize.
+
+    Raises what `match` does, before anything is filled; ConfigError for a buffer that nothing initialises;
+    StorageError.
+    """
+    assignment = match(model, weights)
+    entries = registered(model)
+    loaded = {id(buffer) for buffer, _ in assignment.buffers}
+    passing = [
+        entry.tensor
+        for key, entry in entries.items()
+        if key not in loaded and not isinstance(entry.tensor, nn.Parameter)
+    ]
+    materialize(model, device, fill, only=passing)
+    with torch.no_grad():
+        for buffer, name in assignment.buffers:
+            if buffer.is_meta:
+                real = torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=device)
+                entries[id(buffer)].put(real.copy_(weights.read(name)))
+            else:
+                buffer.copy_(weights.read(name))
+        for parameter, name in assignment.parameters:
+            fill(parameter, weights.read(name))
+    return assignment

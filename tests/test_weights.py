@@ -1,0 +1,434 @@
+"""safetensors into a model: names, prefixes, ties, one tensor at a time, and what broken files do."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from infinity.errors import ConfigError, InfinityError, StorageError
+from infinity.weights import load, match, open_weights
+
+CPU = torch.device("cpu")
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def load_all(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """The values that each parameter was filled with, by its first name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    values: dict[str, torch.Tensor] = {}
+
+    def fill(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        assert names[id(parameter)] not in values, "filled once"
+        values[names[id(parameter)]] = tensor.clone()
+
+    load(model, open_weights(path), fill, CPU)
+    assert list(values) == list(dict(model.named_parameters()))
+    return values
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def save(tensors: dict[str, torch.Tensor], path: Path) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+def save_shards(tensors: dict[str, torch.Tensor], directory: Path) -> Path:
+    mapping = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        file = f"model-{number:05}.safetensors"
+        save({name: tensor}, directory / file)
+        mapping[name] = file
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping}))
+    return directory
+
+
+def test_names_shapes_types_and_values(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(2, 3),
+        "b.half": torch.randn(4).half(),
+        "b.brain": torch.randn(()).bfloat16(),
+        "flags": torch.tensor([True, False]),
+        "count": torch.tensor(5),
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "none": torch.empty(0, 2),
+    }
+    weights = open_weights(save(tensors, tmp_path / "model.safetensors"))
+    assert set(weights.names) == tensors.keys()
+    for name, tensor in tensors.items():
+        assert weights.shape(name) == tuple(tensor.shape)
+        assert weights.dtype(name) == tensor.dtype
+        assert torch.equal(weights.read(name), tensor)
+
+
+@pytest.mark.parametrize("where", ["file", "directory", "other name", "several", "shards", "index"])
+def test_everywhere_that_weights_lie(tmp_path: Path, where: str) -> None:
+    expected = dict(stack().state_dict())
+    path = tmp_path
+    if where == "file":
+        path = save(expected, tmp_path / "some.safetensors")
+    elif where == "directory":
+        save(expected, tmp_path / "model.safetensors")
+        save({"0.weight": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
+    elif where == "other name":
+        save(expected, tmp_path / "weights.safetensors")
+    elif where == "several":
+        for number, (name, tensor) in enumerate(expected.items()):
+            save({name: tensor}, tmp_path / f"part{number}.safetensors")
+    else:
+        save_shards(expected, tmp_path)
+        path = tmp_path / "model.safetensors.index.json" if where == "index" else tmp_path
+    weights = open_weights(path)
+    assert_equal({name: weights.read(name) for name in weights.names}, expected)
+
+
+def test_a_meta_model_is_filled_and_its_buffers_become_real(tmp_path: Path) -> None:
+    saved = stack()
+    saved[1].running_var.fill_(3)
+    save(dict(saved.state_dict()), tmp_path / "model.safetensors")
+    model = on_meta(stack)
+    assert_equal(load_all(model, tmp_path), dict(saved.named_parameters()))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert_equal(dict(model.named_buffers()), dict(saved.named_buffers()))
+
+
+def test_a_real_model_keeps_its_buffer_objects(tmp_path: Path) -> None:
+    saved = stack()
+    saved[1].running_var.fill_(3)
+    save(dict(saved.state_dict()), tmp_path / "model.safetensors")
+    model = stack()
+    buffer = model[1].running_var
+    load_all(model, tmp_path)
+    assert model[1].running_var is buffer
+    assert buffer.tolist() == [3] * 4
+
+
+def test_what_was_read_leaves_ram_with_the_tensor(tmp_path: Path) -> None:
+    save({"a": torch.ones(8 << 20), "b": torch.ones(8 << 20)}, tmp_path / "model.safetensors")
+    weights = open_weights(tmp_path)
+    assert "model.safetensors" not in Path("/proc/self/maps").read_text()
+    tensor = weights.read("a")
+    assert tensor.sum() == 8 << 20
+    del tensor
+    assert "model.safetensors" not in Path("/proc/self/maps").read_text()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 3)
+        self.head = nn.Linear(3, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+BOTH = ["embedding.weight", "head.weight"]
+
+
+@pytest.mark.parametrize("names", [BOTH[:1], BOTH[1:], BOTH])
+def test_any_name_of_a_tied_parameter_will_do(tmp_path: Path, names: list[str]) -> None:
+    tensor = torch.randn(6, 3)
+    path = save({name: tensor.clone() for name in names}, tmp_path / "tied.safetensors")
+    model = on_meta(Tied)
+    assert_equal(load_all(model, path), {"embedding.weight": tensor})
+    assert match(model, open_weights(path)).unexpected == ()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("", "module."), ("module.", ""), ("model.", "model."), ("", "0.")]
+)
+def test_a_prefix_may_be_missing_or_added(tmp_path: Path, ours: str, theirs: str) -> None:
+    expected = dict(stack().state_dict())
+    path = save({theirs + name: tensor for name, tensor in expected.items()}, tmp_path / "a.safetensors")
+    model = nn.ModuleDict({ours[:-1]: stack()}) if ours else stack()
+    values = load_all(model, path)
+    assert_equal(
+        {name.removeprefix(ours): tensor for name, tensor in values.items()},
+        {name: expected[name] for name, _ in stack().named_parameters()},
+    )
+
+
+def test_a_weight_is_never_given_to_two_tensors(tmp_path: Path) -> None:
+    class Nested(nn.Module):
+        base_model_prefix = "inner"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.inner = nn.PReLU(2)
+
+    path = save({"weight": torch.zeros(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match=r"no weights for inner\.weight\."):
+        match(Nested(), open_weights(path))
+
+
+def test_what_the_model_has_no_place_for_is_listed(tmp_path: Path) -> None:
+    others = {"z": torch.ones(1), "y": torch.ones(1)}
+    path = save(dict(stack().state_dict()) | others, tmp_path / "a.safetensors")
+    assert match(stack(), open_weights(path)).unexpected == ("y", "z")
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    tensors = dict(stack().state_dict())
+    del tensors["1.running_mean"], tensors["0.bias"]
+    path = save(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match=r"no weights for 0\.bias, 1\.running_mean\."):
+        match(stack(), open_weights(path))
+    path = save({"x": torch.ones(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(ConfigError, match=r"1\.running_mean and 2 more"):
+        match(stack(), open_weights(path))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (torch.ones(4, 2), r"0\.weight \(\[4, 2\] float32; the model has \[4, 3\] float32\)"),
+        (torch.ones(12), r"\[12\] float32"),
+        (torch.ones(4, 3, dtype=torch.int8), r"\[4, 3\] int8"),
+        (torch.ones(4, 3).to(torch.float8_e4m3fn), "float8_e4m3fn"),
+    ],
+)
+def test_another_shape_or_type_is_refused(tmp_path: Path, other: torch.Tensor, said: str) -> None:
+    path = save(dict(stack().state_dict()) | {"0.weight": other}, tmp_path / "a.safetensors")
+    filled: list[Any] = []
+    with pytest.raises(ConfigError, match=said):
+        load(stack(), open_weights(path), lambda parameter, values: filled.append(parameter), CPU)
+    assert filled == []
+
+
+def test_any_float_fills_any_other(tmp_path: Path) -> None:
+    tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in stack().state_dict().items()}
+    path = save(tensors, tmp_path / "a.safetensors")
+    model = on_meta(stack)
+    assert all(values.dtype == torch.bfloat16 for values in load_all(model, path).values())
+    assert model[1].running_var.dtype == torch.float32
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+
+class RotaryWithInitialiser(Rotary):
+    def reset_parameters(self) -> None:
+        self.weight.fill_(9)
+        self.angles.copy_(torch.arange(3.0))
+
+
+def test_buffers_that_are_not_saved_are_initialised(tmp_path: Path) -> None:
+    path = save({"weight": torch.zeros(2)}, tmp_path / "a.safetensors")
+    model = on_meta(RotaryWithInitialiser)
+    assert_equal(load_all(model, path), {"weight": torch.zeros(2)})
+    assert model.angles.tolist() == [0, 1, 2]
+    filled: list[Any] = []
+    with pytest.raises(ConfigError, match="initialises angles"):
+        load(on_meta(Rotary), open_weights(path), lambda parameter, values: filled.append(parameter), CPU)
+    assert filled == []
+
+
+SMALL = {"vocab_size": 50, "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, sharded", "tied llama", "gpt2", "bert"])
+def test_transformers_models(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16)
+        build = transformers.GPT2LMHeadModel
+    elif kind == "bert":
+        config = transformers.BertConfig(**SMALL, intermediate_size=24)
+        build = transformers.BertForMaskedLM
+    else:
+        config = transformers.LlamaConfig(
+            **SMALL, intermediate_size=24, tie_word_embeddings=kind == "tied llama"
+        )
+        build = transformers.LlamaForCausalLM
+    saved = build(config)
+    saved.save_pretrained(tmp_path, max_shard_size="8KB" if "sharded" in kind else "1GB")
+    assert ("sharded" in kind) == (tmp_path / "model.safetensors.index.json").exists()
+    model = on_meta(lambda: build(config))
+    assert_equal(load_all(model, tmp_path), dict(saved.named_parameters()))
+    assert_equal(dict(model.named_buffers()), dict(saved.named_buffers()))
+    assert match(model, open_weights(tmp_path)).unexpected == ()
+
+
+def test_a_transformers_base_model_and_its_head(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=24)
+    whole = transformers.LlamaForCausalLM(config)
+    whole.save_pretrained(tmp_path / "whole")
+    base = on_meta(lambda: transformers.LlamaModel(config))
+    assert_equal(load_all(base, tmp_path / "whole"), dict(whole.model.named_parameters()))
+    assert match(base, open_weights(tmp_path / "whole")).unexpected == ("lm_head.weight",)
+
+    whole.model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"no weights for lm_head\.weight\."):
+        match(whole, open_weights(tmp_path / "base"))
+    config.tie_word_embeddings = True
+    tied = on_meta(lambda: transformers.LlamaForCausalLM(config))
+    assert load_all(tied, tmp_path / "base").keys() == dict(tied.named_parameters()).keys()
+
+
+def test_experts_that_transformers_saves_under_other_names(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        **SMALL, intermediate_size=24, num_key_value_heads=2, num_local_experts=2
+    )
+    saved = transformers.MixtralForCausalLM(config)
+    saved.save_pretrained(tmp_path / "hub")
+    with pytest.raises(ConfigError) as caught:
+        match(saved, open_weights(tmp_path / "hub"))
+    assert "save_original_format=False" in caught.value.cure
+    saved.save_pretrained(tmp_path / "own", save_original_format=False)
+    model = on_meta(lambda: transformers.MixtralForCausalLM(config))
+    assert_equal(load_all(model, tmp_path / "own"), dict(saved.named_parameters()))
+
+
+def header(content: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(content) if length is None else length) + content
+
+
+def describe(**changes: Any) -> bytes:
+    tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+    return header(json.dumps({"a": tensor}).encode())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        header(b"{}", 1 << 62),
+        header(b"{}", 100),
+        header(b"not json"),
+        header(b'{"a": 1}'),
+        header(b"\xff\xfe\xfd"),
+        header(b"[" * 10_000),
+        describe(),
+        describe(shape=[3]) + bytes(8),
+        describe(shape=[-2]) + bytes(8),
+        describe(shape=[1 << 62, 1 << 62]) + bytes(8),
+        describe(data_offsets=[8, 0]) + bytes(8),
+        describe(data_offsets=[0, 1 << 40]) + bytes(8),
+        describe(dtype="F31") + bytes(8),
+        describe() + bytes(7),
+        describe() + bytes(9),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_not_safetensors(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(StorageError) as caught:
+        open_weights(tmp_path)
+    assert caught.value.path == str(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"weight_map": []}',
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": null}}',
+    ],
+    ids=lambda content: str(content[:30]),
+)
+def test_a_file_that_is_not_an_index(tmp_path: Path, content: bytes) -> None:
+    save({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(StorageError, match="index"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("absent.safetensors", "missing"),
+        ("../model.safetensors", "not a file beside it"),
+        ("/etc/passwd", "not a file beside it"),
+        ("..", "not a file beside it"),
+        ("", "not a file beside it"),
+        ("model.safetensors", "tensors that its files lack: b"),
+    ],
+)
+def test_an_index_that_does_not_fit(tmp_path: Path, file: str, said: str) -> None:
+    directory = tmp_path / "inner"
+    directory.mkdir()
+    for where in (tmp_path, directory):
+        save({"a": torch.ones(1)}, where / "model.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": file}}))
+    with pytest.raises(ConfigError, match=said):
+        open_weights(directory)
+
+
+def test_places_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="holds no safetensors file"):
+        open_weights(tmp_path)
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
+        open_weights(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="There is no"):
+        open_weights(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="There is no"):
+        open_weights(tmp_path / "pytorch_model.bin" / "below a file")
+    with pytest.raises(InfinityError):
+        open_weights("x" * 5000)
+
+
+def test_ambiguous_directories(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"a is in one\.safetensors and in two\.safetensors"):
+        open_weights(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="several indexes"):
+        open_weights(tmp_path)
+
+
+def test_a_type_that_torch_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(describe(dtype="F8_E8M0", shape=[8]) + bytes(8))
+    with pytest.raises(ConfigError, match="of type F8_E8M0"):
+        open_weights(path).read("a")
+
+
+@pytest.mark.parametrize("change", ["gone", "other", "truncated"])
+def test_a_file_that_changes_meanwhile(tmp_path: Path, change: str) -> None:
+    path = save({"a": torch.ones(4)}, tmp_path / "a.safetensors")
+    weights = open_weights(path)
+    if change == "gone":
+        path.unlink()
+    elif change == "other":
+        save({"a": torch.ones(5)}, path)
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InfinityError) as caught:
+        weights.read("a")
+    assert isinstance(caught.value, StorageError)
+    assert caught.value.path == str(path)
