@@ -31,20 +31,23 @@ def opened(
     *,
     home: str = "nvme",
     compute: str = "fp32",
-    train: bool = True,
-    **options: Any,
+    device_factor: int = 1,
 ) -> Iterator[Any]:
-    """The model offloaded with its pages at `home`, AdamW as its optimizer; `options` go to infinity.offload.
+    """The model offloaded with its pages at `home`, AdamW as its optimizer.
 
-    Asserts at the end that nothing is left in the directory.
+    device_factor: of the device budget; above 1, parameters may rest there too. Asserts at the end that
+    nothing is left in the directory.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if train else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute)
     budget = budget_for(home, model, optimizer, directory, precision)
-    with infinity.offload(
-        model, optimizer, budget=budget, precision=precision, device="cpu", **options
-    ) as runtime:
-        check_homes(home, runtime.plan)
+    if device_factor > 1:
+        budget = infinity.Budget(
+            device=device_factor * budget.device_bytes, host=budget.host_bytes, nvme=budget.nvme
+        )
+    with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
+        if device_factor == 1:
+            check_homes(home, runtime.plan)
         yield runtime
     assert files(directory) == []
 

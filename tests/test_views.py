@@ -1,0 +1,80 @@
+"""Tensors that people keep over steps: they never show the bytes of another page, or of another time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from parity import copied, differences
+from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step
+from torch import Tensor, nn
+
+from infinity.errors import BudgetError
+
+VIEWS = pytest.mark.parametrize(
+    "view_of",
+    [
+        lambda weight: weight.detach()[1:],
+        lambda weight: weight.data.view(-1),
+        lambda weight: weight.t(),
+    ],
+    ids=["detached", "data", "view with a graph"],
+)
+
+
+@VIEWS
+@pytest.mark.parametrize("home, device_factor", [("nvme", 4), ("host", 4), ("device", 1), ("unified", 1)])
+def test_a_view_held_over_steps_never_shows_another_pages_bytes(
+    view_of: Callable[[nn.Parameter], Tensor], home: str, device_factor: int, tmp_path: Path
+) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path, home=home, device_factor=device_factor) as runtime:
+        parameter = model.get_parameter(WIDE)
+        view = view_of(parameter)
+        history = [view.detach().clone()]
+        for step in range(3):
+            train_step(model, runtime, step)
+            with torch.no_grad():
+                loss_of(model, step)
+            history.append(view_of(parameter).detach().clone())
+            known = torch.stack([view.detach() == each for each in history])
+            assert bool(known.any(0).all())
+        assert not torch.equal(history[0], history[-1])
+
+
+@VIEWS
+@pytest.mark.parametrize("home", ["nvme", "host", "mixed"])
+def test_a_view_held_where_room_is_short_stays_as_it_is(
+    view_of: Callable[[nn.Parameter], Tensor], home: str, tmp_path: Path
+) -> None:
+    plain, model = TIED.make(), TIED.make()
+    with opened(model, tmp_path, home=home) as runtime:
+        view = view_of(model.get_parameter(WIDE))
+        with contextlib.suppress(BudgetError), torch.no_grad():
+            assert loss_of(model).item() == loss_of(plain).item()
+        assert torch.equal(view, view_of(plain.get_parameter(WIDE)))
+        del view
+        assert train_step(model, runtime) == loss_of(plain).item()
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified"])
+def test_outputs_and_gradients_outlive_the_step(home: str, tmp_path: Path) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path, home=home) as runtime:
+        inputs, _ = TIED.batch(0, 0)
+        outputs = model(inputs)
+        outputs.square().mean().backward()
+        kept = [outputs.detach(), *(each for each in gradients(runtime, model).values() if each is not None)]
+        before = [each.clone() for each in kept]
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        for step in range(2):
+            train_step(model, runtime, step)
+        assert differences(kept, before) == []
+        state = model.state_dict()
+        values = copied(state)
+        train_step(model, runtime, 3)
+        assert differences(dict(state), values) == []
