@@ -32,48 +32,25 @@ def budget_for(
     nvme = {str(directory): ROOMY}
     if home == "unified":
         return infinity.Budget(host=ROOMY)
-    apart = home != "unified-nvme"
-    host = smallest("host", model, optimizer, directory, precision, apart=apart)
-    if not apart:
+    apart = None if home == "unified-nvme" else ROOMY
+    roomy = infinity.Budget(device=apart, host=ROOMY, nvme=nvme)
+    smallest = infinity.plan(model, optimizer, budget=roomy, precision=precision, device="cpu").smallest
+    host = smallest[Tier.HOST]
+    if home == "unified-nvme":
         return infinity.Budget(host=host, nvme=nvme)
-    device = smallest("device", model, optimizer, directory, precision, apart=True)
+    device = smallest[Tier.DEVICE]
     if home == "device":
         return infinity.Budget(device=ROOMY, host=host)
     if home == "host":
         return infinity.Budget(device=device, host=ROOMY)
+    tight = infinity.Budget(device=device, host=host, nvme=nvme)
     if home == "nvme":
-        return infinity.Budget(device=device, host=host, nvme=nvme)
+        return tight
     assert home == "mixed", home
-    small = infinity.Budget(device=device, host=host, nvme=nvme)
-    plan = infinity.plan(model, optimizer, budget=small, precision=precision, device="cpu")
+    plan = infinity.plan(model, optimizer, budget=tight, precision=precision, device="cpu")
     parameters = sum(unit.nbytes for unit in plan.layout.units)
     others = sum(plan.home_bytes.values()) - parameters
     return infinity.Budget(device=device + parameters // 2, host=host + others // 2, nvme=nvme)
-
-
-def smallest(
-    tier: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    directory: Path,
-    precision: Any,
-    *,
-    apart: bool,
-) -> int:
-    """Bytes: the smallest budget of "device" or "host" that works where a disk has room for all pages.
-
-    apart: the CPU has a device tier of its own.
-    """
-    sizes: dict[str, Any] = {"host": ROOMY, "nvme": {str(directory): ROOMY}}
-    if apart:
-        sizes["device"] = ROOMY
-    sizes[tier] = 4096
-    try:
-        infinity.plan(model, optimizer, budget=infinity.Budget(**sizes), precision=precision, device="cpu")
-    except infinity.BudgetError as error:
-        assert error.needed is not None
-        return error.needed
-    return 4096
 
 
 def check_homes(home: str, plan: Any) -> None:
@@ -83,11 +60,18 @@ def check_homes(home: str, plan: Any) -> None:
         assert Tier.NVME in tiers
         assert len(tiers) > 1
         return
+    if home == "host":
+        # Room for the largest page to be resident can be more than the other pages need of it.
+        assert Tier.HOST in tiers
+        assert {tier for unit in plan.homes for kind, tier in unit.items() if kind.name != "PARAMETER"} <= {
+            Tier.HOST,
+            None,
+        }
+        return
     wanted = {
-        "device": {Tier.DEVICE},
-        "host": {Tier.HOST},
-        "nvme": {Tier.NVME},
-        "unified": {Tier.HOST},
-        "unified-nvme": {Tier.NVME},
+        "device": Tier.DEVICE,
+        "nvme": Tier.NVME,
+        "unified": Tier.HOST,
+        "unified-nvme": Tier.NVME,
     }
-    assert tiers == wanted[home]
+    assert tiers == {wanted[home]}

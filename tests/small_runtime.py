@@ -16,10 +16,10 @@ from zoo import Entry, entry
 import infinity
 
 TIED = entry("tied")
-"""Attention, tied weights, parameters over several chunks, no dropout."""
+"""Attention and tied weights, no dropout."""
 
 WIDE = "blocks.1.mlp.0.weight"
-"""A parameter of TIED that is larger than a chunk can be small."""
+"""A parameter of TIED that is larger than the smallest chunk."""
 
 Gradients = Callable[[], dict[str, Tensor | None]]
 
