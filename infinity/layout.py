@@ -90,6 +90,11 @@ class UnitLayout:
     nbytes: int
     """Bytes of the parameter page; a multiple of 4096, at least 4096."""
 
+    def start(self, index: int) -> int:
+        """Bytes from the page's start to parameter `index`."""
+        parameter = self.parameters[index]
+        return self.regions[parameter.region].byte_offset + parameter.offset * parameter.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class ModelLayout:

@@ -1,0 +1,285 @@
+"""Where pages rest, and how their bytes travel: the tiers opened for a plan, homes, and staging slots.
+
+A page's home is a lease in one tier. `read` and `write` move bytes between a home and host memory; homes
+that are host memory are used in place instead (`Home.memory`). Everything that is not at home or resident is
+in a slot: a fixed-size lease of the host's staging pool that returns itself when its last view is gone.
+
+[Note: order of requests]
+The I/O engine does not order requests in flight. So a home remembers what is under way over its bytes: a
+read waits for writes that overlap it, a write for reads and writes. A write that failed leaves bytes that
+nobody knows: the home is lost from then on, and every later use raises the write's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.aio import Faults
+from infinity.config import Budget
+from infinity.errors import BudgetError, InfinityError
+from infinity.plan import Plan
+from infinity.telemetry import Edge, Meter
+from infinity.tiers import HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
+from infinity.tiers.link import ARRIVED, Transfer, open_link
+
+_injection = threading.local()
+
+
+@contextlib.contextmanager
+def injected(faults: Faults) -> Iterator[Faults]:
+    """Runtimes opened inside do their I/O through `faults`: how errors and delays are tested."""
+    before = getattr(_injection, "faults", None)
+    _injection.faults = faults
+    try:
+        yield faults
+    finally:
+        _injection.faults = before
+
+
+@dataclass(slots=True)
+class Flight:
+    """One request under way over bytes [start, end) of a home."""
+
+    start: int
+    end: int
+    writes: bool
+    transfer: Transfer
+
+
+@dataclass(slots=True, eq=False)
+class Home:
+    """A page at rest."""
+
+    tier: Tier
+    nbytes: int
+    memory: torch.Tensor | None
+    """uint8 (nbytes,) over the lease, in the tier's memory; None on NVMe."""
+    in_place: bool
+    """Code on the CPU may use `memory` directly: host RAM, or a device that is the same RAM."""
+    extent: NvmeLease | None = None
+    """On NVMe."""
+    failure: InfinityError | None = None
+    flights: list[Flight] = field(default_factory=list)
+
+    @staticmethod
+    def of_nothing() -> Home:
+        """The home of a page without bytes."""
+        return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8), True)
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + nbytes) in memory."""
+        assert self.memory is not None
+        return self.memory[offset : offset + nbytes]
+
+    def busy(self, start: int, end: int, writing: bool) -> bool:
+        """Whether a request over these bytes would have to wait; see the note."""
+        return any(self._conflicts(start, end, writing))
+
+    def settle(self, start: int, end: int, writing: bool) -> None:
+        """Wait for whatever a request over these bytes must not overtake. Raises the home's failure."""
+        for flight in list(self._conflicts(start, end, writing)):
+            self.finish(flight)
+        if self.failure is not None:
+            raise self.failure
+
+    def finish(self, flight: Flight) -> None:
+        """Wait for a flight and forget it; a failed write loses the home. Raises the flight's error."""
+        try:
+            flight.transfer.wait()
+        except InfinityError as error:
+            if flight.writes:
+                self.failure = error
+            raise
+        finally:
+            if flight in self.flights and flight.transfer.done():
+                self.flights.remove(flight)
+
+    def _conflicts(self, start: int, end: int, writing: bool) -> Iterator[Flight]:
+        self.flights = [each for each in self.flights if each.writes or not each.transfer.done()]
+        return (
+            each
+            for each in self.flights
+            if each.start < end and start < each.end and (writing or each.writes)
+        )
+
+
+class Store:
+    """The tiers of one runtime, opened as its plan says. `close` gives everything back.
+
+    Raises what the tiers raise: BudgetError, StorageError, StorageFull, ConfigError; nothing is left then.
+    """
+
+    def __init__(self, plan: Plan, budget: Budget, meter: Meter) -> None:
+        self.plan = plan
+        self.meter = meter
+        self.slot_bytes = plan.slot_bytes
+        self.reclaimers: list[Callable[[], bool]] = []
+        """Asked in order, when no slot is free, to let go of one; each says whether it could."""
+        self._writes: deque[tuple[Home, Flight]] = deque()
+        device_bytes = plan.home_bytes[Tier.DEVICE] + plan.resident_bytes
+        with contextlib.ExitStack() as cleanup:
+            self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
+            self.device = cleanup.enter_context(
+                open_device(plan.device, None if plan.unified else device_bytes, self.host)
+            )
+            self.link = open_link(plan.device)
+            self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
+            self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])
+            self.slots: Pool = self.host.pool("staging", plan.slots * plan.slot_bytes)
+            self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
+            self.nvme: NvmeTier | None = None
+            if plan.home_bytes[Tier.NVME]:
+                self.nvme = cleanup.enter_context(
+                    NvmeTier(
+                        {os.fspath(path): size for path, size in budget.nvme_bytes.items()},
+                        plan.home_bytes[Tier.NVME],
+                        faults=getattr(_injection, "faults", None),
+                    )
+                )
+                self.nvme.register(self.host)
+            self._cleanup = cleanup.pop_all()
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """By name, for counters."""
+        return {**self.host.pools, **self.device.pools}
+
+    def home(self, tier: Tier, nbytes: int) -> Home:
+        """A new home. Its bytes are undefined until written. Raises BudgetError where the tier is full."""
+        if tier is Tier.NVME:
+            assert self.nvme is not None
+            return Home(tier, nbytes, None, False, self.nvme.lease(nbytes))
+        with self._homes[tier].lease(nbytes) as lease:
+            memory = lease.residency()
+        return Home(tier, nbytes, memory, tier is Tier.HOST or self.device.shares_host)
+
+    def slot(self) -> torch.Tensor:
+        """A slot: uint8 (slot_bytes,), the caller's until its last view is gone.
+
+        Blocks until one comes back, asking `reclaimers` for theirs. Raises BudgetError where none will.
+        """
+        while True:
+            found = self.try_slot()
+            if found is not None:
+                return found
+            if self._finish_oldest_write() or any(reclaim() for reclaim in self.reclaimers):
+                continue
+            with self.slots.lease(self.slot_bytes) as lease:
+                return lease.residency()
+
+    def try_slot(self) -> torch.Tensor | None:
+        """A slot if one is free now, else None."""
+        self.poll()
+        if self.slots.largest_free < self.slot_bytes:
+            return None
+        try:
+            with self.slots.lease(self.slot_bytes) as lease:
+                return lease.residency()
+        except BudgetError:  # another thread took it
+            return None
+
+    def read(self, home: Home, offset: int, into: torch.Tensor) -> Transfer:
+        """Bring bytes of a home from `offset` (bytes) into host memory (uint8, contiguous)."""
+        home.settle(offset, offset + into.nbytes, writing=False)
+        if home.extent is not None:
+            assert self.nvme is not None
+            transfer: Transfer = self.nvme.read(home.extent, into, offset=offset)
+            home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
+            self.meter.moved(Edge.NVME_TO_HOST, into.nbytes)
+        elif home.in_place:
+            into.copy_(home.view(offset, into.nbytes))
+            transfer = ARRIVED
+        else:
+            transfer = self.link.to_host(into, home.view(offset, into.nbytes))
+            self.meter.moved(Edge.DEVICE_TO_HOST, into.nbytes)
+        return transfer
+
+    def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
+        """Take host bytes home. `source` (uint8, contiguous) must not change until the transfer is done.
+
+        An error that the caller does not wait for comes out of a later `slot`, `poll` or `settle`.
+        """
+        home.settle(offset, offset + source.nbytes, writing=True)
+        if home.extent is not None:
+            assert self.nvme is not None
+            transfer: Transfer = self.nvme.write(home.extent, source, offset=offset)
+            flight = Flight(offset, offset + source.nbytes, True, transfer)
+            home.flights.append(flight)
+            self._writes.append((home, flight))
+            self.meter.moved(Edge.HOST_TO_NVME, source.nbytes)
+        elif home.in_place:
+            home.view(offset, source.nbytes).copy_(source)
+            transfer = ARRIVED
+        else:
+            transfer = self.link.to_device(home.view(offset, source.nbytes), source, 0)
+            transfer.wait()  # or `source`, a slot, would return with the copy under way
+            self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes)
+        return transfer
+
+    def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
+        """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""
+        data = source.view(torch.uint8)
+        for start, end, slot in self._windows(offset, data.nbytes):
+            first, last = max(start, offset), min(end, offset + data.nbytes)
+            if (first, last) != (start, end):
+                self.read(home, start, slot).wait()
+            slot[first - start : last - start].copy_(data[first - offset : last - offset])
+            self.write(home, start, slot).wait()
+
+    def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
+        """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
+        copy = torch.empty(nbytes, dtype=torch.uint8)
+        for start, end, slot in self._windows(offset, nbytes):
+            first, last = max(start, offset), min(end, offset + nbytes)
+            self.read(home, start, slot).wait()
+            copy[first - offset : last - offset].copy_(slot[first - start : last - start])
+        return copy
+
+    def poll(self) -> None:
+        """Collect the writes that are done. Raises the first one's error that failed."""
+        while self._writes and self._writes[0][1].transfer.done():
+            home, flight = self._writes.popleft()
+            home.finish(flight)
+
+    def settle(self) -> None:
+        """Wait for every write. Raises the first error, after all have ended."""
+        failure: InfinityError | None = None
+        while self._writes:
+            home, flight = self._writes.popleft()
+            try:
+                home.finish(flight)
+            except InfinityError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait for what is in flight, whatever becomes of it, and give every tier back."""
+        with contextlib.suppress(InfinityError):
+            self.settle()
+        self.reclaimers.clear()
+        self._cleanup.close()
+
+    def _finish_oldest_write(self) -> bool:
+        if not self._writes:
+            return False
+        home, flight = self._writes.popleft()
+        with self.meter.stalling(Edge.HOST_TO_NVME):
+            home.finish(flight)
+        return True
+
+    def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Pieces of [offset, offset + nbytes) that fit a slot, widened to whole 4 KiB blocks."""
+        start = offset // 4096 * 4096
+        end = -(-(offset + nbytes) // 4096) * 4096
+        while start < end:
+            upto = min(end, start + self.slot_bytes)
+            yield start, upto, self.slot()[: upto - start]
+            start = upto
