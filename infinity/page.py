@@ -1,0 +1,175 @@
+"""One unit's parameter page: where its bytes are now, and the only places where that changes.
+
+[Note: pages without stale views]
+A page that is PRESENT has a residency: a Storage of its own over leased bytes, of which each Parameter's
+`data` is a view. When it leaves, the Parameters get stand-ins and the lease returns, unless somebody still
+holds a view. Then the Storage lives on as a ghost. As long as it does, it is the page: its bytes stay taken,
+updates write through to it, and the next arrival takes it up again instead of reading. So a view never shows
+another page's bytes, and never others than its parameter has.
+
+[Note: edits]
+Code outside may write to a present page (`p.mul_()` under no_grad, a view). The version counter that torch
+keeps per Parameter tells: `edits` lists what differs from the versions that the page's home corresponds to.
+Some views count versions of their own or outlive a page's stay: see loans in infinity/paging.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.layout import UnitLayout
+from infinity.standin import StandIns
+from infinity.store import Home
+
+
+class Presence(enum.Enum):
+    """Where a parameter page is, besides its home."""
+
+    AWAY = "away"
+    """Nowhere else: it costs no device memory."""
+    ARRIVING = "arriving"
+    """Its lease is taken and bytes are under way."""
+    PRESENT = "present"
+    """Parameters are views of the residency."""
+
+
+class ParameterPage:
+    """A unit's parameter page. All transitions happen under the runtime's lock."""
+
+    def __init__(
+        self,
+        index: int,
+        layout: UnitLayout,
+        home: Home,
+        parameters: Sequence[nn.Parameter],
+        stand_ins: Sequence[torch.Tensor],
+        addresses: dict[int, ParameterPage],
+    ) -> None:
+        """addresses: where `land` notes the residency's address; shared by all pages."""
+        self.index = index
+        self.layout = layout
+        self.home = home
+        self.parameters = tuple(parameters)
+        self.presence = Presence.AWAY
+        self.residency: torch.Tensor | None = None
+        """uint8 (layout.nbytes,) while PRESENT."""
+        self.versions = [parameter_version(each) for each in self.parameters]
+        """Of each Parameter, when its page was last known to equal its home."""
+        self._stand_ins = tuple(stand_ins)
+        self._ghost: StorageWeakRef | None = None
+        self._addresses = addresses
+        self._starts = [layout.start(index) for index in range(len(layout.parameters))]
+        self._in_order = sorted(
+            (start, index) for index, start in enumerate(self._starts) if layout.parameters[index].numel
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @property
+    def permanent(self) -> bool:
+        """Whether the home itself is the residency, so that the page never leaves."""
+        memory = self.home.memory
+        return memory is not None and self.residency is not None and self.residency is memory
+
+    def convert(self) -> None:
+        """Replace the Parameters' own memory by stand-ins. Once, before the first arrival."""
+        with torch.inference_mode(False):
+            for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
+                if parameter.is_meta or parameter.device != stand_in.device:
+                    # Of another kind of tensor: only the implementation changes hands, not the identity.
+                    torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, parameter.requires_grad))
+                else:
+                    parameter.data = stand_in
+        self.acknowledge()
+
+    def end(self) -> None:
+        """Let go of all memory, for good."""
+        if self.presence is Presence.PRESENT:
+            self.leave()
+        self.residency = None
+
+    def arrive(self) -> None:
+        """AWAY -> ARRIVING."""
+        assert self.presence is Presence.AWAY
+        self.presence = Presence.ARRIVING
+
+    def turn_back(self) -> None:
+        """ARRIVING -> AWAY: the bytes did not come, or were given up."""
+        assert self.presence is Presence.ARRIVING
+        self.presence = Presence.AWAY
+
+    def land(self, residency: torch.Tensor) -> None:
+        """ARRIVING -> PRESENT. residency: uint8 (nbytes,) with the page's bytes."""
+        assert self.presence is Presence.ARRIVING
+        self.residency = residency
+        self._addresses[residency.data_ptr()] = self
+        self._ghost = None
+        self.presence = Presence.PRESENT
+        self._show([self.view(index, residency) for index in range(len(self.parameters))])
+
+    def leave(self) -> None:
+        """PRESENT -> AWAY. Whoever holds a view keeps the bytes; see the note on ghosts."""
+        assert self.presence is Presence.PRESENT and self.residency is not None
+        self._show(self._stand_ins)
+        self._ghost = StorageWeakRef(self.residency.untyped_storage())
+        self.residency = None
+        self.presence = Presence.AWAY
+
+    def living(self) -> torch.Tensor | None:
+        """The bytes that views see: the residency, or the ghost of an earlier one; None if there is none."""
+        if self.residency is not None or self._ghost is None:
+            return self.residency
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._ghost.cdata)  # type: ignore[attr-defined]
+        if storage is None:
+            self._ghost = None
+            return None
+        with torch.inference_mode(False):
+            ghost: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return ghost
+
+    def view(self, index: int, memory: torch.Tensor) -> torch.Tensor:
+        """Parameter `index` in page bytes, with its shape, strides and dtype."""
+        parameter = self.layout.parameters[index]
+        return self.flat(index, memory).as_strided(parameter.shape, parameter.stride)
+
+    def flat(self, index: int, memory: torch.Tensor) -> torch.Tensor:
+        """Parameter `index` in page bytes: (numel,) in memory order."""
+        parameter = self.layout.parameters[index]
+        start = self._starts[index]
+        return memory[start : start + parameter.numel * parameter.dtype.itemsize].view(parameter.dtype)
+
+    def start(self, index: int) -> int:
+        """Bytes from the page's start to parameter `index`."""
+        return self._starts[index]
+
+    def parameter_at(self, byte: int) -> int:
+        """The parameter that the page's byte lies in."""
+        return self._in_order[bisect_right(self._in_order, (byte, len(self._starts))) - 1][1]
+
+    def edits(self) -> list[int]:
+        """Parameters whose version is not the one that the home corresponds to."""
+        pairs = zip(self.parameters, self.versions, strict=True)
+        return [i for i, (parameter, version) in enumerate(pairs) if parameter_version(parameter) != version]
+
+    def acknowledge(self) -> None:
+        """The home corresponds to the Parameters as they are now."""
+        self.versions = [parameter_version(each) for each in self.parameters]
+
+    def _show(self, contents: Sequence[torch.Tensor]) -> None:
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            for parameter, content in zip(self.parameters, contents, strict=True):
+                parameter.data = content
+
+
+def parameter_version(parameter: torch.Tensor) -> int:
+    """The version counter, without a page fault."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version
