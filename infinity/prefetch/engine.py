@@ -1,0 +1,362 @@
+"""The prefetch engine: brings parameter pages to the device before they are touched, under the budget.
+
+A demand names the units that one operation or module takes. The engine looks each up in the trace, starts
+what is missing, starts what the trace says comes next as far as the budget lets it, and waits for the
+missing ones only. Pages stay until their room is needed; who goes is the schedule's choice.
+
+[Note: two hops]
+Where the device has memory of its own, a page at home on NVMe comes in pieces, each through a staging slot:
+disk to slot, slot to device. An `Arrival` is that pipeline; `advance` moves it on without blocking, so the
+second hop of one page overlaps the first of the next whenever anybody calls the engine. On unified memory,
+and from homes in host RAM, there is one hop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from infinity.config import format_size
+from infinity.errors import BudgetError, InfinityError
+from infinity.page import ParameterPage, Presence
+from infinity.prefetch.schedule import HORIZON, schedule, victims
+from infinity.prefetch.trace import Access, AccessKind, Trace
+from infinity.store import Store
+from infinity.telemetry import Edge, Meter
+from infinity.tiers import Lease, Tier
+from infinity.tiers.link import Transfer
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Page bytes [start, start + slot.nbytes) on their way through a slot."""
+
+    start: int
+    slot: torch.Tensor
+    transfer: Transfer
+    up: bool = False
+    """Whether the transfer is the second hop."""
+
+
+class Arrival:
+    """A parameter page on its way from its home to leased device bytes."""
+
+    def __init__(self, page: ParameterPage, lease: Lease, store: Store) -> None:
+        self.page = page
+        self.residency = lease.residency()
+        self._last_return = lease.last_return
+        lease.release()
+        self._store = store
+        self._todo = deque(range(0, page.nbytes, store.slot_bytes))
+        self._pieces: deque[_Piece] = deque()
+        self._final: Transfer | None = None
+        """The last transfer into the residency."""
+        if store.device.shares_host:
+            self._todo.clear()
+            self._final = store.read(page.home, 0, self.residency)
+        elif page.home.in_place:
+            self._todo.clear()
+            self._send_up(0, page.home.view(0, page.nbytes))
+
+    @property
+    def edge(self) -> Edge:
+        """The edge that the page waits for now."""
+        reading = self._todo or any(not each.up for each in self._pieces)
+        if reading or (self._store.device.shares_host and self.page.home.tier is Tier.NVME):
+            return Edge.NVME_TO_HOST
+        return Edge.HOST_TO_DEVICE
+
+    def done(self) -> bool:
+        """Whether `finish` would return at once."""
+        self.advance(block=False)
+        return not self._todo and not self._pieces and (self._final is None or self._final.done())
+
+    def advance(self, *, block: bool) -> bool:
+        """Move pieces on; with `block`, at least one. Returns whether a slot came free."""
+        freed = False
+        while self._pieces and (block or self._pieces[0].transfer.done()):
+            piece = self._pieces[0]
+            piece.transfer.wait()
+            if piece.up:
+                self._pieces.popleft()
+                freed = True
+                block = False
+            else:
+                piece.transfer = self._send_up(piece.start, piece.slot)
+                piece.up = True
+        for piece in self._pieces:
+            if not piece.up and piece.transfer.done():
+                piece.transfer.wait()
+                piece.transfer = self._send_up(piece.start, piece.slot)
+                piece.up = True
+        while self._todo:
+            slot = self._store.try_slot()
+            if slot is None:
+                break
+            self._read(slot)
+        return freed
+
+    def finish(self) -> torch.Tensor:
+        """Wait until compute may use the page; returns the residency. Raises StorageError."""
+        while self._todo or self._pieces:
+            if not self._pieces:
+                self._read(self._store.slot())
+            self.advance(block=True)
+        if self._final is not None:
+            if self._store.device.shares_host:
+                self._final.wait()
+            self._store.link.fence(self._final)
+        return self.residency
+
+    def abandon(self) -> None:
+        """Wait until nothing writes to the bytes any more, whatever became of it."""
+        self._todo.clear()
+        transfers = [each.transfer for each in self._pieces]
+        for transfer in (*transfers, *([self._final] if self._final is not None else [])):
+            try:
+                transfer.wait()
+            except InfinityError:
+                continue  # nobody will read these bytes
+        self._pieces.clear()
+
+    def _read(self, slot: torch.Tensor) -> None:
+        start = self._todo.popleft()
+        slot = slot[: min(slot.nbytes, self.page.nbytes - start)]
+        self._pieces.append(_Piece(start, slot, self._store.read(self.page.home, start, slot)))
+
+    def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
+        into = self.residency[start : start + source.nbytes]
+        self._final = self._store.link.to_device(into, source, self._last_return)
+        self._store.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes)
+        return self._final
+
+
+class Keeper(Protocol):
+    """Whoever knows what code outside does to pages."""
+
+    def write_back(self, page: ParameterPage) -> None:
+        """Take the page's edits home, before it leaves."""
+
+    def reclaim(self) -> None:
+        """Let go of bytes that are kept only in case somebody edits them."""
+
+
+class Engine:
+    """Decides which parameter pages are resident, and moves them. Called under the runtime's lock."""
+
+    def __init__(self, pages: Sequence[ParameterPage], store: Store, trace: Trace, meter: Meter) -> None:
+        self.pages = pages
+        self.store = store
+        self.trace = trace
+        self.meter = meter
+        self._sizes = [0 if page.permanent else page.nbytes for page in pages]
+        self._resident: dict[int, None] = {}
+        """Units that are PRESENT or ARRIVING and could leave, least recently used first."""
+        self._arrivals: dict[int, Arrival] = {}
+        self._held: frozenset[int] | set[int] = frozenset()
+        self._current: tuple[int, ...] = ()
+        """The units and kind of the last demand."""
+        self.keeper: Keeper
+        """Set before the first demand."""
+        store.reclaimers.append(self._free_a_slot)
+
+    def demand(self, units: Sequence[int], kind: AccessKind) -> None:
+        """Make all `units` PRESENT together, and look ahead.
+
+        Raises BudgetError where they cannot be at one time (`needed`: the device budget that would do),
+        StorageError where a page cannot be read; the pages that are missing then stay AWAY.
+        """
+        if self._current == (*units, kind) and self.present(units):
+            for arrival in self._arrivals.values():
+                arrival.advance(block=False)
+            return
+        self._current = (*units, kind)
+        self.store.link.mark(self.store.resident.counters.returns)
+        self.store.poll()
+        for unit in units:
+            self.trace.record(Access(unit, kind))
+            self._touch(unit)
+            arrival = self._arrivals.get(unit)
+            ready = self.pages[unit].presence is Presence.PRESENT or (arrival is not None and arrival.done())
+            self.meter.accessed(ready)
+        pinned = {*units, *self._held}
+        for _ in range(2):  # once more where the last one's room was made at the first one's cost
+            for unit in units:
+                if self.pages[unit].presence is Presence.AWAY:
+                    self._start(unit, pinned)
+        if any(self.pages[unit].presence is Presence.AWAY for unit in units):
+            raise self._does_not_fit(pinned)
+        self._look_ahead(units, pinned)
+        for unit in units:
+            self._land(unit)
+
+    @contextlib.contextmanager
+    def holding(self, units: Sequence[int], kind: AccessKind) -> Iterator[None]:
+        """Keep all `units` PRESENT together until the end. Raises as `demand`."""
+        before = self._held
+        self.demand(units, kind)
+        self._held = before | set(units)
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def present(self, units: Sequence[int]) -> bool:
+        """Whether all are PRESENT."""
+        return all(self.pages[unit].presence is Presence.PRESENT for unit in units)
+
+    def land_all(self) -> None:
+        """Wait for every arrival. Raises as `demand`."""
+        for unit in list(self._arrivals):
+            self._land(unit)
+
+    def step_done(self) -> None:
+        """The step is over: the trace starts anew, and so does looking ahead."""
+        self.trace.step_done()
+        self._current = ()
+        self._look_ahead((), set(self._held))
+
+    def abandon(self) -> None:
+        """Give up every arrival, and wait until nothing is under way."""
+        for unit in list(self._arrivals):
+            self._turn_back(unit)
+
+    def evict_all(self) -> None:
+        """Send every page away that can leave."""
+        for unit in list(self._resident):
+            self._evict(unit)
+
+    def _touch(self, unit: int) -> None:
+        if unit in self._resident:
+            del self._resident[unit]
+            self._resident[unit] = None
+
+    def _start(self, unit: int, pinned: set[int]) -> None:
+        """AWAY -> ARRIVING, with whatever has to leave for it."""
+        page = self.pages[unit]
+        ghost = page.living()
+        if ghost is not None:
+            page.arrive()
+            page.land(ghost)
+            self._resident[unit] = None
+            return
+        lease = self._lease(unit, pinned)
+        page.arrive()
+        self._resident[unit] = None
+        try:
+            self._arrivals[unit] = Arrival(page, lease, self.store)
+        except BaseException:
+            self._turn_back(unit)
+            raise
+
+    def _land(self, unit: int) -> None:
+        arrival = self._arrivals.get(unit)
+        if arrival is None:
+            return
+        try:
+            with self.meter.stalling(arrival.edge):
+                residency = arrival.finish()
+        except BaseException:
+            self._turn_back(unit)
+            raise
+        del self._arrivals[unit]
+        self.pages[unit].land(residency)
+
+    def _turn_back(self, unit: int) -> None:
+        arrival = self._arrivals.pop(unit, None)
+        if arrival is not None:
+            arrival.abandon()
+        self._resident.pop(unit, None)
+        self.pages[unit].turn_back()
+
+    def _evict(self, unit: int) -> None:
+        page = self.pages[unit]
+        if page.presence is Presence.ARRIVING:
+            self._turn_back(unit)
+        elif page.presence is Presence.PRESENT:
+            self.keeper.write_back(page)
+            self._resident.pop(unit, None)
+            page.leave()
+
+    def _upcoming(self, units: Sequence[int]) -> Iterator[int]:
+        yield from units
+        for access in self.trace.upcoming(HORIZON):
+            if access.kind is not AccessKind.UPDATE:
+                yield access.unit
+
+    def _look_ahead(self, units: Sequence[int], pinned: set[int]) -> None:
+        pool = self.store.resident
+        plan = schedule(self._upcoming(units), self._sizes, self._resident, pinned, pool.nbytes)
+        for unit in plan.evict:
+            self._evict(unit)
+        for unit in plan.fetch:
+            page = self.pages[unit]
+            if page.presence is not Presence.AWAY or page.home.busy(0, page.nbytes, writing=False):
+                continue
+            if page.living() is None and pool.largest_free < page.nbytes:
+                break  # aliases or fragments hold the room: only a demand may press further
+            if page.home.failure is None:
+                self._start(unit, pinned)
+        for arrival in self._arrivals.values():
+            arrival.advance(block=False)
+
+    def _lease(self, unit: int, pinned: set[int]) -> Lease:
+        """Room for a page. Presses harder and harder: by the schedule, all others, all of the pinned."""
+        pool, nbytes = self.store.resident, self.pages[unit].nbytes
+        if pool.largest_free < nbytes:
+            free = pool.nbytes - pool.counters.leased
+            spare = victims(nbytes - free, self._upcoming(()), self._sizes, self._resident, pinned)
+            for victim in spare:
+                self._evict(victim)
+        for press in (self._evict_others, self._settle_writes, self._collect, self._evict_pinned):
+            if pool.largest_free >= nbytes:
+                break
+            press(pinned)
+        try:
+            return pool.lease(nbytes)
+        except BudgetError as error:
+            raise self._does_not_fit(pinned) from error
+
+    def _evict_others(self, pinned: set[int]) -> None:
+        for unit in list(self._resident):
+            if unit not in pinned:
+                self._evict(unit)
+
+    def _settle_writes(self, pinned: set[int]) -> None:
+        self.store.settle()  # writes from a residency hold its bytes
+
+    def _collect(self, pinned: set[int]) -> None:
+        gc.collect()  # views in reference cycles, as tracebacks leave them
+        self.keeper.reclaim()
+
+    def _evict_pinned(self, pinned: set[int]) -> None:
+        """Pages of this very demand lie so that the last one does not fit between: pack them anew."""
+        for unit in [each for each in self._resident if each in pinned]:
+            self._evict(unit)
+
+    def _does_not_fit(self, units: set[int]) -> BudgetError:
+        pool = self.store.resident
+        wanted = sum(self._sizes[unit] for unit in units)
+        held = pool.counters.leased - sum(self._sizes[unit] for unit in self._resident)
+        tier, budget = ("host", self.store.plan.host_bytes)
+        if not self.store.plan.unified:
+            tier, budget = "device", self.store.plan.device_bytes
+        needed = budget + wanted + max(0, held) - pool.nbytes
+        names = ", ".join(self.pages[unit].layout.name or "the root's own" for unit in sorted(units))
+        views = f" and views that your code holds keep {format_size(held)}" if held > 0 else ""
+        return BudgetError(
+            f"One operation takes the parameters of {names} together, {format_size(wanted)}, but the "
+            f"{tier} budget has {format_size(pool.nbytes)} for resident parameters{views}.",
+            f"Give a {tier} budget of {format_size(needed)} ({needed} bytes), or let go of such views.",
+            needed=needed,
+        )
+
+    def _free_a_slot(self) -> bool:
+        """Let the oldest arrival that holds slots finish a piece."""
+        return any(arrival.advance(block=True) for arrival in list(self._arrivals.values()))
