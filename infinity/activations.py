@@ -1,0 +1,118 @@
+"""What autograd saves for backward: references to pages instead of views, aliases for all else.
+
+[Note: saved tensors are references]
+A view of a page in a graph would pin the page from forward to backward. So a saved tensor whose storage is a
+page's is replaced by (page, place in it, shape, strides, version), and unpacking fetches the page. PyTorch's
+own check that nothing saved was edited in place does not see through hooks, so both kinds carry the version
+that they were saved at. What is no page's is packed as a detached alias, because the tensor itself would
+keep its graph alive, or goes to the hooks that were in force before these: the user's own, or those of
+torch.utils.checkpoint, which count on seeing the same tensors in forward and in recomputation.
+
+The hooks are in force in the root module's forward, for the sake of views (`w.t()`) that ordinary operations
+save, and around every single operation that takes a paged parameter; nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.page import ParameterPage, parameter_version
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PageReference:
+    """A tensor that lies in a parameter page."""
+
+    page: ParameterPage
+    index: int
+    """Of the parameter that it is a view of."""
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Elements of `dtype` from the start of the page."""
+    version: int | None
+    """Of the parameter; None where the view counted its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A tensor that is no page's, and the version that it was saved at."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delegated:
+    """What the hooks in force before these made of a tensor."""
+
+    packed: Any
+    unpack: Unpack
+
+
+Find = Callable[[torch.Tensor], PageReference | None]
+Fetch = Callable[[PageReference], torch.Tensor]
+
+
+class SavedTensors:
+    """The pair of hooks, once for every time that they come into force."""
+
+    def __init__(self, find: Find, fetch: Fetch, outer: tuple[Pack, Unpack] | None) -> None:
+        self._find = find
+        self._fetch = fetch
+        self._outer = outer
+
+    def pack(self, tensor: torch.Tensor) -> PageReference | Alias | Delegated:
+        found = self._find(tensor)
+        if found is not None:
+            return found
+        if self._outer is not None:
+            return Delegated(self._outer[0](tensor), self._outer[1])
+        return Alias(tensor.detach(), tensor._version)
+
+    def unpack(self, packed: PageReference | Alias | Delegated) -> torch.Tensor:
+        if isinstance(packed, PageReference):
+            if packed.version is not None:
+                check_version(
+                    packed.page.layout.parameters[packed.index].names[0],
+                    packed.version,
+                    parameter_version(packed.page.parameters[packed.index]),
+                )
+            return self._fetch(packed)
+        if isinstance(packed, Delegated):
+            return packed.unpack(packed.packed)
+        check_version(f"of shape {list(packed.tensor.shape)}", packed.version, packed.tensor._version)
+        return packed.tensor
+
+
+def check_version(name: str, saved: int, now: int) -> None:
+    """Raises RuntimeError, as PyTorch does, for a saved tensor that was edited before its backward."""
+    if saved != now:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"the tensor {name} is at version {now}; expected version {saved} instead."
+        )
+
+
+@contextlib.contextmanager
+def saving(find: Find, fetch: Fetch) -> Iterator[None]:
+    """The hooks are in force inside, in this thread. Nothing happens where they are already."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if outer is not None and isinstance(getattr(outer[0], "__self__", None), SavedTensors):
+        yield
+        return
+    hooks = SavedTensors(find, fetch, outer)
+    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
