@@ -1,0 +1,160 @@
+"""What is hooked into a model's modules, and how a copy of the model stays free of it.
+
+Hooks live in the modules' own dictionaries, which deepcopy and pickle follow. So each is an object that
+copies itself as a function that does nothing: a copied model is a plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from infinity.errors import ConfigError
+from infinity.paging import Paging
+from infinity.scaling import LossScale
+
+
+def inert(*_: Any, **__: Any) -> None:
+    """What a hook of a paged model is in a copy of the model."""
+
+
+class Hook:
+    """A callable that copies as `inert`."""
+
+    # Traced by torch.compile, a hook's effects on data would be silently wrong: it breaks the graph instead.
+    _torchdynamo_disable = True
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return inert
+
+    def __reduce__(self) -> str:
+        return "inert"
+
+
+class RefuseDDP:
+    """DistributedDataParallel asks a module which parameters to leave alone: it learns here that it cannot."""
+
+    def __iter__(self) -> Any:
+        raise ConfigError(
+            "DistributedDataParallel was given an offloaded model, whose parameters and gradients are in pages.",
+            "Use the model as it is: infinity.offload partitions over ranks itself.",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[str]:
+        return []
+
+    def __reduce__(self) -> Any:
+        return list, ()
+
+
+class ModuleHooks:
+    """All hooks of one model. `remove` takes them out again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paging: Paging,
+        module_units: dict[str, tuple[int, ...]],
+        compute_dtype: torch.dtype,
+        scale: LossScale,
+        *,
+        check_copy: Callable[[nn.Module], None],
+        forward_done: Callable[[], None],
+    ) -> None:
+        """check_copy: raises where a state_dict of a module cannot be held. forward_done: called after each."""
+        self._model = model
+        self._paging = paging
+        self._dtype = compute_dtype
+        self._scale = scale
+        self._check_copy = check_copy
+        self._forward_done = forward_done
+        self._tree = _tree(model)
+        self._handles: list[RemovableHandle] = []
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for path, units in module_units.items():
+            self._before(modules[path], self._access(units))
+        self._before(model, Hook(self._enter), with_kwargs=True)
+        self._handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
+        for module in model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(Hook(self._start_copying)))
+            self._handles.append(module.register_state_dict_post_hook(Hook(self._stop_copying)))
+        model._ddp_params_and_buffers_to_ignore = RefuseDDP()  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Take every hook out of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._model.__dict__.pop("_ddp_params_and_buffers_to_ignore", None)
+
+    def _before(self, module: nn.Module, hook: Hook, *, with_kwargs: bool = False) -> None:
+        handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
+        self._handles.append(handle)
+
+    def _access(self, units: Sequence[int]) -> Hook:
+        wanted = list(units)
+
+        def access(module: nn.Module, args: Any) -> None:
+            self._paging.access(wanted)
+
+        return Hook(access)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._paging.refuse()
+        if _tree(self._model) != self._tree:
+            raise ConfigError(
+                "A module or parameter of the model was added, removed or replaced after it was offloaded.",
+                "Change the model first, then offload it (close the runtime and offload again).",
+            )
+        stack = ExitStack()
+        stack.enter_context(self._paging.forward())
+        self._stack().append(stack)
+        return self._scale.incoming(tree_map_only(torch.Tensor, self._cast, (args, kwargs)))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        stacks = self._stack()
+        if stacks:
+            stacks.pop().close()
+        if not stacks:
+            self._forward_done()
+        return self._scale.outgoing(output)
+
+    def _stack(self) -> list[ExitStack]:
+        local = self._paging.thread
+        if not hasattr(local, "forwards"):
+            local.forwards = []
+        forwards: list[ExitStack] = local.forwards
+        return forwards
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def _start_copying(self, module: nn.Module, *_: Any) -> None:
+        if not self._paging.copying:
+            self._check_copy(module)
+        self._paging.copying += 1
+
+    def _stop_copying(self, *_: Any) -> None:
+        self._paging.copying = max(0, self._paging.copying - 1)
+
+
+def _tree(model: nn.Module) -> list[int]:
+    """The identities of all parameters, in the order of the modules."""
+    return [
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]

@@ -1,0 +1,304 @@
+"""Parameters as pages: brings them before they are used, tells edits from reads, and hooks into the model.
+
+[Note: loans]
+A view of a page that code outside asked for (`p.detach()`, `p.data`, `p[0]` between steps) may be written to
+later, by torch, when nobody looks. So the runtime keeps an alias of each such view, a loan, and looks again
+before the page leaves, before an update, and when memory is short: whether a version counter has moved, and
+whether anybody else still holds the storage. Edits go home and become the master; a loan that nobody else
+holds is forgotten, and the bytes return.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.activations import PageReference, saving
+from infinity.errors import ConfigError
+from infinity.page import ParameterPage, parameter_version
+from infinity.parameter import PagedParameter, Place
+from infinity.prefetch.engine import Engine
+from infinity.prefetch.trace import AccessKind
+from infinity.store import Store
+
+
+@dataclass(slots=True)
+class _Loan:
+    """An alias of a view that code outside holds, or held."""
+
+    alias: torch.Tensor
+    version: int
+    index: int
+    """Of the parameter."""
+
+
+class Paging:
+    """The parameter pages of one runtime. One lock orders all that changes where they are."""
+
+    def __init__(
+        self,
+        pages: Sequence[ParameterPage],
+        addresses: dict[int, ParameterPage],
+        engine: Engine,
+        store: Store,
+    ) -> None:
+        self.pages = pages
+        self.addresses = addresses
+        """Address of a residency -> its page. Entries of memory that was let go are overwritten, not removed."""
+        self.engine = engine
+        self.lock = threading.RLock()
+        self.copying = 0
+        """Above 0 while a state_dict is made: `p.detach()` copies then."""
+        self.refuse: Callable[[], None] = _accept
+        """Raises where no page may be used any more."""
+        self.edited: Callable[[int, int], None] = _ignore_edit
+        """Told (unit, parameter) of every edit."""
+        self.gradient_of: Callable[[int, int], bool] = _no_gradient
+        self.drop_gradient_of: Callable[[int, int], None] = _ignore_edit
+        self._store = store
+        self.thread = threading.local()
+        """What belongs to one thread: how deep it is in forwards."""
+        self._loans: dict[int, list[_Loan]] = {}
+        self._replaced: dict[int, set[int]] = {}
+        """unit -> parameters whose present page was given values that no version tells of."""
+        engine.keeper = self
+
+    # --- what modules and operations ask for -----------------------------------------------------------
+
+    def access(self, units: Sequence[int]) -> None:
+        """A module is about to run: bring the pages of its own parameters."""
+        with self.lock:
+            self.refuse()
+            self.engine.demand(units, _kind_now())
+
+    def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
+        """Run an operation with the pages of `places` present. See infinity.parameter.Pager."""
+        with self.lock:
+            self.refuse()
+            units = list(dict.fromkeys(place.page.index for place in places))
+            if not self.engine.present(units):
+                self.engine.demand(units, _kind_now())
+            with torch._C.DisableTorchFunctionSubclass():
+                if torch.is_grad_enabled():
+                    with saving(self._find, self._fetch):
+                        result = function(*args, **kwargs)
+                else:
+                    result = function(*args, **kwargs)
+                if not self.inside:
+                    return self._lend(result, places)
+        return result
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is in the root module's forward, or in a backward."""
+        return getattr(self.thread, "depth", 0) > 0 or torch._C._current_graph_task_id() != -1
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The root module's forward."""
+        self.thread.depth = getattr(self.thread, "depth", 0) + 1
+        try:
+            with saving(self._find, self._fetch):
+                yield
+        finally:
+            self.thread.depth -= 1
+
+    @contextmanager
+    def whole(self, units: Sequence[int]) -> Iterator[None]:
+        """All `units` stay present inside, and what is edited is seen at the end."""
+        with self.lock:
+            self.refuse()
+            with self.engine.holding(units, AccessKind.FORWARD):
+                yield
+                for unit in units:
+                    self.write_back(self.pages[unit])
+
+    def copy(self, place: Place) -> torch.Tensor:
+        """A parameter's values in memory of their own, with its shape and strides, on its device."""
+        with self.lock:
+            self.refuse()
+            self.engine.demand([place.page.index], AccessKind.FORWARD)
+            assert place.page.residency is not None
+            view = place.page.view(place.index, place.page.residency)
+            with torch.inference_mode(False), torch.no_grad():
+                return torch.empty_strided(
+                    view.shape, view.stride(), dtype=view.dtype, device=view.device
+                ).copy_(view)
+
+    def lend_data(self, place: Place) -> torch.Tensor:
+        """`p.data`: a view with a version counter of its own."""
+        with self.lock:
+            self.refuse()
+            if self.copying:
+                return self.copy(place)
+            self.engine.demand([place.page.index], _kind_now())
+            with torch._C.DisableTorchFunctionSubclass():
+                data = place.page.parameters[place.index].data
+            self._keep_loan(place, data)
+            return data
+
+    def replace_data(self, place: Place, value: torch.Tensor) -> None:
+        """`p.data = value`: the values are taken over, not the storage."""
+        with self.lock:
+            self.refuse()
+            page = place.page
+            self.engine.demand([page.index], _kind_now())
+            assert page.residency is not None
+            if value.untyped_storage().data_ptr() != page.residency.data_ptr():
+                with torch.no_grad():
+                    page.view(place.index, page.residency).copy_(value)
+                self._replaced.setdefault(page.index, set()).add(place.index)
+
+    def has_gradient(self, place: Place) -> bool:
+        return self.gradient_of(place.page.index, place.index)
+
+    def drop_gradient(self, place: Place) -> None:
+        self.drop_gradient_of(place.page.index, place.index)
+
+    # --- edits (engine.Keeper) -------------------------------------------------------------------------
+
+    def write_back(self, page: ParameterPage) -> None:
+        """Take what was edited in the page's bytes home. Raises ConfigError for an edit that was lost."""
+        edited = set(page.edits()) | self._replaced.pop(page.index, set())
+        for loan in self._loans.get(page.index, ()):
+            if loan.alias._version != loan.version:
+                edited.add(loan.index)
+                loan.version = loan.alias._version
+        if edited:
+            memory = page.living()
+            if memory is None:
+                names = ", ".join(page.layout.parameters[index].names[0] for index in sorted(edited))
+                page.acknowledge()
+                raise ConfigError(
+                    f"An edit of {names} was made through a view that its forward had kept, and is lost.",
+                    "Edit the parameter itself, under torch.no_grad() or in runtime.full_parameters(module).",
+                )
+            for index in edited:
+                self._take_home(page, index, memory)
+            page.acknowledge()
+        self._forget_loans(page)
+
+    def sync_edits(self) -> None:
+        """Take every edit home."""
+        for page in self.pages:
+            self.write_back(page)
+
+    def reclaim(self) -> None:
+        """Forget the loans that nobody else holds."""
+        for unit in list(self._loans):
+            self.write_back(self.pages[unit])
+
+    def _take_home(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
+        if memory is not page.home.memory:
+            region = page.layout.regions[page.layout.parameters[index].region]
+            offset = region.byte_offset + page.layout.parameters[index].offset * region.dtype.itemsize
+            self._store.patch(page.home, offset, page.flat(index, memory).cpu())
+        self.edited(page.index, index)
+
+    def _lend(self, result: Any, places: Sequence[Place]) -> Any:
+        """Keep track of results that are views of pages; copies while a state_dict is made."""
+        for place in places:
+            base = place.page.residency
+            if base is None:
+                continue
+            if isinstance(result, torch.Tensor):
+                if result is not place.page.parameters[place.index] and _shares(result, base):
+                    if self.copying:
+                        return self.copy(place)
+                    self._keep_loan(place, result)
+            elif isinstance(result, (list, tuple)):
+                for each in result:
+                    if isinstance(each, torch.Tensor) and _shares(each, base):
+                        self._keep_loan(place, each)
+        return result
+
+    def _keep_loan(self, place: Place, view: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            alias = view.detach()
+        loans = self._loans.setdefault(place.page.index, [])
+        if len(loans) > 4 * len(place.page.parameters):
+            self._forget_loans(place.page)
+            loans = self._loans.setdefault(place.page.index, [])
+        loans.append(_Loan(alias, alias._version, place.index))
+
+    def _forget_loans(self, page: ParameterPage) -> None:
+        """Forget them if nobody outside holds the storage any more."""
+        loans = self._loans.get(page.index)
+        if not loans:
+            return
+        storage = loans[0].alias.untyped_storage()
+        ours = len(loans) + 1  # the wrapper above
+        if page.residency is not None:
+            ours += 1 + len(page.parameters)
+        if torch._C._storage_Use_Count(storage._cdata) <= ours:  # type: ignore[attr-defined]
+            del self._loans[page.index]
+
+    def forget(self) -> None:
+        """Let go of every alias."""
+        self._loans.clear()
+        self._replaced.clear()
+        self.addresses.clear()
+
+    # --- saved tensors ---------------------------------------------------------------------------------
+
+    def _find(self, tensor: torch.Tensor) -> PageReference | None:
+        if isinstance(tensor, PagedParameter):
+            place = tensor._place
+            byte = place.page.start(place.index)
+        elif type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            found = self.addresses.get(tensor.untyped_storage().data_ptr())
+            if found is None:
+                return None
+            byte = tensor.storage_offset() * tensor.itemsize
+            place = found.parameters[found.parameter_at(byte)]._place  # type: ignore[attr-defined]
+        else:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            version = tensor._version
+            return PageReference(
+                page=place.page,
+                index=place.index,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+                offset=byte // tensor.dtype.itemsize,
+                version=version if version == parameter_version(place.page.parameters[place.index]) else None,
+            )
+
+    def _fetch(self, reference: PageReference) -> torch.Tensor:
+        with self.lock:
+            self.refuse()
+            page = reference.page
+            self.engine.demand([page.index], AccessKind.BACKWARD)
+            assert page.residency is not None
+            with torch.inference_mode(False), torch.no_grad():
+                return page.residency.view(reference.dtype).as_strided(
+                    reference.shape, reference.stride, reference.offset
+                )
+
+
+def _kind_now() -> AccessKind:
+    return AccessKind.FORWARD if torch._C._current_graph_task_id() == -1 else AccessKind.BACKWARD
+
+
+def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def _accept() -> None:
+    return None
+
+
+def _ignore_edit(unit: int, parameter: int) -> None:
+    return None
+
+
+def _no_gradient(unit: int, parameter: int) -> bool:
+    return False

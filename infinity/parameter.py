@@ -1,0 +1,232 @@
+"""The Parameter of a paged model: any operation on it brings its page first; asking what it is does not.
+
+A Parameter is converted in place (`adopt`): its identity is what optimizers, tied weights and nn.LSTM's list
+of flat weights hold. Operations reach `__torch_function__` with the arguments that they take, also those
+inside of lists; all paged ones are brought together, then the operation runs as if they were plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.page import ParameterPage
+
+
+class Pager(Protocol):
+    """What a paged parameter asks of its runtime."""
+
+    def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
+        """Run an operation with the pages of `places` present."""
+
+    def copy(self, place: Place) -> torch.Tensor:
+        """The parameter's values, in memory of the copy's own."""
+
+    def lend_data(self, place: Place) -> torch.Tensor:
+        """A view whose edits are seen although it counts versions of its own (`p.data`)."""
+
+    def replace_data(self, place: Place, value: torch.Tensor) -> None:
+        """Take other values over (`p.data = value`)."""
+
+    def has_gradient(self, place: Place) -> bool:
+        """Whether the parameter has a gradient in its page."""
+
+    def drop_gradient(self, place: Place) -> None:
+        """Forget the parameter's gradient."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a parameter lives."""
+
+    pager: Pager
+    page: ParameterPage
+    index: int
+    """Of the parameter in its unit."""
+
+    @property
+    def name(self) -> str:
+        return self.page.layout.parameters[self.index].names[0]
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+_ATTRIBUTES = (
+    "shape dtype device layout requires_grad grad_fn is_leaf _version ndim names is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_nested is_mkldnn is_mps is_xpu is_sparse_csr itemsize nbytes output_nr retains_grad name "
+    "_backward_hooks _post_accumulate_grad_hooks _base"
+)
+_METHODS = (
+    "size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex is_signed "
+    "get_device storage_offset has_names is_shared is_pinned is_same_size __len__ __hash__ register_hook "
+    "register_post_accumulate_grad_hook retain_grad _is_view is_inference sym_size dim_order "
+    "new_empty new_zeros new_ones new_full new_empty_strided new_tensor"
+)
+_FUNCTIONS = (
+    "is_floating_point is_complex numel empty_like zeros_like ones_like full_like rand_like randn_like "
+    "_has_compatible_shallow_copy_type is_same_size is_tensor is_inference is_signed"
+)
+_METADATA: frozenset[Any] = frozenset(
+    [_getter(name) for name in _ATTRIBUTES.split() if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
+    + [getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name)]
+    + [torch.Tensor._backward_hooks.__set__]
+)
+"""What a stand-in answers as the parameter would."""
+
+_GET_DATA = torch.Tensor.data.__get__
+_SET_DATA = torch.Tensor.data.__set__
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__
+_REQUIRES_GRAD = torch.Tensor.requires_grad_
+
+
+class PagedParameter(nn.Parameter):
+    """A Parameter whose bytes are in a page. Made by `adopt` only."""
+
+    _place: Place
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        places: dict[int, Place] = {}
+        _collect(args, places)
+        _collect(kwargs.values(), places)
+        first = next(iter(places.values()))
+        return first.pager.run(func, list(places.values()), args, kwargs)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """None before a backward; the gradient is in a page after one: reading it here raises ConfigError."""
+        place = self._place
+        if place.pager.has_gradient(place):
+            raise ConfigError(
+                f"The gradient of {place.name} is in a page, not in .grad.",
+                "Read a copy with runtime.grad(p); clip with runtime.clip_grad_norm_(); reset with "
+                "runtime.optimizer.zero_grad().",
+            )
+        return raw_gradient(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        place = self._place
+        if value is not None:
+            raise ConfigError(
+                f"The gradient of {place.name} cannot be set: gradients are in pages.",
+                "Scale the loss, or use a hook of the parameter (p.register_hook) to change what backward adds.",
+            )
+        place.pager.drop_gradient(place)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain Parameter with a copy of the values."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self._place.pager.copy(self._place), self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain Parameter with a copy of the values."""
+        return nn.Parameter(self._place.pager.copy(self._place), self.requires_grad).__reduce_ex__(protocol)
+
+
+def adopt(parameter: nn.Parameter, place: Place) -> None:
+    """Convert a Parameter in place."""
+    parameter.__class__ = PagedParameter
+    parameter._place = place  # type: ignore[attr-defined]
+
+
+def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What autograd itself keeps in `.grad`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)
+        return gradient
+
+
+def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """`raw_gradient`, which autograd then no longer keeps."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)
+        torch.Tensor.grad.__set__(parameter, None)
+        return gradient
+
+
+def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
+    for value in values:
+        if isinstance(value, PagedParameter):
+            places[id(value)] = value._place
+        elif isinstance(value, (list, tuple)):
+            _collect(value, places)
+        elif isinstance(value, dict):
+            _collect(value.values(), places)
+
+
+def _get_data(parameter: PagedParameter, *_: Any) -> torch.Tensor:
+    return parameter._place.pager.lend_data(parameter._place)
+
+
+def _set_data(parameter: PagedParameter, value: torch.Tensor) -> None:
+    if isinstance(value, PagedParameter):
+        value = value._place.pager.copy(value._place)
+    same = (
+        value.shape == parameter.shape and value.dtype == parameter.dtype and value.device == parameter.device
+    )
+    if not same:
+        raise ConfigError(
+            f"The parameter {parameter._place.name} ({list(parameter.shape)}, {parameter.dtype}, "
+            f"{parameter.device}) cannot become {list(value.shape)}, {value.dtype}, {value.device} while its model is "
+            "offloaded.",
+            "Convert the model before infinity.offload; precision= says what it computes in, device= where.",
+        )
+    parameter._place.pager.replace_data(parameter._place, value)
+
+
+def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedParameter:
+    place = parameter._place
+    if value and not place.page.layout.parameters[place.index].trainable:
+        raise ConfigError(
+            f"The parameter {place.name} was frozen when its model was offloaded, so it has no pages for a "
+            "gradient and optimizer states.",
+            "Offload it with requires_grad=True and freeze it afterwards.",
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.requires_grad = value
+    return parameter
+
+
+def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad with edges for paged inputs: no page is needed, and backward must not run as one
+    operation, for what it calls (recomputation) has to bring pages."""
+    many = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [
+            torch.autograd.graph.get_gradient_edge(each) if isinstance(each, PagedParameter) else each
+            for each in many
+        ]
+    return torch.autograd.grad(outputs, edges, *args, **kwargs)
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _GET_DATA: _get_data,
+    _SET_DATA: _set_data,
+    _SET_REQUIRES_GRAD: _set_requires_grad,
+    _REQUIRES_GRAD: _set_requires_grad,
+    torch.autograd.grad: _autograd_grad,
+}
