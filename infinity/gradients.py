@@ -1,0 +1,323 @@
+"""Gradients as pages: what backward adds is taken from autograd, accumulated, measured, and brought home.
+
+A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
+accumulated in place. Any other is staged in a slot while its parameters' gradients arrive, and goes home when
+the last has, or when the slot is needed; a second micro-batch stages it again with what it holds.
+
+The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
+first element, combined in the order of names. So the norm depends on no unit, chunk or thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity import cpu_adam
+from infinity.errors import ConfigError, InfinityError
+from infinity.layout import Chunk, Piece, UnitLayout, round_up
+from infinity.plan import Plan
+from infinity.scaling import LossScale
+from infinity.store import Home, Store
+from infinity.telemetry import Edge
+from infinity.tiers import PAGE_ALIGNMENT
+
+
+@dataclass(slots=True)
+class _ChunkState:
+    """What is known of one chunk of a gradient page."""
+
+    stage: torch.Tensor | None = None
+    """Elements of the chunk in a slot, newer than its home."""
+    waiting: set[int] = field(default_factory=set)
+    """Parameters whose gradient the stage still expects in this backward."""
+    stored: bool = False
+    """Whether the home holds anything of this step."""
+    blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
+    """(parameter, first element) of a piece -> its blocks' sums of squares."""
+
+
+class GradientPage:
+    """The gradients of one unit's trainable parameters."""
+
+    def __init__(self, index: int, layout: UnitLayout, home: Home, plan: Plan) -> None:
+        self.index = index
+        self.layout = layout
+        self.home = home
+        self.content: set[int] = set()
+        """Parameters that have a gradient."""
+        self.states = [_ChunkState() for _ in layout.chunks]
+        self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
+        self._dtypes = [
+            plan.precision.accumulate_dtype(layout.regions[c.region].dtype) for c in layout.chunks
+        ]
+        self._pieces: dict[int, list[tuple[int, Piece]]] = {}
+        for number, chunk in enumerate(layout.chunks):
+            for piece in chunk.pieces:
+                self._pieces.setdefault(piece.parameter, []).append((number, piece))
+
+    def pieces(self, parameter: int) -> list[tuple[int, Piece]]:
+        """(chunk, piece) of a parameter, in memory order."""
+        return self._pieces.get(parameter, [])
+
+    def dtype(self, number: int) -> torch.dtype:
+        """Of a chunk's elements."""
+        return self._dtypes[number]
+
+    def nbytes(self, number: int) -> int:
+        """Of a chunk at home, in whole 4 KiB blocks."""
+        return round_up(self.layout.chunks[number].count * self._dtypes[number].itemsize, PAGE_ALIGNMENT)
+
+    def offset(self, number: int) -> int:
+        """Of a chunk in the page, in bytes."""
+        return self._offsets[number]
+
+    def typed(self, number: int, data: torch.Tensor) -> torch.Tensor:
+        """A chunk's elements in uint8 `data` that starts with them."""
+        count = self.layout.chunks[number].count
+        return data[: count * self._dtypes[number].itemsize].view(self._dtypes[number])
+
+    def squares(self, parameter: int) -> float:
+        """The sum of squares of what is stored: finite if and only if every element is."""
+        total = 0.0
+        for number, piece in self.pieces(parameter):
+            total = cpu_adam.sum_in_order(self.states[number].blocks[parameter, piece.start], total)
+        return total
+
+
+class Gradients:
+    """All gradient pages, and the factor that belongs to them."""
+
+    def __init__(
+        self, pages: dict[int, GradientPage], store: Store, threads: cpu_adam.ThreadPool, scale: LossScale
+    ) -> None:
+        self.pages = pages
+        self._store = store
+        self._threads = threads
+        self._loss_scale = scale
+        self._stored_at = 1.0
+        """The loss scale that the stored gradients have."""
+        self._clipping: float | None = None
+        """The factor of clip_grad_norm_, once it was called in this step."""
+        self._failure: InfinityError | None = None
+        self._staged: dict[tuple[int, int], None] = {}
+        """(unit, chunk) of every stage, oldest first."""
+        self._names = sorted(
+            (parameter.names[0], unit, index)
+            for unit, page in pages.items()
+            for index, parameter in enumerate(page.layout.parameters)
+            if parameter.trainable
+        )
+        store.reclaimers.append(self._free_a_slot)
+
+    @property
+    def unscale(self) -> float:
+        """The factor from what is stored to what the optimizer is to see."""
+        return (1.0 if self._clipping is None else self._clipping) / self._stored_at
+
+    @property
+    def any(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(page.content for page in self.pages.values())
+
+    def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Add a fresh gradient (any dense strides, on the device) to a parameter's.
+
+        Raises ConfigError after clipping, StorageError where the page cannot be read or written; the
+        gradients of this step are lost then, which `check` says until `clear`.
+        """
+        self._check_addition()
+        page = self.pages[unit]
+        flat = _in_memory_order(gradient, page.layout.parameters[parameter].stride)
+        try:
+            for number, piece in page.pieces(parameter):
+                self._add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
+        except InfinityError as error:
+            self._failure = error
+            raise
+        page.content.add(parameter)
+
+    def finish(self) -> None:
+        """The end of a backward: stages of which a parameter was not used go home as they are."""
+        for unit, number in list(self._staged):
+            self._take_home(self.pages[unit], number)
+
+    def norm(self) -> float:
+        """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
+        self.check()
+        squares = 0.0
+        for _, unit, index in self._names:
+            page = self.pages[unit]
+            if index in page.content:
+                squares += page.squares(index)
+        return math.sqrt(squares) * self.unscale
+
+    def finite(self) -> bool:
+        """Whether every element of every gradient is finite."""
+        return math.isfinite(self.norm())
+
+    def clip(self, max_norm: float, norm: float) -> None:
+        """Have `unscale` bring gradients of this norm down to `max_norm`. Finite norms only."""
+        if math.isfinite(norm):
+            before = 1.0 if self._clipping is None else self._clipping
+            self._clipping = before * min(1.0, max_norm / (norm + 1e-6))
+
+    def check(self) -> None:
+        """Raises the error that lost gradients of this step, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """A copy of a gradient as the optimizer would see it, in the accumulation dtype; None without one."""
+        self.check()
+        page = self.pages.get(unit)
+        if page is None or parameter not in page.content:
+            return None
+        layout = page.layout.parameters[parameter]
+        parts = [self._copy(page, number, piece) for number, piece in page.pieces(parameter)]
+        flat = torch.cat(parts) if parts else torch.zeros(0, dtype=layout.dtype)
+        if self.unscale != 1.0:
+            flat.mul_(self.unscale)
+        return flat.as_strided(layout.shape, layout.stride)
+
+    def chunk_in_place(self, page: GradientPage, number: int) -> torch.Tensor | None:
+        """A chunk's elements where they are in host RAM: staged, or at home there; else None."""
+        stage = self.pages[page.index].states[number].stage
+        if stage is not None:
+            return page.typed(number, stage)
+        if page.home.in_place:
+            return page.typed(number, page.home.view(page.offset(number), page.nbytes(number)))
+        return None
+
+    def clear(self) -> None:
+        """Forget every gradient, and what went wrong with them."""
+        for page in self.pages.values():
+            page.content.clear()
+            page.states = [_ChunkState() for _ in page.layout.chunks]
+            if self._failure is page.home.failure:
+                page.home.failure = None  # its bytes count for nothing any more
+        self._staged.clear()
+        self._failure = None
+        self._clipping = None
+
+    def drop(self, unit: int, parameter: int) -> None:
+        """Forget one parameter's gradient."""
+        if unit in self.pages:
+            self.pages[unit].content.discard(parameter)
+
+    def with_content(self, unit: int, chunk: Chunk) -> Iterator[Piece]:
+        """The pieces of a chunk whose parameters have a gradient."""
+        content = self.pages[unit].content
+        return (piece for piece in chunk.pieces if piece.parameter in content)
+
+    def _check_addition(self) -> None:
+        if self._clipping is not None:
+            raise ConfigError(
+                "A backward came between clip_grad_norm_ and zero_grad().",
+                "Clip once, after the last backward of a step, and call zero_grad() after step().",
+            )
+        if not self.any:
+            self._stored_at = self._loss_scale.value
+        elif self._stored_at != self._loss_scale.value:
+            raise ConfigError(
+                "A backward came after a step, and the gradients of that step are still there at another "
+                "loss scale.",
+                "Call runtime.optimizer.zero_grad() after step().",
+            )
+
+    def _add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
+        target = self._target(page, number)[piece.offset : piece.offset + piece.count]
+        state = page.states[number]
+        fresh = self._to_host(fresh)
+        again = piece.parameter in page.content
+        state.blocks[piece.parameter, piece.start] = self._accumulate(fresh, target, again=again)
+        state.waiting.discard(piece.parameter)
+        if state.stage is not None and not state.waiting:
+            self._take_home(page, number)
+
+    def _accumulate(
+        self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
+    ) -> npt.NDArray[np.float64]:
+        """target = fresh, or target + fresh; returns the sums of squares of its blocks."""
+        whole = [cpu_adam.Segment(0, target.numel())]
+        if target.dtype == torch.float32:
+            work = cpu_adam.Gradient(
+                grad=fresh, accumulated=target, add=again, store=True, squares=True, segments=whole
+            )
+        else:
+            if again:
+                target.add_(fresh)
+            else:
+                target.copy_(fresh)
+            work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
+        return self._threads.run(work).blocks[0]
+
+    def _target(self, page: GradientPage, number: int) -> torch.Tensor:
+        """The chunk's elements in host RAM, with what they held before."""
+        found = self.chunk_in_place(page, number)
+        if found is not None:
+            if page.states[number].stage is None:
+                page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
+            return found
+        stage = self._store.slot()[: page.nbytes(number)]
+        state = page.states[number]
+        if state.stored:
+            with self._store.meter.stalling(Edge.NVME_TO_HOST):
+                self._store.read(page.home, page.offset(number), stage).wait()
+        state.stage = stage
+        state.waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
+        self._staged[page.index, number] = None
+        return page.typed(number, stage)
+
+    def _take_home(self, page: GradientPage, number: int) -> None:
+        state = page.states[number]
+        del self._staged[page.index, number]
+        stage, state.stage = state.stage, None
+        state.waiting = set()
+        assert stage is not None
+        try:
+            self._store.write(page.home, page.offset(number), stage)
+        except InfinityError as error:
+            self._failure = error
+            raise
+        state.stored = True
+
+    def _free_a_slot(self) -> bool:
+        for unit, number in self._staged:
+            self._take_home(self.pages[unit], number)
+            return True
+        return False
+
+    def _copy(self, page: GradientPage, number: int, piece: Piece) -> torch.Tensor:
+        here = self.chunk_in_place(page, number)
+        if here is not None:
+            return here[piece.offset : piece.offset + piece.count].clone()
+        size = page.dtype(number).itemsize
+        data = self._store.fetch(page.home, page.offset(number) + piece.offset * size, piece.count * size)
+        return data.view(page.dtype(number))
+
+    def _to_host(self, fresh: torch.Tensor) -> torch.Tensor:
+        if fresh.device.type == "cpu":
+            return fresh
+        staged = self._store.slot()[: fresh.nbytes].view(fresh.dtype)
+        with self._store.meter.stalling(Edge.DEVICE_TO_HOST):
+            self._store.link.to_host(staged, fresh).wait()
+        self._store.meter.moved(Edge.DEVICE_TO_HOST, fresh.nbytes)
+        return staged
+
+
+def _in_memory_order(gradient: torch.Tensor, stride: Iterable[int]) -> torch.Tensor:
+    """The elements as the parameter's page has them: (numel,)."""
+    stride = tuple(stride)
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.stride() != stride:
+        gradient = torch.empty_strided(
+            gradient.shape, stride, dtype=gradient.dtype, device=gradient.device
+        ).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))

@@ -1,0 +1,74 @@
+"""Dynamic loss scaling for fp16: gradients are made larger in backward, and smaller again in the update.
+
+The scale is a power of two, so scaling is exact where nothing over- or underflows. A step whose gradients
+are not all finite is skipped and the scale halved; after 2,000 good steps it is doubled (Micikevicius et al.,
+Mixed Precision Training, arXiv:1710.03740, section 3.2; the constants are torch.amp.GradScaler's).
+
+The loss is not the runtime's to multiply. What leaves the root module is marked instead: the gradient that
+comes back for it is multiplied, and what goes on to tensors that came in from outside is divided again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+_INITIAL = 2.0**16
+_LARGEST = 2.0**24
+_SMALLEST = 2.0**-14
+_GROWTH_INTERVAL = 2000
+
+
+class LossScale:
+    """The scale of one runtime; always 1 unless `dynamic`."""
+
+    def __init__(self, *, dynamic: bool) -> None:
+        self.dynamic = dynamic
+        self.value = _INITIAL if dynamic else 1.0
+        self._good_steps = 0
+
+    def step_was(self, *, finite: bool) -> None:
+        """Adapt to whether the step's gradients were all finite."""
+        if not self.dynamic:
+            return
+        if not finite:
+            self.value = max(_SMALLEST, self.value / 2)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == _GROWTH_INTERVAL:
+            self.value = min(_LARGEST, self.value * 2)
+            self._good_steps = 0
+
+    def incoming(self, inputs: Any) -> Any:
+        """Tensors that enter the root module: their gradients leave unscaled."""
+        return tree_map_only(torch.Tensor, self._enter, inputs) if self.dynamic else inputs
+
+    def outgoing(self, outputs: Any) -> Any:
+        """Tensors that leave the root module: their gradients enter scaled."""
+        return tree_map_only(torch.Tensor, self._leave, outputs) if self.dynamic else outputs
+
+    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _ScaleGradient.apply(tensor, self, -1) if _differentiable(tensor) else tensor  # type: ignore[no-any-return,no-untyped-call]
+
+    def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _ScaleGradient.apply(tensor, self, 1) if _differentiable(tensor) else tensor  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by scale ** power as the scale is in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, scale: LossScale, power: int) -> torch.Tensor:
+        ctx.scale, ctx.power = scale, power
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return gradient * ctx.scale.value**ctx.power, None, None
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad and tensor.is_floating_point()
