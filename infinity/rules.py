@@ -133,8 +133,8 @@ class Rule:
         """A group of a state dict, as torch's optimizer of this type would leave it."""
         return group
 
-    def initial(self, moment: str, group: Group) -> float:
-        """What every element of a moment is before the first update of parameters in `group`."""
+    def initial(self, moment: str) -> float:
+        """What every element of a moment is before the first update."""
         return 0.0
 
 
@@ -206,7 +206,7 @@ class _AdagradRule(Rule):
             maximize=bool(group.get("maximize", False)),
         )
 
-    def initial(self, moment: str, group: Group) -> float:
+    def initial(self, moment: str) -> float:
         return self.accumulator
 
 

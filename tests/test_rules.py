@@ -189,6 +189,6 @@ def test_arrays_start_on_multiples_of_4096_bytes() -> None:
 def test_moments_begin_as_torch_fills_them() -> None:
     made = optimizer("Adagrad", initial_accumulator_value=0.5)
     group = made.param_groups[0]
-    assert Rule.of(made).initial("sum", group) == 0.5 == made.state[group["params"][0]]["sum"][0]
+    assert Rule.of(made).initial("sum") == 0.5 == made.state[group["params"][0]]["sum"][0]
     made = optimizer("AdamW")
-    assert Rule.of(made).initial("exp_avg", made.param_groups[0]) == 0.0
+    assert Rule.of(made).initial("exp_avg") == 0.0

@@ -54,7 +54,7 @@ class MemoryBackend:
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         state = self._states.get(id(parameter), {})
         moments = {
-            name: state.get(name, torch.full(parameter.shape, self.rule.initial(name, group)))
+            name: state.get(name, torch.full(parameter.shape, self.rule.initial(name)))
             for name in self.rule.moments
         }
         step = int(state.get("step", 0)) + 1
