@@ -1,0 +1,242 @@
+"""The public call: lays a model out, opens its tiers, fills its pages, and wires the floors together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import cpu_adam
+from infinity.config import Budget, Precision
+from infinity.errors import ConfigError
+from infinity.gradients import GradientPage, Gradients
+from infinity.layout import ParameterLayout
+from infinity.materialize import materialize
+from infinity.optimizer import PagedOptimizer, adopt, retire
+from infinity.page import ParameterPage
+from infinity.paging import Paging
+from infinity.parameter import PagedParameter, Place
+from infinity.parameter import adopt as adopt_parameter
+from infinity.placement import Kind
+from infinity.plan import Plan
+from infinity.plan import plan as make_plan
+from infinity.prefetch.engine import Engine
+from infinity.prefetch.trace import Trace
+from infinity.runtime import Parts, Runtime
+from infinity.scaling import LossScale
+from infinity.standin import StandIns
+from infinity.states import StatePage, States
+from infinity.store import Home, Store
+from infinity.telemetry import Meter
+from infinity.tiers import Tier
+from infinity.update import Updater
+from infinity.weights import load, open_weights
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: Budget | None = None,
+    precision: Precision | None = None,
+    device: torch.device | str | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> Runtime:
+    """Move the states of `model` into pages, and return the runtime that moves them from now on.
+
+    model: any nn.Module, changed in place; in RAM, on the device, or built under torch.device("meta"), which
+    its own initialisers fill module by module. optimizer: torch.optim's AdamW, Adam, SGD or Adagrad over its
+    parameters, whose place `Runtime.optimizer` takes; None: inference only. device: default "cuda" where
+    there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
+    example_inputs: see infinity.plan.
+
+    Raises BudgetError before anything is moved where a budget is too small (`needed`: one that would do),
+    UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and
+    optimizer are then as they were.
+    """
+    budget, precision = budget or Budget(), precision or Precision()
+    _check(model, optimizer)
+    plan = make_plan(
+        model, optimizer, budget=budget, precision=precision, example_inputs=example_inputs, device=device
+    )
+    with ExitStack() as cleanup:
+        meter = Meter()
+        store = Store(plan, budget, meter)
+        cleanup.callback(store.close)
+        builder = _Builder(model, plan, store)
+        states = builder.states()
+        builder.fill(weights, states)
+        threads = cleanup.enter_context(cpu_adam.ThreadPool())
+        runtime = builder.wire(meter, threads, states)
+        cleanup.pop_all()
+    if optimizer is not None:
+        _take_over(optimizer, runtime)
+    return runtime
+
+
+class _Builder:
+    """What is needed only while a runtime comes to be."""
+
+    def __init__(self, model: nn.Module, plan: Plan, store: Store) -> None:
+        self.model = model
+        self.plan = plan
+        self.store = store
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters = [[named[each.names[0]] for each in unit.parameters] for unit in plan.layout.units]
+        self.places = {
+            id(parameter): (unit, index)
+            for unit, parameters in enumerate(self.parameters)
+            for index, parameter in enumerate(parameters)
+        }
+        self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
+
+    def states(self) -> States | None:
+        if self.plan.rule is None:
+            return None
+        pages = {
+            unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
+            for unit, layout in enumerate(self.plan.layout.units)
+            if layout.chunks
+        }
+        return States(pages, self.store, self.plan.rule)
+
+    def fill(self, weights: str | os.PathLike[str] | None, states: States | None) -> None:
+        """Write every parameter page, and the masters beside it."""
+
+        def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
+            unit, index = self.places[id(parameter)]
+            layout = self.plan.layout.units[unit].parameters[index]
+            flat = in_memory_order(values.detach(), layout)
+            encoded = states.encode(unit, index, flat) if states is not None else flat.to(layout.dtype)
+            self.store.patch(self.homes[unit], self.plan.layout.units[unit].start(index), encoded)
+
+        if weights is not None:
+            load(self.model, open_weights(weights), put, self.plan.device)
+            return
+        if any(each.is_meta for each in (*self.model.parameters(), *self.model.buffers())):
+            materialize(self.model, self.plan.device, put)
+        for parameters in self.parameters:
+            for parameter in parameters:
+                if not parameter.is_meta:
+                    put(parameter, parameter)
+
+    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, states: States | None) -> Runtime:
+        """Convert the parameters and put everything together. Cannot fail for lack of anything."""
+        plan, store = self.plan, self.store
+        stand_ins = StandIns(plan.device, max(unit.nbytes for unit in plan.layout.units))
+        addresses: dict[int, ParameterPage] = {}
+        pages = [
+            ParameterPage(
+                unit,
+                layout,
+                self.homes[unit],
+                self.parameters[unit],
+                [stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
+                addresses,
+            )
+            for unit, layout in enumerate(plan.layout.units)
+        ]
+        for page in pages:
+            page.convert()
+            if page.home.tier is Tier.DEVICE or (plan.unified and page.home.memory is not None):
+                page.arrive()
+                page.land(page.home.memory)
+        self._move_buffers()
+        engine = Engine(pages, store, Trace(), meter)
+        paging = Paging(pages, addresses, engine, store)
+        for page in pages:
+            for index, parameter in enumerate(page.parameters):
+                adopt_parameter(parameter, Place(paging, page, index))
+        scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
+        gradients, updater = None, None
+        if states is not None:
+            gradients = Gradients(self._gradient_pages(), store, threads, scale)
+            updater = Updater(pages, gradients, states, store, threads)
+        parts = Parts(
+            model=self.model,
+            plan=plan,
+            store=store,
+            meter=meter,
+            threads=threads,
+            scale=scale,
+            pages=pages,
+            engine=engine,
+            paging=paging,
+            gradients=gradients,
+            states=states,
+            updater=updater,
+        )
+        return Runtime(parts)
+
+    def _gradient_pages(self) -> dict[int, GradientPage]:
+        return {
+            unit: GradientPage(unit, layout, self._home(unit, Kind.GRADIENT), self.plan)
+            for unit, layout in enumerate(self.plan.layout.units)
+            if layout.chunks
+        }
+
+    def _home(self, unit: int, kind: Kind) -> Home:
+        tier = self.plan.homes[unit][kind]
+        nbytes = self.plan.page_bytes(unit, kind)
+        return self.store.home(tier, nbytes) if tier is not None else Home.of_nothing()
+
+    def _move_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.plan.device:
+                    module._buffers[name] = buffer.to(self.plan.device)
+
+
+def in_memory_order(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
+    """A parameter's values on the CPU, flat, as its page has them."""
+    if values.stride() != layout.stride:
+        values = torch.empty_strided(layout.shape, layout.stride, dtype=values.dtype).copy_(values)
+    return values.as_strided((layout.numel,), (1,)).cpu()
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises ConfigError for what cannot be paged as it is."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"The model is a {type(model).__name__}.", "Give an nn.Module.")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)):
+        raise ConfigError(
+            f"The model is a {type(model).__name__}, which handles its parameters by itself.",
+            "Give the plain module: infinity.offload partitions over ranks itself.",
+        )
+    known = set()
+    for name, parameter in model.named_parameters():
+        known.add(id(parameter))
+        if isinstance(parameter, PagedParameter):
+            raise ConfigError(
+                f"The parameter {name} is in pages already.",
+                "Offload a model once; after runtime.close() build it anew.",
+            )
+        if parameter.grad is not None:
+            raise ConfigError(
+                f"The parameter {name} has a gradient.", "Call optimizer.zero_grad() before infinity.offload."
+            )
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    if any(id(each) not in known for group in groups for each in group["params"]):
+        raise ConfigError(
+            "The optimizer has a parameter that is not the model's.",
+            "Build the optimizer of model.parameters(), after the last change to the model.",
+        )
+
+
+def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+    rule = runtime.plan.rule
+    assert rule is not None
+    groups = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            place = parameter._place
+            groups[place.page.index, place.index] = number
+    paged = PagedOptimizer(optimizer, rule, runtime)
+    runtime.attach(paged, groups)
+    adopt(optimizer, runtime)
+    retire(optimizer)
