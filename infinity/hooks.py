@@ -39,8 +39,12 @@ class Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert
 
-    def __reduce__(self) -> str:
-        return "inert"
+    def __reduce__(self) -> Any:
+        return _inert, ()
+
+
+def _inert() -> Callable[..., None]:
+    return inert
 
 
 class RefuseDDP:
@@ -88,6 +92,8 @@ class ModuleHooks:
         self._before(model, Hook(self._enter), with_kwargs=True)
         self._handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         for module in model.modules():
+            # Not taken out again: a closed model says so, instead of listing every parameter.
+            module.register_load_state_dict_pre_hook(Hook(self._before_loading))
             self._handles.append(module.register_state_dict_pre_hook(Hook(self._start_copying)))
             self._handles.append(module.register_state_dict_post_hook(Hook(self._stop_copying)))
         model._ddp_params_and_buffers_to_ignore = RefuseDDP()  # type: ignore[assignment]
@@ -140,6 +146,9 @@ class ModuleHooks:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def _before_loading(self, *_: Any) -> None:
+        self._paging.refuse()
 
     def _start_copying(self, module: nn.Module, *_: Any) -> None:
         if not self._paging.copying:

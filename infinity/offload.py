@@ -22,7 +22,7 @@ from infinity.paging import Paging
 from infinity.parameter import PagedParameter, Place
 from infinity.parameter import adopt as adopt_parameter
 from infinity.placement import Kind
-from infinity.plan import Plan
+from infinity.plan import Plan, check_kinds
 from infinity.plan import plan as make_plan
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import Trace
@@ -46,6 +46,7 @@ def offload(
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    update: str = "auto",
 ) -> Runtime:
     """Move the states of `model` into pages, and return the runtime that moves them from now on.
 
@@ -53,13 +54,14 @@ def offload(
     its own initialisers fill module by module. optimizer: torch.optim's AdamW, Adam, SGD or Adagrad over its
     parameters, whose place `Runtime.optimizer` takes; None: inference only. device: default "cuda" where
     there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
-    example_inputs: see infinity.plan.
+    example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "auto" chooses.
 
     Raises BudgetError before anything is moved where a budget is too small (`needed`: one that would do),
     UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and
     optimizer are then as they were.
     """
-    budget, precision = budget or Budget(), precision or Precision()
+    budget, precision = check_kinds(budget, precision)
+    _check_update(update)
     _check(model, optimizer)
     plan = make_plan(
         model, optimizer, budget=budget, precision=precision, example_inputs=example_inputs, device=device
@@ -197,6 +199,14 @@ def in_memory_order(values: torch.Tensor, layout: ParameterLayout) -> torch.Tens
     if values.stride() != layout.stride:
         values = torch.empty_strided(layout.shape, layout.stride, dtype=values.dtype).copy_(values)
     return values.as_strided((layout.numel,), (1,)).cpu()
+
+
+def _check_update(update: str) -> None:
+    if update not in ("auto", "sync"):
+        later = update in ("lazy", "eager")
+        raise ConfigError(
+            f"The update {update!r} is {'not there yet' if later else 'not known'}.", 'Give "auto" or "sync".'
+        )
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

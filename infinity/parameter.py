@@ -71,7 +71,7 @@ _METHODS = (
 )
 _FUNCTIONS = (
     "is_floating_point is_complex numel empty_like zeros_like ones_like full_like rand_like randn_like "
-    "_has_compatible_shallow_copy_type is_same_size is_tensor is_inference is_signed"
+    "is_same_size is_tensor is_inference is_signed"
 )
 _METADATA: frozenset[Any] = frozenset(
     [_getter(name) for name in _ATTRIBUTES.split() if hasattr(torch.Tensor, name)]
@@ -189,13 +189,26 @@ def _set_data(parameter: PagedParameter, value: torch.Tensor) -> None:
         value.shape == parameter.shape and value.dtype == parameter.dtype and value.device == parameter.device
     )
     if not same:
-        raise ConfigError(
-            f"The parameter {parameter._place.name} ({list(parameter.shape)}, {parameter.dtype}, "
-            f"{parameter.device}) cannot become {list(value.shape)}, {value.dtype}, {value.device} while its model is "
-            "offloaded.",
-            "Convert the model before infinity.offload; precision= says what it computes in, device= where.",
-        )
+        raise _no_conversion(parameter, value)
     parameter._place.pager.replace_data(parameter._place, value)
+
+
+def _can_be_replaced(parameter: torch.Tensor, other: torch.Tensor) -> bool:
+    """What Module.to and its like ask before they put another tensor in the parameter's place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch._has_compatible_shallow_copy_type(parameter, other):
+            paged = parameter if isinstance(parameter, PagedParameter) else other
+            raise _no_conversion(paged, other)
+    return True
+
+
+def _no_conversion(parameter: PagedParameter, value: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"The parameter {parameter._place.name} ({list(parameter.shape)}, {parameter.dtype}, "
+        f"{parameter.device}) cannot become {list(value.shape)}, {value.dtype}, {value.device} while its model is "
+        "offloaded.",
+        "Convert the model before infinity.offload; precision= says what it computes in, device= where.",
+    )
 
 
 def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedParameter:
@@ -229,4 +242,5 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _SET_REQUIRES_GRAD: _set_requires_grad,
     _REQUIRES_GRAD: _set_requires_grad,
     torch.autograd.grad: _autograd_grad,
+    torch._has_compatible_shallow_copy_type: _can_be_replaced,
 }

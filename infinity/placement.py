@@ -75,7 +75,11 @@ _COMFORTS = (
     Comfort(4, 3, share=0.5),
     Comfort(4, 2, share=0.5),
     Comfort(4, 1, share=0.5),
+    Comfort(2, 3),
+    Comfort(2, 2),
     Comfort(2, 1),
+    Comfort(1, 3),
+    Comfort(1, 2),
     LEAST,
 )
 

@@ -294,7 +294,7 @@ def plan(
     Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
     for a directory that cannot be probed.
     """
-    budget, precision = budget or Budget(), precision or Precision()
+    budget, precision = check_kinds(budget, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = _as_model(model_or_config)
     rule = None if optimizer is None else Rule.of(optimizer)
@@ -317,6 +317,17 @@ def plan(
         return draft()
     speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
     return draft(activations=estimate.activations, flops=estimate.flops, speeds=speeds)
+
+
+def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:
+    """The two with their defaults. Raises ConfigError for values of another kind."""
+    if not isinstance(budget, Budget | None):
+        raise ConfigError(f"The budget is a {type(budget).__name__}.", "Give infinity.Budget(host=..., ...).")
+    if not isinstance(precision, Precision | None):
+        raise ConfigError(
+            f"The precision is a {type(precision).__name__}.", 'Give infinity.Precision(compute="bf16", ...).'
+        )
+    return budget or Budget(), precision or Precision()
 
 
 def _as_model(model_or_config: Any) -> nn.Module:

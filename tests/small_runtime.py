@@ -80,6 +80,7 @@ def in_both(
     *,
     home: str = "nvme",
     of: Entry = TIED,
+    device_factor: int = 1,
 ) -> tuple[Any, Any]:
     """What `act(model, gradients)` returns for a plain model and for the same one with pages.
 
@@ -88,6 +89,6 @@ def in_both(
     plain = of.make()
     expected = act(plain, lambda: gradients_of(plain))
     model = of.make()
-    with opened(model, directory, home=home) as runtime:
+    with opened(model, directory, home=home, device_factor=device_factor) as runtime:
         got = act(model, lambda: gradients(runtime, model))
     return got, expected

@@ -255,7 +255,8 @@ def test_gradients_of_gradients(name: str, home: str, tmp_path: Path) -> None:
         penalty.backward()
         return penalty.item(), gradients()
 
-    got, expected = in_both(act, tmp_path, home=home, of=model_of)
+    # A graph of gradients keeps views of all weights that its operations take, so it needs their room.
+    got, expected = in_both(act, tmp_path, home=home, of=model_of, device_factor=8 if home == "nvme" else 1)
     assert differences(got, expected) == []
     assert any(gradient is not None and bool(gradient.any()) for gradient in got[1].values())
 

@@ -123,7 +123,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "subclass": OwnAdamW,
     "amsgrad": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True),
     "differentiable": lambda parameters: torch.optim.AdamW(parameters, differentiable=True),
-    "capturable": lambda parameters: torch.optim.AdamW(parameters, capturable=True),
 }
 
 
