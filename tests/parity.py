@@ -285,7 +285,7 @@ def loss_distance(left: Run, right: Run) -> float:
 def loss_tolerance(entry: Entry, recipe: Recipe) -> float:
     """1e-5, or twice what lies between torch's own two implementations, where that is more.
 
-    For bfloat16 1e-4: an update that differs in its last bit now and then rounds a parameter the other way.
+    For bfloat16 5e-4: an update that differs in its last bit now and then rounds a parameter the other way.
     """
-    run, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 1e-4)
+    run, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 5e-4)
     return max(least, 2 * loss_distance(run(entry, recipe, fused=True), run(entry, recipe, foreach=True)))
