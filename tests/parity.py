@@ -180,13 +180,12 @@ def paged(
     *,
     watch: bool = False,
     faults: Faults | None = None,
-    **options: Any,
 ) -> Run:
     """The same with the pages at `home` (see homes.py), slabs in `directory`.
 
     Watching reads every gradient and parameter at each step, which waits for updates; without it only the
-    first step's gradients are read. `faults` are injected into the disk. `options` go to infinity.offload.
-    Asserts that the pages are where they should be, and that nothing of them is left behind.
+    first step's gradients are read. `faults` are injected into the disk. Asserts that the pages are where
+    they should be, and that nothing of them is left behind.
     """
     model = entry.make()
     optimizer = make_optimizer(model, recipe)
@@ -195,9 +194,7 @@ def paged(
     run = Run()
     with (
         injected(faults),
-        infinity.offload(
-            model, optimizer, budget=budget, precision=precision, device="cpu", **options
-        ) as runtime,
+        infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
     ):
         check_homes(home, runtime.plan)
         scheduler = scheduler_of(runtime.optimizer, recipe)

@@ -182,7 +182,7 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"budget": "64MiB"}, {"precision": "bf16"}, {"device": "floppy"}, {"update": "sometimes"}],
+    [{"budget": "64MiB"}, {"precision": "bf16"}, {"device": "floppy"}],
     ids=lambda options: next(iter(options)),
 )
 def test_arguments_of_the_wrong_kind(options: dict[str, Any], tmp_path: Path) -> None:

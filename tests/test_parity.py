@@ -198,13 +198,6 @@ def test_the_optimizers_state_dict_is_torchs(name: str, optimizer: str, placed: 
             )
 
 
-@pytest.mark.parametrize("update", ["lazy", "sync"])
-def test_when_updates_happen_changes_nothing(update: str, placed: Placed, tmp_path: Path) -> None:
-    recipe = Recipe(accumulate=2, clip=0.1)
-    run = parity.paged(TRANSFORMER, recipe, "nvme", tmp_path, update=update)
-    assert differences(vars(run), vars(placed.on_device(TRANSFORMER, recipe))) == []
-
-
 @each_entry
 def test_fifty_steps_follow_pytorch(entry: Entry, tmp_path: Path) -> None:
     recipe = Recipe(steps=50)
