@@ -77,11 +77,6 @@ def plain(entry: Entry, recipe: Recipe) -> Run:
     return run(entry, recipe)
 
 
-@functools.cache
-def tolerance(entry: Entry, recipe: Recipe) -> float:
-    return parity.loss_tolerance(entry, recipe)
-
-
 class Placed:
     """Runs with the pages in the device tier, kept for comparison."""
 
@@ -104,7 +99,7 @@ def placed(tmp_path_factory: pytest.TempPathFactory) -> Placed:
 def check_same_as_pytorch(entry: Entry, recipe: Recipe, run: Run) -> None:
     truth = plain(entry, recipe)
     assert run.losses[: recipe.accumulate] == truth.losses[: recipe.accumulate]
-    assert parity.loss_distance(run, truth) <= tolerance(entry, recipe)
+    parity.check_losses(entry, recipe, run, truth)
     assert run.norms == pytest.approx(truth.norms, rel=1e-5 if recipe.compute == "fp32" else 1e-3)
     if recipe.compute == "fp32" or entry.one_gradient:
         in_fp32 = {name: None if grad is None else grad.float() for name, grad in run.gradients[0].items()}
@@ -202,8 +197,7 @@ def test_the_optimizers_state_dict_is_torchs(name: str, optimizer: str, placed: 
 def test_fifty_steps_follow_pytorch(entry: Entry, tmp_path: Path) -> None:
     recipe = Recipe(steps=50)
     run = parity.paged(entry, recipe, "nvme", tmp_path)
-    truth = plain(entry, recipe)
-    assert parity.loss_distance(run, truth) <= tolerance(entry, recipe)
+    parity.check_losses(entry, recipe, run, plain(entry, recipe))
 
 
 @each_entry
