@@ -282,9 +282,9 @@ def loss_distance(left: Run, right: Run) -> float:
 def check_losses(entry: Entry, recipe: Recipe, run: Run, truth: Run) -> None:
     """Assert that losses agree to 1e-5, or to twice what lies between torch's own two implementations.
 
-    For bfloat16 1e-4: an update that differs in its last bit now and then rounds a parameter the other way.
+    For bfloat16 5e-4: an update that differs in its last bit now and then rounds a parameter the other way.
     """
-    train, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 1e-4)
+    train, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 5e-4)
     distance = loss_distance(run, truth)
     if distance > least:
         fused, foreach = train(entry, recipe, fused=True), train(entry, recipe, foreach=True)
