@@ -120,6 +120,7 @@ class Candidate:
         line = list(itertools.chain.from_iterable(self.pages.values()))
         self.ends = [0, *itertools.accumulate(line)]
         """Bytes of the first pages in line, of any number of them."""
+        self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
     def _measure(self, unit: Sequence[Extent], precision: Precision, rule: Rule | None) -> None:
@@ -146,7 +147,8 @@ class Candidate:
         return self.ends[-1]
 
     def residents(self, lookahead: int) -> list[int]:
-        """Bytes of the `lookahead` largest parameter pages from each place in line to the end."""
+        """Bytes of the `lookahead` largest parameter pages from each place in line to the end, or of those that
+        have to be resident together, where that is more."""
         if lookahead not in self._residents:
             parameters = self.pages[Kind.PARAMETER]
             largest: list[int] = []
@@ -157,7 +159,11 @@ class Candidate:
                     backwards[-1] + nbytes - (heapq.heappop(largest) if len(largest) > lookahead else 0)
                 )
             others = len(self.ends) - 1 - len(parameters)
-            self._residents[lookahead] = [*reversed(backwards), *[0] * others]
+            found = [*reversed(backwards), *[0] * others]
+            for units in self._together:
+                for place in range(units[-1] + 1):
+                    found[place] = max(found[place], sum(parameters[unit] for unit in units if unit >= place))
+            self._residents[lookahead] = found
         return self._residents[lookahead]
 
     def near(self, cut: int, lookahead: int) -> int:
@@ -226,17 +232,17 @@ class Candidate:
             for unit, nbytes in enumerate(pages):
                 homes[unit][kind] = _first_fit(nbytes, left)
         away = [
-            nbytes
+            0 if home[Kind.PARAMETER] is computes_in else nbytes
             for nbytes, home in zip(self.pages[Kind.PARAMETER], homes, strict=True)
-            if home[Kind.PARAMETER] is not computes_in
         ]
+        together = (sum(away[unit] for unit in units) for units in self._together)
         return Placement(
             grouping=self.grouping,
             chunk_elements=self.chunk_elements,
             homes=tuple(homes),
             slot_bytes=self.slot_bytes,
             slots=comfort.slots,
-            resident_bytes=sum(heapq.nlargest(comfort.lookahead, away)),
+            resident_bytes=max(sum(heapq.nlargest(comfort.lookahead, away)), *together, 0),
         )
 
 

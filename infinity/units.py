@@ -81,6 +81,16 @@ class Survey:
         """
         return tuple(_cut(self._root, unit_bytes, forced=False))
 
+    def together(self, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
+        """The sets of several units that one module's own parameters lie in, as tying brings about: its
+        operations take them at one time."""
+        unit_of = {index: unit for unit, (_, members) in enumerate(grouping) for index in members}
+        units: dict[str, set[int]] = {}
+        for index, parameter in enumerate(self.parameters):
+            for name in parameter.names:
+                units.setdefault(name.rpartition(".")[0], set()).add(unit_of[index])
+        return tuple({tuple(sorted(each)) for each in units.values() if len(each) > 1})
+
 
 def survey(model: nn.Module, precision: Precision) -> Survey:
     """Collect and check a model's parameters. Reads no data; works on any device, meta included.
