@@ -8,6 +8,20 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def test_paged_training(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "paged_training.py"), str(tmp_path)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    found = re.search(r"loss (\S+) -> (\S+); largest relative difference to plain PyTorch (\S+)", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[2]) < 0.7 * float(found[1])
+    assert float(found[3]) < 1e-5
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_one_page(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "one_page.py"), str(tmp_path)],
