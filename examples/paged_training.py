@@ -61,7 +61,8 @@ def main(directory: str) -> None:
         losses = train(model, runtime.optimizer, runtime.clip_grad_norm_)
         print(runtime.stats)
     largest = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; largest relative difference to plain PyTorch {largest:.1e}")
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}", end="; ")
+    print(f"largest relative difference to plain PyTorch {largest:.1e}")
 
 
 if __name__ == "__main__":

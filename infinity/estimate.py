@@ -107,7 +107,7 @@ def _backward(output: Any) -> None:
         torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operations made and that still live: now, and at the most."""
 
     def __init__(self) -> None:

@@ -48,11 +48,11 @@ def _inert() -> Callable[..., None]:
 
 
 class RefuseDDP:
-    """DistributedDataParallel asks a module which parameters to leave alone: it learns here that it cannot."""
+    """DistributedDataParallel asks a module what to leave alone: here it learns that it cannot."""
 
     def __iter__(self) -> Any:
         raise ConfigError(
-            "DistributedDataParallel was given an offloaded model, whose parameters and gradients are in pages.",
+            "DistributedDataParallel was given an offloaded model, whose parameters are in pages.",
             "Use the model as it is: infinity.offload partitions over ranks itself.",
         )
 
@@ -77,7 +77,7 @@ class ModuleHooks:
         check_copy: Callable[[nn.Module], None],
         forward_done: Callable[[], None],
     ) -> None:
-        """check_copy: raises where a state_dict of a module cannot be held. forward_done: called after each."""
+        """check_copy: raises where a module's state_dict cannot be held. forward_done: called after each."""
         self._model = model
         self._paging = paging
         self._dtype = compute_dtype

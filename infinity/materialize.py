@@ -165,7 +165,7 @@ class _Stage:
         return _storage(placed) != storage or any(place[name] is not placed for place, name in entries)
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Writes(TorchDispatchMode):
     """Sees which storages are written, whichever alias (`.data`, views) that happens through."""
 
     def __init__(self) -> None:

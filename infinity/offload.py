@@ -137,17 +137,18 @@ class _Builder:
                 unit,
                 layout,
                 self.homes[unit],
-                self.parameters[unit],
-                [stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
-                addresses,
+                parameters=self.parameters[unit],
+                stand_ins=[stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
+                addresses=addresses,
             )
             for unit, layout in enumerate(plan.layout.units)
         ]
         for page in pages:
             page.convert()
-            if page.home.tier is Tier.DEVICE or (plan.unified and page.home.memory is not None):
+            memory = page.home.memory
+            if memory is not None and (plan.unified or page.home.tier is Tier.DEVICE):
                 page.arrive()
-                page.land(page.home.memory)
+                page.land(memory)
         self._move_buffers()
         engine = Engine(pages, store, Trace(), meter)
         paging = Paging(pages, addresses, engine, store)

@@ -24,7 +24,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.layout import UnitLayout
-from infinity.standin import StandIns
 from infinity.store import Home
 
 
@@ -47,6 +46,7 @@ class ParameterPage:
         index: int,
         layout: UnitLayout,
         home: Home,
+        *,
         parameters: Sequence[nn.Parameter],
         stand_ins: Sequence[torch.Tensor],
         addresses: dict[int, ParameterPage],
@@ -127,7 +127,7 @@ class ParameterPage:
         """The bytes that views see: the residency, or the ghost of an earlier one; None if there is none."""
         if self.residency is not None or self._ghost is None:
             return self.residency
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._ghost.cdata)  # type: ignore[attr-defined]
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._ghost.cdata)
         if storage is None:
             self._ghost = None
             return None

@@ -49,7 +49,7 @@ class Paging:
     ) -> None:
         self.pages = pages
         self.addresses = addresses
-        """Address of a residency -> its page. Entries of memory that was let go are overwritten, not removed."""
+        """Address of a residency -> its page. Entries of memory let go are overwritten, not removed."""
         self.engine = engine
         self.lock = threading.RLock()
         self.copying = 0
@@ -235,7 +235,7 @@ class Paging:
         ours = len(loans) + 1  # the wrapper above
         if page.residency is not None:
             ours += 1 + len(page.parameters)
-        if torch._C._storage_Use_Count(storage._cdata) <= ours:  # type: ignore[attr-defined]
+        if torch._C._storage_Use_Count(storage._cdata) <= ours:
             del self._loans[page.index]
 
     def forget(self) -> None:
@@ -254,8 +254,9 @@ class Paging:
             found = self.addresses.get(tensor.untyped_storage().data_ptr())
             if found is None:
                 return None
-            byte = tensor.storage_offset() * tensor.itemsize
-            place = found.parameters[found.parameter_at(byte)]._place  # type: ignore[attr-defined]
+            byte = int(tensor.storage_offset()) * tensor.itemsize
+            paged: Any = found.parameters[found.parameter_at(byte)]
+            place = paged._place
         else:
             return None
         with torch._C.DisableTorchFunctionSubclass():

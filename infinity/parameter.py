@@ -54,18 +54,18 @@ class Place:
         return self.page.layout.parameters[self.index].names[0]
 
 
-def _getter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__get__
+_TENSOR: Any = torch.Tensor
+"""The class for its descriptors, which its type stubs do not have."""
 
 
 _ATTRIBUTES = (
-    "shape dtype device layout requires_grad grad_fn is_leaf _version ndim names is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_nested is_mkldnn is_mps is_xpu is_sparse_csr itemsize nbytes output_nr retains_grad name "
-    "_backward_hooks _post_accumulate_grad_hooks _base"
+    "shape dtype device layout requires_grad grad_fn is_leaf _version ndim is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_nested is_mkldnn is_mps is_xpu is_sparse_csr itemsize nbytes output_nr retains_grad "
+    "name _backward_hooks _post_accumulate_grad_hooks _base"
 )
 _METHODS = (
-    "size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex is_signed "
-    "get_device storage_offset has_names is_shared is_pinned is_same_size __len__ __hash__ register_hook "
+    "size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex "
+    "is_signed get_device storage_offset has_names is_shared is_pinned is_same_size __len__ __hash__ register_hook "
     "register_post_accumulate_grad_hook retain_grad _is_view is_inference sym_size dim_order "
     "new_empty new_zeros new_ones new_full new_empty_strided new_tensor"
 )
@@ -74,16 +74,16 @@ _FUNCTIONS = (
     "is_same_size is_tensor is_inference is_signed"
 )
 _METADATA: frozenset[Any] = frozenset(
-    [_getter(name) for name in _ATTRIBUTES.split() if hasattr(torch.Tensor, name)]
+    [getattr(_TENSOR, name).__get__ for name in _ATTRIBUTES.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name)]
-    + [torch.Tensor._backward_hooks.__set__]
+    + [_TENSOR._backward_hooks.__set__]
 )
 """What a stand-in answers as the parameter would."""
 
-_GET_DATA = torch.Tensor.data.__get__
-_SET_DATA = torch.Tensor.data.__set__
-_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__
+_GET_DATA = _TENSOR.data.__get__
+_SET_DATA = _TENSOR.data.__set__
+_SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 _REQUIRES_GRAD = torch.Tensor.requires_grad_
 
 
@@ -127,7 +127,7 @@ class PagedParameter(nn.Parameter):
         if value is not None:
             raise ConfigError(
                 f"The gradient of {place.name} cannot be set: gradients are in pages.",
-                "Scale the loss, or use a hook of the parameter (p.register_hook) to change what backward adds.",
+                "Scale the loss, or change what backward adds in a hook of the parameter (p.register_hook).",
             )
         place.pager.drop_gradient(place)
 
@@ -144,7 +144,8 @@ class PagedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain Parameter with a copy of the values."""
-        return nn.Parameter(self._place.pager.copy(self._place), self.requires_grad).__reduce_ex__(protocol)
+        plain: Any = nn.Parameter(self._place.pager.copy(self._place), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
 
 def adopt(parameter: nn.Parameter, place: Place) -> None:
@@ -156,15 +157,15 @@ def adopt(parameter: nn.Parameter, place: Place) -> None:
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """What autograd itself keeps in `.grad`."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)
+        gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         return gradient
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """`raw_gradient`, which autograd then no longer keeps."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)
-        torch.Tensor.grad.__set__(parameter, None)
+        gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
+        _TENSOR.grad.__set__(parameter, None)
         return gradient
 
 
@@ -198,6 +199,7 @@ def _can_be_replaced(parameter: torch.Tensor, other: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         if not torch._has_compatible_shallow_copy_type(parameter, other):
             paged = parameter if isinstance(parameter, PagedParameter) else other
+            assert isinstance(paged, PagedParameter)
             raise _no_conversion(paged, other)
     return True
 
@@ -205,8 +207,8 @@ def _can_be_replaced(parameter: torch.Tensor, other: torch.Tensor) -> bool:
 def _no_conversion(parameter: PagedParameter, value: torch.Tensor) -> ConfigError:
     return ConfigError(
         f"The parameter {parameter._place.name} ({list(parameter.shape)}, {parameter.dtype}, "
-        f"{parameter.device}) cannot become {list(value.shape)}, {value.dtype}, {value.device} while its model is "
-        "offloaded.",
+        f"{parameter.device}) cannot become {list(value.shape)}, {value.dtype}, {value.device} while "
+        "its model is offloaded.",
         "Convert the model before infinity.offload; precision= says what it computes in, device= where.",
     )
 
@@ -229,7 +231,7 @@ def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     operation, for what it calls (recomputation) has to bring pages."""
     many = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        edges = [
+        edges: Any = [
             torch.autograd.graph.get_gradient_edge(each) if isinstance(each, PagedParameter) else each
             for each in many
         ]

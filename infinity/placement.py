@@ -147,8 +147,8 @@ class Candidate:
         return self.ends[-1]
 
     def residents(self, lookahead: int) -> list[int]:
-        """Bytes of the `lookahead` largest parameter pages from each place in line to the end, or of those that
-        have to be resident together, where that is more."""
+        """Bytes of the `lookahead` largest parameter pages from each place in line to the end, or of those
+        that have to be resident together, where that is more."""
         if lookahead not in self._residents:
             parameters = self.pages[Kind.PARAMETER]
             largest: list[int] = []

@@ -265,7 +265,7 @@ class Runtime:
         if nbytes > usable:
             raise BudgetError(
                 f"A copy of {format_size(nbytes)} was asked for, and {format_size(usable)} of RAM are free.",
-                "Read single parameters (runtime.optimizer.state[p], runtime.full_parameters(module)) instead.",
+                "Read single ones instead (runtime.optimizer.state[p], runtime.full_parameters(module)).",
                 needed=nbytes,
             )
 
@@ -283,7 +283,7 @@ class Runtime:
             if backward != self._backward:
                 self._backward = backward
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._backward_done)  # type: ignore[no-untyped-call]
+                engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
         with self._parts.paging.lock:

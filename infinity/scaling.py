@@ -51,10 +51,10 @@ class LossScale:
         return tree_map_only(torch.Tensor, self._leave, outputs) if self.dynamic else outputs
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _ScaleGradient.apply(tensor, self, -1) if _differentiable(tensor) else tensor  # type: ignore[no-any-return,no-untyped-call]
+        return _ScaleGradient.apply(tensor, self, -1) if _differentiable(tensor) else tensor  # type: ignore[no-untyped-call]
 
     def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _ScaleGradient.apply(tensor, self, 1) if _differentiable(tensor) else tensor  # type: ignore[no-any-return,no-untyped-call]
+        return _ScaleGradient.apply(tensor, self, 1) if _differentiable(tensor) else tensor  # type: ignore[no-untyped-call]
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -66,7 +66,7 @@ class _ScaleGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradient * ctx.scale.value**ctx.power, None, None
 
 

@@ -126,9 +126,8 @@ class Store:
         device_bytes = plan.home_bytes[Tier.DEVICE] + plan.resident_bytes
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
-            self.device = cleanup.enter_context(
-                open_device(plan.device, None if plan.unified else device_bytes, self.host)
-            )
+            self.device = open_device(plan.device, None if plan.unified else device_bytes, self.host)
+            cleanup.callback(self.device.close)
             self.link = open_link(plan.device)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])

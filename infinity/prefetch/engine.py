@@ -182,9 +182,7 @@ class Engine:
         for unit in units:
             self.trace.record(Access(unit, kind))
             self._touch(unit)
-            arrival = self._arrivals.get(unit)
-            ready = self.pages[unit].presence is Presence.PRESENT or (arrival is not None and arrival.done())
-            self.meter.accessed(ready)
+            self.meter.accessed(self._ready(unit))
         pinned = {*units, *self._held}
         for _ in range(2):  # once more where the last one's room was made at the first one's cost
             for unit in units:
@@ -231,6 +229,11 @@ class Engine:
         """Send every page away that can leave."""
         for unit in list(self._resident):
             self._evict(unit)
+
+    def _ready(self, unit: int) -> bool:
+        """Whether the unit can be used without waiting."""
+        arrival = self._arrivals.get(unit)
+        return self.pages[unit].presence is Presence.PRESENT or (arrival is not None and arrival.done())
 
     def _touch(self, unit: int) -> None:
         if unit in self._resident:
@@ -303,8 +306,8 @@ class Engine:
                 break  # aliases or fragments hold the room: only a demand may press further
             if page.home.failure is None:
                 self._start(unit, pinned)
-        for arrival in self._arrivals.values():
-            arrival.advance(block=False)
+        for under_way in self._arrivals.values():
+            under_way.advance(block=False)
 
     def _lease(self, unit: int, pinned: set[int]) -> Lease:
         """Room for a page. Presses harder and harder: by the schedule, all others, all of the pinned."""

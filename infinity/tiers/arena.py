@@ -100,7 +100,7 @@ class HostArena(MemoryTier):
         self.cuda_registration = Registration(False, "no CUDA device is used")
         if target.type == "cuda":
             with torch.cuda.device(target):
-                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cudart: Any = torch.cuda.cudart()
                 self.cuda_registration = register_with_cuda(region, cudart)
 
     @property
