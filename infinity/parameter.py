@@ -65,8 +65,8 @@ _ATTRIBUTES = (
 )
 _METHODS = (
     "size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex "
-    "is_signed get_device storage_offset has_names is_shared is_pinned is_same_size __len__ __hash__ register_hook "
-    "register_post_accumulate_grad_hook retain_grad _is_view is_inference sym_size dim_order "
+    "is_signed get_device storage_offset has_names is_shared is_pinned is_same_size __len__ __hash__ "
+    "register_hook register_post_accumulate_grad_hook retain_grad _is_view is_inference sym_size dim_order "
     "new_empty new_zeros new_ones new_full new_empty_strided new_tensor"
 )
 _FUNCTIONS = (

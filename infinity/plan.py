@@ -18,6 +18,7 @@ from infinity.estimate import estimate_step
 from infinity.layout import ModelLayout, build, round_up
 from infinity.placement import Homes, Kind, Room, Search
 from infinity.predict import Bandwidths, Prediction, Traffic, predict, traffic
+from infinity.reserve import Reserve
 from infinity.rules import Rule, StateFormat, state_format
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.table import render
@@ -29,6 +30,9 @@ _MARGIN = 512 << 20
 """Bytes left to others where no budget is given, or 5% where that is more."""
 
 _SECONDS_PER_DAY = 86_400
+
+_UNKNOWN_SHARE = 4
+"""One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Plan:
     """Budgets that do together with the least memory, in bytes."""
     activations: int | None
     """Bytes at the peak of a step, parameters and gradients excluded; None: unknown."""
-    buffers: int
-    """Bytes of the model's buffers."""
+    reserved: int
+    """Bytes of the computing tier's budget that are left to activations and buffers."""
     prediction: Prediction | None
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
@@ -102,11 +106,8 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device budget in use; 0 when unified."""
-        if self.unified:
-            return 0
-        reserved = _reserved(self.activations, self.buffers)
-        return self.home_bytes[Tier.DEVICE] + self.resident_bytes + reserved
+        """Bytes of the device tier's memory: pages and the pool of residents; 0 when unified."""
+        return 0 if self.unified else self.home_bytes[Tier.DEVICE] + self.resident_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -143,6 +144,7 @@ class Plan:
         for tier, kind, nbytes in self._resting():
             kinds[tier, kind] += nbytes
         computes_in = Tier.HOST if self.unified else Tier.DEVICE
+        used[computes_in] += self.reserved
         return [
             {
                 "tier": tier.value,
@@ -225,18 +227,21 @@ def make_plan(
     """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
 
     available: what stands in for a budget that is None. activations: bytes at the peak of a step; they count
-    against a separate device's budget. flops: of forward and backward; with `speeds` they give the
-    prediction. Raises BudgetError where a budget is too small, with the smallest that would do as `needed`,
-    and ConfigError as `infinity.units.survey` does.
+    against the tier that computes; where they are unknown, a CUDA device keeps a quarter free for them.
+    flops: of forward and backward; with `speeds` they give the prediction. Raises BudgetError where a budget
+    is too small, with the smallest that would do as `needed`, and ConfigError as `infinity.units.survey` does.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
-    buffers = _buffer_bytes(model)
     budgets = _budgets(budget, available, unified=unified)
-    reserved = _reserved(activations, buffers)
+    reserve = Reserve.of(
+        activations, _buffer_bytes(model), unknown=_UNKNOWN_SHARE if device.type == "cuda" else None
+    )
+    computes_in = Tier.HOST if unified else Tier.DEVICE
+    left = {**budgets, computes_in: budgets[computes_in] - reserve.within(budgets[computes_in])}
     room = Room(
-        device=None if unified else budgets[Tier.DEVICE] - reserved,
-        host=budgets[Tier.HOST],
+        device=None if unified else left[Tier.DEVICE],
+        host=left[Tier.HOST],
         nvme=usable_nvme(budget.nvme_bytes),
     )
     search = Search(surveyed, precision, rule)
@@ -249,11 +254,10 @@ def make_plan(
             budgets,
             len(budget.nvme_bytes),
             f"{format_count(elements)} parameters",
-            reserved=reserved,
+            reserves={computes_in: reserve},
         )
     smallest = search.smallest(unified=unified, nvme=bool(budget.nvme_bytes))
-    if not unified:
-        smallest[Tier.DEVICE] += reserved
+    smallest[computes_in] = reserve.budget_for(smallest[computes_in])
     made = Plan(
         layout=build(surveyed, placement.grouping, placement.chunk_elements),
         precision=precision,
@@ -267,7 +271,7 @@ def make_plan(
         budgets=budgets,
         smallest=smallest,
         activations=activations,
-        buffers=buffers,
+        reserved=reserve.within(budgets[computes_in]),
         prediction=None,
     )
     if speeds is None or flops is None:
@@ -366,11 +370,6 @@ def _or(given: int | None, default: int) -> int:
 
 def _less_margin(nbytes: int) -> int:
     return max(0, nbytes - max(_MARGIN, nbytes // 20)) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
-
-
-def _reserved(activations: int | None, buffers: int) -> int:
-    """Bytes of a separate device that are no page."""
-    return round_up((activations or 0) + buffers, PAGE_ALIGNMENT)
 
 
 def _buffer_bytes(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from infinity.config import format_size
 from infinity.errors import BudgetError
 from infinity.placement import Room, Search
+from infinity.reserve import Reserve
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62
@@ -30,26 +31,34 @@ def format_count(number: int) -> str:
 
 
 def shortage(
-    search: Search, room: Room, budgets: Mapping[Tier, int], paths: int, what: str, *, reserved: int
+    search: Search,
+    room: Room,
+    budgets: Mapping[Tier, int],
+    paths: int,
+    what: str,
+    *,
+    reserves: Mapping[Tier, Reserve],
 ) -> BudgetError:
     """The error for a model that fits in no way.
 
     The device is named first where nothing fits it, then the host, then NVMe. `needed` is exact with the
     other budgets as they are; where none of the device would do with them, it is what the device needs
-    by itself. reserved: bytes of the device that were taken off `room` before.
+    by itself. reserves: what was taken off `room` before, by tier.
     """
+    nothing = Reserve(0)
     if room.device is not None:
         alone = search.needed(Tier.DEVICE, replace(room, host=_ENDLESS, nvme=_ENDLESS))
         if alone is not None and alone > room.device:
             exact = search.needed(Tier.DEVICE, room)
-            return _error(Tier.DEVICE, reserved + (alone if exact is None else exact), what, budgets)
+            needed = reserves[Tier.DEVICE].budget_for(alone if exact is None else exact)
+            return _error(Tier.DEVICE, needed, what, budgets)
     host = search.needed(Tier.HOST, replace(room, nvme=_ENDLESS))
     nvme = search.needed(Tier.NVME, room)
     if paths and nvme is not None and host is not None and host <= room.host:
         return _error(Tier.NVME, _striped(nvme, paths), what, budgets)
-    needed = search.needed(Tier.HOST, room)
-    assert needed is not None  # host memory alone can hold everything
-    return _error(Tier.HOST, needed, what, budgets)
+    pages = search.needed(Tier.HOST, room)
+    assert pages is not None  # host memory alone can hold everything
+    return _error(Tier.HOST, reserves.get(Tier.HOST, nothing).budget_for(pages), what, budgets)
 
 
 def _striped(nbytes: int, paths: int) -> int:

@@ -43,6 +43,17 @@ def injected(faults: Faults) -> Iterator[Faults]:
         _injection.faults = before
 
 
+@contextlib.contextmanager
+def _capped(device: torch.device, budget: int) -> Iterator[None]:
+    """Inside, torch's allocator ends with OutOfMemoryError at `budget` bytes: pages and all else together."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 @dataclass(slots=True)
 class Flight:
     """One request under way over bytes [start, end) of a home."""
@@ -128,6 +139,8 @@ class Store:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
             self.device = open_device(plan.device, None if plan.unified else device_bytes, self.host)
             cleanup.callback(self.device.close)
+            if plan.device.type == "cuda":
+                cleanup.enter_context(_capped(plan.device, plan.budgets[Tier.DEVICE]))
             self.link = open_link(plan.device)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])

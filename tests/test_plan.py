@@ -179,13 +179,35 @@ def test_with_room_all_rests_near_and_parameters_come_first() -> None:
     assert made.device_bytes == parameters
 
 
-def test_activations_and_buffers_take_room_of_a_separate_device_only() -> None:
+def test_activations_and_buffers_take_room_where_the_model_computes() -> None:
     model = stack([64] * 4)
     model.register_buffer("mask", torch.empty(1000, device="meta"))
     assert planned(model, device="1MiB", host="64MiB", activations=1000).device_bytes <= MiB
     with pytest.raises(BudgetError, match="the device tier"):
         planned(model, device="1MiB", host="64MiB", activations=MiB)
-    assert planned(model, host="64MiB", activations=1 << 40).activations == 1 << 40
+    with pytest.raises(BudgetError, match="the host tier") as caught:
+        planned(model, host="64MiB", activations=64 * MiB)
+    assert planned(model, host=caught.value.needed, activations=64 * MiB).reserved >= 64 * MiB + 4000
+    unknown = planned(model, device="64MiB", host="64MiB")
+    assert unknown.activations is None and unknown.reserved == 4096
+
+
+def test_a_cuda_budget_keeps_room_for_activations_that_nobody_knows() -> None:
+    model = stack([64] * 4)
+    arguments = {
+        "precision": Precision(),
+        "device": torch.device("cuda", 0),
+        "available": Available(device=64 * MiB, host=64 * MiB),
+    }
+    rule = Rule.of(torch.optim.AdamW(model.parameters()))
+    made = make_plan(model, rule, budget=Budget(host="64MiB"), **arguments)
+    assert made.reserved == 16 * MiB and made.rows()[0]["activations"] is None
+    with pytest.raises(BudgetError) as caught:
+        make_plan(model, rule, budget=Budget(device=8192, host="64MiB"), **arguments)
+    needed = caught.value.needed
+    assert make_plan(model, rule, budget=Budget(device=needed, host="64MiB"), **arguments)
+    with pytest.raises(BudgetError):
+        make_plan(model, rule, budget=Budget(device=needed - 4096, host="64MiB"), **arguments)
 
 
 def test_the_device_is_named_before_the_host() -> None:

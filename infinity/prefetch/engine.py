@@ -347,16 +347,14 @@ class Engine:
         pool = self.store.resident
         wanted = sum(self._sizes[unit] for unit in units)
         held = pool.counters.leased - sum(self._sizes[unit] for unit in self._resident)
-        tier, budget = ("host", self.store.plan.host_bytes)
-        if not self.store.plan.unified:
-            tier, budget = "device", self.store.plan.device_bytes
-        needed = budget + wanted + max(0, held) - pool.nbytes
+        tier = Tier.HOST if self.store.plan.unified else Tier.DEVICE
+        needed = self.store.plan.budgets[tier] + wanted + max(0, held) - pool.nbytes
         names = ", ".join(self.pages[unit].layout.name or "the root's own" for unit in sorted(units))
         views = f" and views that your code holds keep {format_size(held)}" if held > 0 else ""
         return BudgetError(
             f"One operation takes the parameters of {names} together, {format_size(wanted)}, but the "
-            f"{tier} budget has {format_size(pool.nbytes)} for resident parameters{views}.",
-            f"Give a {tier} budget of {format_size(needed)} ({needed} bytes), or let go of such views.",
+            f"{tier.value} budget has {format_size(pool.nbytes)} for resident parameters{views}.",
+            f"Give a {tier.value} budget of {format_size(needed)} ({needed} bytes), or let go of such views.",
             needed=needed,
         )
 
