@@ -229,7 +229,7 @@ def make_plan(
     available: what stands in for a budget that is None. activations: bytes at the peak of a step; they count
     against the tier that computes; where they are unknown, a CUDA device keeps a quarter free for them.
     flops: of forward and backward; with `speeds` they give the prediction. Raises BudgetError where a budget
-    is too small, with the smallest that would do as `needed`, and ConfigError as `infinity.units.survey` does.
+    is too small (`needed`: the smallest that would do), and ConfigError as `infinity.units.survey` does.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)

@@ -238,7 +238,9 @@ class Store:
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
         """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""
         data = source.view(torch.uint8)
-        for start, end, slot in self._windows(offset, data.nbytes):
+        whole = self.slot()
+        for start, end in self._windows(offset, data.nbytes):
+            slot = whole[: end - start]
             first, last = max(start, offset), min(end, offset + data.nbytes)
             if (first, last) != (start, end):
                 self.read(home, start, slot).wait()
@@ -248,7 +250,9 @@ class Store:
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
         copy = torch.empty(nbytes, dtype=torch.uint8)
-        for start, end, slot in self._windows(offset, nbytes):
+        whole = self.slot()
+        for start, end in self._windows(offset, nbytes):
+            slot = whole[: end - start]
             first, last = max(start, offset), min(end, offset + nbytes)
             self.read(home, start, slot).wait()
             copy[first - offset : last - offset].copy_(slot[first - start : last - start])
@@ -287,11 +291,11 @@ class Store:
             home.finish(flight)
         return True
 
-    def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Pieces of [offset, offset + nbytes) that fit a slot, widened to whole 4 KiB blocks."""
         start = offset // 4096 * 4096
         end = -(-(offset + nbytes) // 4096) * 4096
         while start < end:
             upto = min(end, start + self.slot_bytes)
-            yield start, upto, self.slot()[: upto - start]
+            yield start, upto
             start = upto
