@@ -59,6 +59,26 @@ class Delegated:
     unpack: Unpack
 
 
+class SavedBytes:
+    """How much a forward leaves to backward: bytes of the distinct storages that autograd saves, pages apart."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        """Of all forwards so far."""
+        self._seen: dict[int, int] = {}
+
+    def forward_begins(self) -> None:
+        self._seen.clear()
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._seen[storage.data_ptr()] = storage.nbytes()
+
+    def forward_ends(self) -> None:
+        self.peak = max(self.peak, sum(self._seen.values()))
+        self._seen.clear()
+
+
 Find = Callable[[torch.Tensor], PageReference | None]
 Fetch = Callable[[PageReference], torch.Tensor]
 
@@ -66,9 +86,12 @@ Fetch = Callable[[PageReference], torch.Tensor]
 class SavedTensors:
     """The pair of hooks, once for every time that they come into force."""
 
-    def __init__(self, find: Find, fetch: Fetch, outer: tuple[Pack, Unpack] | None) -> None:
+    def __init__(
+        self, find: Find, fetch: Fetch, tally: SavedBytes, outer: tuple[Pack, Unpack] | None
+    ) -> None:
         self._find = find
         self._fetch = fetch
+        self._tally = tally
         self._outer = outer
 
     def pack(self, tensor: torch.Tensor) -> PageReference | Alias | Delegated:
@@ -77,6 +100,8 @@ class SavedTensors:
             return found
         if self._outer is not None:
             return Delegated(self._outer[0](tensor), self._outer[1])
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            self._tally.saved(tensor)
         return Alias(tensor.detach(), tensor._version)
 
     def unpack(self, packed: PageReference | Alias | Delegated) -> torch.Tensor:
@@ -104,13 +129,13 @@ def check_version(name: str, saved: int, now: int) -> None:
 
 
 @contextlib.contextmanager
-def saving(find: Find, fetch: Fetch) -> Iterator[None]:
+def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     """The hooks are in force inside, in this thread. Nothing happens where they are already."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if outer is not None and isinstance(getattr(outer[0], "__self__", None), SavedTensors):
         yield
         return
-    hooks = SavedTensors(find, fetch, outer)
+    hooks = SavedTensors(find, fetch, tally, outer)
     torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     try:
         yield

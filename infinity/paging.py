@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from infinity.activations import PageReference, saving
+from infinity.activations import PageReference, SavedBytes, saving
 from infinity.errors import ConfigError
 from infinity.page import ParameterPage, parameter_version
 from infinity.parameter import PagedParameter, Place
@@ -52,6 +52,7 @@ class Paging:
         """Address of a residency -> its page. Entries of memory let go are overwritten, not removed."""
         self.engine = engine
         self.lock = threading.RLock()
+        self.saved_bytes = SavedBytes()
         self.copying = 0
         """Above 0 while a state_dict is made: `p.detach()` copies then."""
         self.refuse: Callable[[], None] = _accept
@@ -85,7 +86,7 @@ class Paging:
                 self.engine.demand(units, _kind_now())
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
-                    with saving(self._find, self._fetch):
+                    with saving(self._find, self._fetch, self.saved_bytes):
                         result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
@@ -102,11 +103,15 @@ class Paging:
     def forward(self) -> Iterator[None]:
         """The root module's forward."""
         self.thread.depth = getattr(self.thread, "depth", 0) + 1
+        if self.thread.depth == 1:
+            self.saved_bytes.forward_begins()
         try:
-            with saving(self._find, self._fetch):
+            with saving(self._find, self._fetch, self.saved_bytes):
                 yield
         finally:
             self.thread.depth -= 1
+            if self.thread.depth == 0:
+                self.saved_bytes.forward_ends()
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:

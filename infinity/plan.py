@@ -165,7 +165,8 @@ class Plan:
         speed = "predicted unknown s/step"
         if self.prediction is not None:
             seconds = self.prediction.seconds
-            speed = f"predicted {seconds:.2g} s/step · limited by {self.prediction.limited_by}"
+            what = "measured" if self.prediction.measured else "predicted"
+            speed = f"{what} {seconds:.2g} s/step · limited by {self.prediction.limited_by}"
             writes += f" ({format_size(int(per_step * _SECONDS_PER_DAY / seconds))}/day)"
         line = speed if Tier.NVME not in self.budgets else f"{speed} · {writes}"
         smallest = " · ".join(f"{tier.value} {format_size(n)}" for tier, n in self.smallest.items())

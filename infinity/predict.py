@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.placement import Homes, Kind
+from infinity.telemetry import Edge, Stats
 from infinity.tiers import Tier
 
 
@@ -28,7 +29,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds per step, and the seconds that each resource is busy in it."""
+    """Seconds per step, and the seconds that each resource is busy in it (measured: is waited for)."""
 
     seconds: float
     limited_by: str
@@ -37,6 +38,16 @@ class Prediction:
     disk: float
     update: float
     link: float
+    measured: bool = False
+    """Of a step that was, not of one to come."""
+
+    @staticmethod
+    def of_step(step: Stats) -> Prediction:
+        """What a finished step took."""
+        disk = sum(step.edges[edge].stall_seconds for edge in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
+        link = sum(step.edges[edge].stall_seconds for edge in (Edge.HOST_TO_DEVICE, Edge.DEVICE_TO_HOST))
+        parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
+        return Prediction(step.seconds, max(parts, key=parts.__getitem__), **parts, measured=True)
 
 
 @dataclass(frozen=True)

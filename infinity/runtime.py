@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from infinity.page import ParameterPage
 from infinity.paging import Paging
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.plan import Plan
+from infinity.predict import Prediction
 from infinity.prefetch.engine import Engine
 from infinity.scaling import LossScale
 from infinity.states import States
@@ -87,8 +88,13 @@ class Runtime:
 
     @property
     def plan(self) -> Plan:
-        """What lies where, and what a step should take."""
-        return self._parts.plan
+        """What lies where, and what a step should take: as measured, after a first step that was not planned."""
+        plan, last = self._parts.plan, self._parts.meter.snapshot().last_step
+        if plan.activations is None and last is not None:
+            return replace(
+                plan, activations=self._parts.paging.saved_bytes.peak, prediction=Prediction.of_step(last)
+            )
+        return plan
 
     @property
     def optimizer(self) -> PagedOptimizer:

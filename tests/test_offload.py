@@ -167,6 +167,18 @@ def test_example_inputs_make_the_plan_know(tmp_path: Path, monkeypatch: pytest.M
         assert "predicted unknown" not in str(runtime.plan)
 
 
+def test_after_a_step_the_plan_knows(tmp_path: Path) -> None:
+    model = TIED.make()
+    with offloaded(model, tmp_path) as runtime:
+        assert runtime.plan.activations is None and "predicted unknown" in str(runtime.plan)
+        train_step(model, runtime)
+        inputs, _ = TIED.batch(0, 0)
+        plan = runtime.plan
+        assert plan.activations is not None and plan.activations > inputs.numel() * 40 * 4 * 8
+        assert plan.prediction is not None and plan.prediction.measured
+        assert "measured" in str(plan) and "unknown" not in str(plan)
+
+
 def test_commits_say_that_they_are_not_there_yet(tmp_path: Path) -> None:
     model = TIED.make()
     with offloaded(model, tmp_path) as runtime:
