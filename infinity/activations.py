@@ -60,7 +60,7 @@ class Delegated:
 
 
 class SavedBytes:
-    """How much a forward leaves to backward: bytes of the distinct storages that autograd saves, pages apart."""
+    """What a forward leaves to backward: bytes of the storages that autograd saves, pages apart."""
 
     def __init__(self) -> None:
         self.peak = 0

@@ -88,7 +88,7 @@ class Runtime:
 
     @property
     def plan(self) -> Plan:
-        """What lies where, and what a step should take: as measured, after a first step that was not planned."""
+        """What lies where, and what a step should take; after a first step, what it took."""
         plan, last = self._parts.plan, self._parts.meter.snapshot().last_step
         if plan.activations is None and last is not None:
             return replace(
