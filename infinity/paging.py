@@ -154,9 +154,10 @@ class Paging:
             page = place.page
             self.engine.demand([page.index], _kind_now())
             assert page.residency is not None
-            if value.untyped_storage().data_ptr() != page.residency.data_ptr():
+            present = page.view(place.index, page.residency)
+            if value.data_ptr() != present.data_ptr() or value.stride() != present.stride():
                 with torch.no_grad():
-                    page.view(place.index, page.residency).copy_(value)
+                    present.copy_(value.clone() if _shares(value, present) else value)
                 self._replaced.setdefault(page.index, set()).add(place.index)
 
     def has_gradient(self, place: Place) -> bool:

@@ -184,6 +184,8 @@ def _get_data(parameter: PagedParameter, *_: Any) -> torch.Tensor:
 
 
 def _set_data(parameter: PagedParameter, value: torch.Tensor) -> None:
+    if value is parameter:
+        return  # what Module.to does where there is nothing to convert
     if isinstance(value, PagedParameter):
         value = value._place.pager.copy(value._place)
     same = (

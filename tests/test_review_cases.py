@@ -1,0 +1,50 @@
+"""Uses of a paged model that once went wrong: each means what it means to the plain model, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from parity import copied, differences, tensors_copied
+from small_runtime import TIED, opened, train_step
+from torch import nn
+
+both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
+
+
+def two_layers(width: int = 64) -> nn.Sequential:
+    """More than one page where room is short."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+@both_homes
+def test_a_conversion_that_converts_nothing_keeps_the_bits_of_masters(home: str, tmp_path: Path) -> None:
+    results = []
+    for converts in (False, True):
+        model = TIED.make()
+        with opened(model, tmp_path, home=home, compute="bf16") as runtime:
+            train_step(model, runtime)
+            if converts:
+                model.to("cpu")
+            train_step(model, runtime, 1)
+            results.append(tensors_copied(runtime.optimizer.state_dict()))
+    assert differences(*results) == []
+
+
+@both_homes
+def test_data_given_another_view_of_its_own_page(home: str, tmp_path: Path) -> None:
+    model = two_layers(16)
+    before = copied(model.state_dict())
+    with opened(model, tmp_path, home=home, device_factor=8 if home == "nvme" else 1) as runtime:
+        weight = model[0].weight
+        weight.data = weight.data
+        assert torch.equal(weight, before["0.weight"])
+        weight.data = weight.data.t()
+        assert torch.equal(weight, before["0.weight"].t())
+        model[0].bias.data = weight.data[3]
+        weight.data.zero_()
+        assert torch.equal(model[0].bias, before["0.weight"][:, 3])
+        model(torch.ones(2, 16)).sum().backward()
+        runtime.optimizer.step()
