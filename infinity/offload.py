@@ -103,7 +103,6 @@ class _Builder:
         pages = {
             unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
             for unit, layout in enumerate(self.plan.layout.units)
-            if layout.chunks
         }
         return States(pages, self.store, self.plan.rule)
 
@@ -180,7 +179,6 @@ class _Builder:
         return {
             unit: GradientPage(unit, layout, self._home(unit, Kind.GRADIENT), self.plan)
             for unit, layout in enumerate(self.plan.layout.units)
-            if layout.chunks
         }
 
     def _home(self, unit: int, kind: Kind) -> Home:

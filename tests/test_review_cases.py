@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity import copied, differences, tensors_copied
 from small_runtime import TIED, opened, train_step
-from torch import nn
+from torch import Tensor, nn
 
 both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
 
@@ -48,3 +48,38 @@ def test_data_given_another_view_of_its_own_page(home: str, tmp_path: Path) -> N
         assert torch.equal(model[0].bias, before["0.weight"][:, 3])
         model(torch.ones(2, 16)).sum().backward()
         runtime.optimizer.step()
+
+
+class Nothing(nn.Module):
+    """Beside a layer, units that hold no element, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.holder = nn.Module()
+        self.holder.empty = nn.Parameter(torch.zeros(0, 5))
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.layer(x)).square().sum() + self.holder.empty.sum()
+
+
+@both_homes
+def test_units_that_are_frozen_or_empty_have_no_gradients_and_states(home: str, tmp_path: Path) -> None:
+    model = Nothing()
+    with opened(model, tmp_path, home=home) as runtime:
+        for _ in range(2):
+            model.frozen.zero_grad()
+            model(torch.ones(1, 64)).backward()
+            assert model.frozen.weight.grad is None
+            assert runtime.grad(model.frozen.weight) is None
+            assert runtime.grad(model.holder.empty).shape == (0, 5)
+            runtime.clip_grad_norm_(1.0)
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+        assert runtime.optimizer.state[model.frozen.weight] == {}
+        assert float(runtime.optimizer.state[model.holder.empty]["step"]) == 2
+        state = runtime.optimizer.state_dict()
+        runtime.optimizer.load_state_dict(state)
+        del runtime.optimizer.state[model.frozen.weight]
+        assert differences(state, runtime.optimizer.state_dict()) == []
