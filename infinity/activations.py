@@ -41,6 +41,9 @@ class PageReference:
     """Elements of `dtype` from the start of the page."""
     version: int | None
     """Of the parameter; None where the view counted its own."""
+    conjugate: bool
+    negative: bool
+    """Whether the tensor stands for the conjugates, or the negatives, of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)

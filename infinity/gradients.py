@@ -316,6 +316,7 @@ def _in_memory_order(gradient: torch.Tensor, stride: Iterable[int]) -> torch.Ten
     stride = tuple(stride)
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
+    gradient = gradient.resolve_neg()  # its bytes are read
     if gradient.stride() != stride:
         gradient = torch.empty_strided(
             gradient.shape, stride, dtype=gradient.dtype, device=gradient.device

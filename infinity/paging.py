@@ -275,6 +275,8 @@ class Paging:
                 stride=tensor.stride(),
                 offset=byte // tensor.dtype.itemsize,
                 version=version if version == parameter_version(place.page.parameters[place.index]) else None,
+                conjugate=tensor.is_conj(),
+                negative=tensor.is_neg(),
             )
 
     def _fetch(self, reference: PageReference) -> torch.Tensor:
@@ -284,9 +286,11 @@ class Paging:
             self.engine.demand([page.index], AccessKind.BACKWARD)
             assert page.residency is not None
             with torch.inference_mode(False), torch.no_grad():
-                return page.residency.view(reference.dtype).as_strided(
+                view = page.residency.view(reference.dtype).as_strided(
                     reference.shape, reference.stride, reference.offset
                 )
+                view = view.conj() if reference.conjugate else view
+                return torch._neg_view(view) if reference.negative else view
 
 
 def _kind_now() -> AccessKind:

@@ -83,3 +83,47 @@ def test_units_that_are_frozen_or_empty_have_no_gradients_and_states(home: str, 
         runtime.optimizer.load_state_dict(state)
         del runtime.optimizer.state[model.frozen.weight]
         assert differences(state, runtime.optimizer.state_dict()) == []
+
+
+class Negated(torch.autograd.Function):
+    """The identity, whose gradient comes as a lazy negation, as those of imaginary parts do."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        return torch._neg_view(grad.clone())
+
+
+def test_a_gradient_that_is_negated_lazily(tmp_path: Path) -> None:
+    model = two_layers()
+    with opened(model, tmp_path) as runtime:
+        Negated.apply(model[0].weight).sum().backward()
+        assert torch.equal(runtime.grad(model[0].weight), -torch.ones(64, 64))
+
+
+class Spectral(nn.Module):
+    """A real parameter that is used as complex numbers, conjugated and negated lazily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 48).view(24, 2))
+        self.other = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.other(torch.ones(64)).sum()
+        numbers = torch.view_as_complex(self.weight).conj()
+        squares = (numbers * numbers).imag.sum() * x.sum()
+        return other + squares + (numbers.imag * self.weight[:, 0]).sum()
+
+
+@both_homes
+def test_saved_views_that_are_conjugated_or_negated_lazily(home: str, tmp_path: Path) -> None:
+    plain, model = Spectral(), Spectral()
+    x = torch.linspace(0, 2, 24)
+    plain(x).backward()
+    with opened(model, tmp_path, home=home) as runtime:
+        model(x).backward()
+        assert torch.equal(runtime.grad(model.weight), plain.weight.grad)
