@@ -92,13 +92,13 @@ class SavedTensors:
     def __init__(
         self, find: Find, fetch: Fetch, tally: SavedBytes, outer: tuple[Pack, Unpack] | None
     ) -> None:
-        self._find = find
+        self.find = find
         self._fetch = fetch
         self._tally = tally
         self._outer = outer
 
     def pack(self, tensor: torch.Tensor) -> PageReference | Alias | Delegated:
-        found = self._find(tensor)
+        found = self.find(tensor)
         if found is not None:
             return found
         if self._outer is not None:
@@ -135,7 +135,8 @@ def check_version(name: str, saved: int, now: int) -> None:
 def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     """The hooks are in force inside, in this thread. Nothing happens where they are already."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if outer is not None and isinstance(getattr(outer[0], "__self__", None), SavedTensors):
+    around = None if outer is None else getattr(outer[0], "__self__", None)
+    if isinstance(around, SavedTensors) and around.find == find:
         yield
         return
     hooks = SavedTensors(find, fetch, tally, outer)

@@ -255,6 +255,8 @@ class Paging:
     def _find(self, tensor: torch.Tensor) -> PageReference | None:
         if isinstance(tensor, PagedParameter):
             place = tensor._place
+            if place.pager is not self:
+                return None
             byte = place.page.start(place.index)
         elif type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
             found = self.addresses.get(tensor.untyped_storage().data_ptr())

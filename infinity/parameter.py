@@ -106,8 +106,11 @@ class PagedParameter(nn.Parameter):
         places: dict[int, Place] = {}
         _collect(args, places)
         _collect(kwargs.values(), places)
-        first = next(iter(places.values()))
-        return first.pager.run(func, list(places.values()), args, kwargs)
+        taken = list(places.values())
+        pager = taken[0].pager
+        if len(taken) > 1 and any(place.pager is not pager for place in taken):
+            return _run_in_all(func, taken, args, kwargs)
+        return pager.run(func, taken, args, kwargs)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -177,6 +180,17 @@ def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
             _collect(value, places)
         elif isinstance(value, dict):
             _collect(value.values(), places)
+
+
+def _run_in_all(function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
+    """Run an operation on parameters of several runtimes: in each one's `run`, inside of the others'."""
+    pager = min((place.pager for place in places), key=id)  # in one order, for each holds a lock
+    others = [place for place in places if place.pager is not pager]
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        return _run_in_all(function, others, args, kwargs) if others else function(*args, **kwargs)
+
+    return pager.run(inside, [place for place in places if place.pager is pager], args, kwargs)
 
 
 def _get_data(parameter: PagedParameter, *_: Any) -> torch.Tensor:

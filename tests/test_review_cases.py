@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from parity import copied, differences, tensors_copied
 from small_runtime import TIED, opened, train_step
 from torch import Tensor, nn
+
+Read = Callable[[nn.Parameter], "Tensor | None"]
 
 both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
 
@@ -127,3 +130,64 @@ def test_saved_views_that_are_conjugated_or_negated_lazily(home: str, tmp_path: 
     with opened(model, tmp_path, home=home) as runtime:
         model(x).backward()
         assert torch.equal(runtime.grad(model.weight), plain.weight.grad)
+
+
+class Borrower(nn.Module):
+    """Calls a module that is not its own."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.others = (other,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.others[0](self.first(x)).tanh())
+
+
+def gradients_of_two(models: tuple[nn.Module, nn.Module], read: tuple[Read, Read]) -> list[Tensor | None]:
+    """Of a model called inside of the other, then of one operation on parameters of both; and an edit."""
+    outer, inner = models
+    outer(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()
+    (inner[2].weight * outer.second.weight).square().sum().backward()
+    with torch.no_grad():
+        inner[0].weight.lerp_(outer.first.weight, 0.25)
+    found = [read[0](each) for each in outer.parameters()] + [read[1](each) for each in inner.parameters()]
+    return [*found, inner[0].weight.detach().clone()]
+
+
+@both_homes
+def test_two_runtimes_one_inside_of_the_other(home: str, tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, nn.Module]:
+        inner = two_layers()
+        return Borrower(inner), inner
+
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "inner").mkdir()
+    expected = gradients_of_two(make(), (lambda each: each.grad,) * 2)
+    models = make()
+    with (
+        opened(models[0], tmp_path / "outer", home=home) as outer,
+        opened(models[1], tmp_path / "inner", home=home) as inner,
+    ):
+        assert differences(gradients_of_two(models, (outer.grad, inner.grad)), expected) == []
+        for runtime in (outer, inner):
+            runtime.optimizer.step()
+
+
+@both_homes
+def test_an_edit_after_a_state_dict_that_failed(home: str, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    model = two_layers()
+    with opened(model, tmp_path, home=home):
+        handle = model[2].register_state_dict_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model.state_dict()
+        handle.remove()
+        model[0].weight.data.fill_(3.0)
+        model[0].bias.detach().fill_(4.0)
+        model(torch.ones(1, 64))
+        state = model.state_dict()
+        assert bool((state["0.weight"] == 3).all() and (state["0.bias"] == 4).all())
