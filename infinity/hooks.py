@@ -153,10 +153,12 @@ class ModuleHooks:
     def _start_copying(self, module: nn.Module, *_: Any) -> None:
         if not self._paging.copying:
             self._check_copy(module)
-        self._paging.copying += 1
+        thread = self._paging.thread
+        thread.copies = getattr(thread, "copies", 0) + 1
 
     def _stop_copying(self, *_: Any) -> None:
-        self._paging.copying = max(0, self._paging.copying - 1)
+        thread = self._paging.thread
+        thread.copies = max(0, getattr(thread, "copies", 0) - 1)
 
 
 def _tree(model: nn.Module) -> list[int]:

@@ -10,10 +10,12 @@ holds is forgotten, and the bytes return.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,8 +55,6 @@ class Paging:
         self.engine = engine
         self.lock = threading.RLock()
         self.saved_bytes = SavedBytes()
-        self.copying = 0
-        """Above 0 while a state_dict is made: `p.detach()` copies then."""
         self.refuse: Callable[[], None] = _accept
         """Raises where no page may be used any more."""
         self.edited: Callable[[int, int], None] = _ignore_edit
@@ -63,7 +63,7 @@ class Paging:
         self.drop_gradient_of: Callable[[int, int], None] = _ignore_edit
         self._store = store
         self.thread = threading.local()
-        """What belongs to one thread: how deep it is in forwards."""
+        """What belongs to one thread: how deep it is in forwards, and in making state_dicts."""
         self._loans: dict[int, list[_Loan]] = {}
         self._replaced: dict[int, set[int]] = {}
         """unit -> parameters whose present page was given values that no version tells of."""
@@ -98,6 +98,14 @@ class Paging:
     def inside(self) -> bool:
         """Whether this thread is in the root module's forward, or in a backward."""
         return getattr(self.thread, "depth", 0) > 0 or torch._C._current_graph_task_id() != -1
+
+    @property
+    def copying(self) -> bool:
+        """Whether this thread makes a state_dict: `p.detach()` copies then."""
+        depth = getattr(self.thread, "copies", 0)
+        if depth and not _in_state_dict():
+            self.thread.copies = depth = 0  # an error ended it, and its last hooks were not called
+        return depth > 0
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -303,6 +311,13 @@ def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def _in_state_dict() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.nn.Module.state_dict.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _accept() -> None:
