@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno as errno_codes
 import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class InfinityError(Exception):
@@ -18,6 +22,13 @@ class InfinityError(Exception):
 
     def __str__(self) -> str:
         return f"{self.cause} {self.cure}"
+
+    def again(self) -> Self:
+        """The same error without its traceback, to be kept or raised once more.
+
+        A kept traceback keeps every frame alive, and pages and slots with their variables.
+        """
+        return copy.copy(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross processes (spawned workers, torchrun): the default would forget the keywords.

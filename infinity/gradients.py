@@ -137,8 +137,8 @@ class Gradients:
         try:
             for number, piece in page.pieces(parameter):
                 self._add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
-        except InfinityError as error:
-            self._failure = error
+        except BaseException as error:
+            self._lose(error)
             raise
         page.content.add(parameter)
 
@@ -169,8 +169,9 @@ class Gradients:
 
     def check(self) -> None:
         """Raises the error that lost gradients of this step, if one did."""
-        if self._failure is not None:
-            raise self._failure
+        for failure in (self._failure, *(page.home.failure for page in self.pages.values())):
+            if failure is not None:
+                raise failure.again()
 
     def read(self, unit: int, parameter: int) -> torch.Tensor | None:
         """A copy of a gradient as the optimizer would see it, in the accumulation dtype; None without one."""
@@ -199,8 +200,7 @@ class Gradients:
         for page in self.pages.values():
             page.content.clear()
             page.states = [_ChunkState() for _ in page.layout.chunks]
-            if self._failure is page.home.failure:
-                page.home.failure = None  # its bytes count for nothing any more
+            page.home.renew()
         self._staged.clear()
         self._failure = None
         self._clipping = None
@@ -282,10 +282,20 @@ class Gradients:
         assert stage is not None
         try:
             self._store.write(page.home, page.offset(number), stage)
-        except InfinityError as error:
-            self._failure = error
+        except BaseException as error:
+            self._lose(error)
             raise
         state.stored = True
+
+    def _lose(self, error: BaseException) -> None:
+        """What was being added or taken home is half done: no gradient of this step counts any more."""
+        if isinstance(error, InfinityError):
+            self._failure = error.again()
+        else:
+            self._failure = ConfigError(
+                "A backward was interrupted while a gradient was added.",
+                "Call runtime.optimizer.zero_grad() and repeat the step.",
+            )
 
     def _free_a_slot(self) -> bool:
         for unit, number in self._staged:

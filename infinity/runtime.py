@@ -204,6 +204,7 @@ class Runtime:
         parts, gradients = self._parts, self._training()
         with parts.paging.lock:
             self._refuse()
+            parts.store.settle()  # here a gradient that did not reach its home costs this step only
             if not gradients.any:
                 raise ConfigError(
                     "step() was called and no parameter has a gradient.",
@@ -267,6 +268,7 @@ class Runtime:
 
     def check_capacity(self, nbytes: int) -> None:
         """See optimizer.UpdateBackend."""
+        self._refuse()
         usable = machine.memory().usable
         if nbytes > usable:
             raise BudgetError(
@@ -303,7 +305,6 @@ class Runtime:
                 self._parts.engine.step_done()
 
     def _check_copy(self, module: nn.Module) -> None:
-        self._refuse()
         self.check_capacity(sum(each.numel() * each.element_size() for each in module.parameters()))
 
     # --- inside ----------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ class Runtime:
             parts.updater.step(self._group_of)
         except BaseException as error:
             self._failure = (
-                error
+                error.again()
                 if isinstance(error, InfinityError)
                 else ConfigError(
                     "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
@@ -367,4 +368,4 @@ class Runtime:
                 "Use the model before runtime.close(); copy its state_dict() if it is wanted afterwards.",
             )
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.again()

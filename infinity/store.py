@@ -98,19 +98,28 @@ class Home:
         for flight in list(self._conflicts(start, end, writing)):
             self.finish(flight)
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
 
     def finish(self, flight: Flight) -> None:
-        """Wait for a flight and forget it; a failed write loses the home. Raises the flight's error."""
+        """Wait for a flight and forget it; a failed write loses the home. Raises the flight's error, once."""
+        if flight not in self.flights:
+            return
         try:
             flight.transfer.wait()
         except InfinityError as error:
             if flight.writes:
-                self.failure = error
+                self.failure = error.again()
             raise
         finally:
             if flight in self.flights and flight.transfer.done():
                 self.flights.remove(flight)
+
+    def renew(self) -> None:
+        """The bytes count for nothing any more: wait for what is under way over them, and forget what failed."""
+        for flight in list(self.flights):
+            with contextlib.suppress(InfinityError):
+                self.finish(flight)
+        self.failure = None
 
     def _conflicts(self, start: int, end: int, writing: bool) -> Iterator[Flight]:
         self.flights = [each for each in self.flights if each.writes or not each.transfer.done()]
@@ -261,16 +270,14 @@ class Store:
     def poll(self) -> None:
         """Collect the writes that are done. Raises the first one's error that failed."""
         while self._writes and self._writes[0][1].transfer.done():
-            home, flight = self._writes.popleft()
-            home.finish(flight)
+            self._finish_write()
 
     def settle(self) -> None:
         """Wait for every write. Raises the first error, after all have ended."""
         failure: InfinityError | None = None
         while self._writes:
-            home, flight = self._writes.popleft()
             try:
-                home.finish(flight)
+                self._finish_write()
             except InfinityError as error:
                 failure = failure or error
         if failure is not None:
@@ -286,10 +293,17 @@ class Store:
     def _finish_oldest_write(self) -> bool:
         if not self._writes:
             return False
-        home, flight = self._writes.popleft()
         with self.meter.stalling(Edge.HOST_TO_NVME):
-            home.finish(flight)
+            self._finish_write()
         return True
+
+    def _finish_write(self) -> None:
+        home, flight = self._writes[0]
+        try:
+            home.finish(flight)
+        finally:
+            if flight.transfer.done():  # not where Ctrl-C ended the wait
+                self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Pieces of [offset, offset + nbytes) that fit a slot, widened to whole 4 KiB blocks."""

@@ -57,6 +57,8 @@ class Arrival:
         self._pieces: deque[_Piece] = deque()
         self._final: Transfer | None = None
         """The last transfer into the residency."""
+        self._failure: InfinityError | None = None
+        """Why the page does not come: whoever demands it is told by `finish`."""
         if store.device.shares_host:
             self._todo.clear()
             self._final = store.read(page.home, 0, self.residency)
@@ -79,6 +81,14 @@ class Arrival:
 
     def advance(self, *, block: bool) -> bool:
         """Move pieces on; with `block`, at least one. Returns whether a slot came free."""
+        try:
+            return self._advance(block)
+        except InfinityError as error:
+            self._failure = error.again()
+        self.abandon()
+        return True
+
+    def _advance(self, block: bool) -> bool:
         freed = False
         while self._pieces and (block or self._pieces[0].transfer.done()):
             piece = self._pieces[0]
@@ -108,6 +118,8 @@ class Arrival:
             if not self._pieces:
                 self._read(self._store.slot())
             self.advance(block=True)
+        if self._failure is not None:
+            raise self._failure.again()
         if self._final is not None:
             if self._store.device.shares_host:
                 self._final.wait()
