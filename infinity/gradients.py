@@ -315,9 +315,7 @@ class Gradients:
         if fresh.device.type == "cpu":
             return fresh
         staged = self._store.slot()[: fresh.nbytes].view(fresh.dtype)
-        with self._store.meter.stalling(Edge.DEVICE_TO_HOST):
-            self._store.link.to_host(staged, fresh).wait()
-        self._store.meter.moved(Edge.DEVICE_TO_HOST, fresh.nbytes)
+        self._store.copy_down(staged, fresh).wait()
         return staged
 
 

@@ -115,7 +115,7 @@ class Home:
                 self.flights.remove(flight)
 
     def renew(self) -> None:
-        """The bytes count for nothing any more: wait for what is under way over them, and forget what failed."""
+        """The bytes count for nothing any more: wait for what is under way over them, forget what failed."""
         for flight in list(self.flights):
             with contextlib.suppress(InfinityError):
                 self.finish(flight)
@@ -218,8 +218,7 @@ class Store:
             into.copy_(home.view(offset, into.nbytes))
             transfer = ARRIVED
         else:
-            transfer = self.link.to_host(into, home.view(offset, into.nbytes))
-            self.meter.moved(Edge.DEVICE_TO_HOST, into.nbytes)
+            transfer = self.copy_down(into, home.view(offset, into.nbytes))
         return transfer
 
     def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
@@ -239,10 +238,21 @@ class Store:
             home.view(offset, source.nbytes).copy_(source)
             transfer = ARRIVED
         else:
-            transfer = self.link.to_device(home.view(offset, source.nbytes), source, 0)
+            transfer = self.copy_up(home.view(offset, source.nbytes), source)
             transfer.wait()  # or `source`, a slot, would return with the copy under way
-            self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes)
         return transfer
+
+    def copy_up(self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0) -> Transfer:
+        """Copy host bytes to the device. last_return: of the lease over `into`; see infinity/tiers/link.py."""
+        self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes)
+        with self.meter.stalling(Edge.HOST_TO_DEVICE):
+            return self.link.to_device(into, source, last_return)
+
+    def copy_down(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Copy device bytes to the host, as compute will have left them."""
+        self.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes)
+        with self.meter.stalling(Edge.DEVICE_TO_HOST):
+            return self.link.to_host(into, source)
 
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
         """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""

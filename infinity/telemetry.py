@@ -192,6 +192,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._thread = threading.local()
         self._finished = _Tally()
         self._now = _Tally()
         self._loss_scale: float | None = None
@@ -211,11 +212,19 @@ class Meter:
 
     @contextmanager
     def stalling(self, edge: Edge) -> Iterator[None]:
-        """What runs inside is a wait of the training thread for `edge`, also if it raises."""
+        """What runs inside is a wait of the training thread for `edge`, also if it raises.
+
+        Inside another one of the same thread it counts nothing: that one has the time.
+        """
+        if getattr(self._thread, "waits", False):
+            yield
+            return
+        self._thread.waits = True
         start = time.perf_counter()
         try:
             yield
         finally:
+            self._thread.waits = False
             self.stalled(edge, time.perf_counter() - start)
 
     def accessed(self, hit: bool) -> None:

@@ -261,8 +261,7 @@ class Updater:
         living = page.living()
         if living is not None and not store.device.shares_host and not page.permanent:
             into = living[job.byte_offset : job.byte_offset + job.parameter.nbytes]
-            store.meter.moved(Edge.HOST_TO_DEVICE, into.nbytes)
-            store.link.to_device(into, job.parameter, 0).wait()
+            store.copy_up(into, job.parameter).wait()
 
     def _conclude(self, group_of: GroupOf) -> None:
         with torch._C.DisableTorchFunctionSubclass():

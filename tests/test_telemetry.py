@@ -197,3 +197,12 @@ def test_every_total_grows_by_what_a_step_counts() -> None:
     empty = Meter().snapshot()
     unchanged = [f.name for f in fields(Stats) if getattr(stats, f.name) == getattr(empty, f.name)]
     assert unchanged == []
+
+
+def test_a_wait_inside_a_wait_counts_once() -> None:
+    meter = Meter()
+    with meter.stalling(Edge.NVME_TO_HOST), meter.stalling(Edge.HOST_TO_DEVICE):
+        pass
+    edges = meter.snapshot().edges
+    assert edges[Edge.NVME_TO_HOST].stall_seconds > 0
+    assert edges[Edge.HOST_TO_DEVICE].stall_seconds == 0

@@ -144,8 +144,7 @@ class Arrival:
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
         into = self.residency[start : start + source.nbytes]
-        self._final = self._store.link.to_device(into, source, self._last_return)
-        self._store.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes)
+        self._final = self._store.copy_up(into, source, self._last_return)
         return self._final
 
 
