@@ -243,7 +243,7 @@ class Store:
         return transfer
 
     def copy_up(self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0) -> Transfer:
-        """Copy host bytes to the device. last_return: of the lease over `into`; see infinity/tiers/link.py."""
+        """Copy host bytes up. last_return: of the lease over `into`; see infinity/tiers/link.py."""
         self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes)
         with self.meter.stalling(Edge.HOST_TO_DEVICE):
             return self.link.to_device(into, source, last_return)
