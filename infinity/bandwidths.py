@@ -102,7 +102,9 @@ def _disk(path: str, limit: int, paths: int) -> dict[str, float]:
 
 
 def _link(device: torch.device) -> float:
-    speed = link_speed(device, torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True), repeats=3)
+    speed = link_speed(
+        device, torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True), repeats=3
+    )
     return min(speed.to_device, speed.to_host)
 
 

@@ -181,7 +181,7 @@ class Gradients:
             return None
         layout = page.layout.parameters[parameter]
         parts = [self._copy(page, number, piece) for number, piece in page.pieces(parameter)]
-        flat = torch.cat(parts) if parts else torch.zeros(0, dtype=layout.dtype)
+        flat = torch.cat(parts) if parts else torch.zeros(0, dtype=layout.dtype, device="cpu")
         if self.unscale != 1.0:
             flat.mul_(self.unscale)
         return flat.as_strided(layout.shape, layout.stride)

@@ -18,8 +18,8 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parameter = ((high + 0x8000) % 0x10000 - 0x8000).to(torch.int16).view(torch.bfloat16)
     lost = master.isnan()
     if bool(lost.any()):
-        parameter = torch.where(lost, torch.tensor(float("nan"), dtype=torch.bfloat16), parameter)
-        remainder = torch.where(lost, torch.zeros((), dtype=torch.int16), remainder)
+        parameter = parameter.masked_fill(lost, float("nan"))
+        remainder = remainder.masked_fill(lost, 0)
     return parameter, remainder
 
 

@@ -196,7 +196,9 @@ class _Builder:
 def in_memory_order(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
     """A parameter's values on the CPU, flat, as its page has them."""
     if values.stride() != layout.stride:
-        values = torch.empty_strided(layout.shape, layout.stride, dtype=values.dtype).copy_(values)
+        values = torch.empty_strided(
+            layout.shape, layout.stride, dtype=values.dtype, device=values.device
+        ).copy_(values)
     return values.as_strided((layout.numel,), (1,)).cpu()
 
 

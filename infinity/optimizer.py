@@ -310,7 +310,7 @@ def _step_count(value: Any, what: str) -> Tensor:
         raise _misfit(what, f"has the step {value!r}") from None
     if not (step >= 0 and step.is_integer()):
         raise _misfit(what, f"has the step {step}")
-    return torch.tensor(step, dtype=torch.float32)
+    return torch.tensor(step, dtype=torch.float32, device="cpu")
 
 
 def _misfit(what: str, how: str) -> ConfigError:

@@ -48,7 +48,7 @@ def stream_speed(*, repeats: int = 5) -> float:
     The median of `repeats`; the limit of every update, and below the sum of what one reads in
     memory's data sheet.
     """
-    arrays = [torch.zeros(_STREAM_ELEMENTS) for _ in range(2)]
+    arrays = [torch.zeros(_STREAM_ELEMENTS, dtype=torch.float32, device="cpu") for _ in range(2)]
     with cpu_adam.ThreadPool() as pool:
         work = cpu_adam.Stream(read_write=arrays)
         pool.run(work)

@@ -125,7 +125,7 @@ class Runtime:
             self._refuse()
             norm = gradients.norm()
             gradients.clip(float(max_norm), norm)
-        return torch.tensor(norm, dtype=torch.float32)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled and clipped, in host RAM; None if there is none.
@@ -260,7 +260,7 @@ class Runtime:
             states.write(place.page.index, place.index, state)
             if "master" in state and parameter.dtype != torch.float32:
                 layout = place.page.layout.parameters[place.index]
-                given = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32)
+                given = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32, device="cpu")
                 flat = given.copy_(state["master"]).as_strided((layout.numel,), (1,))
                 rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
                 if torch.equal(rounded, self._values(place)):

@@ -127,7 +127,7 @@ class States:
         layout = page.layout.parameters[parameter]
         found: dict[str, torch.Tensor] = {}
         if self.rule.counts_steps:
-            found["step"] = torch.tensor(float(page.steps[parameter]))
+            found["step"] = torch.tensor(float(page.steps[parameter]), dtype=torch.float32, device="cpu")
         if parameter in page.has_moments:
             for name in self.rule.moments:
                 found[name] = self._read(page, parameter, name).as_strided(layout.shape, layout.stride)
@@ -147,7 +147,7 @@ class States:
             if given and not page.begun[number]:
                 self._begin(page, number)
         for name in given:
-            values = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32)
+            values = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32, device="cpu")
             values.copy_(state[name])
             self._write(page, parameter, name, values.as_strided((layout.numel,), (1,)))
         page.steps[parameter] = int(state["step"]) if "step" in state else int(bool(given))
@@ -166,7 +166,8 @@ class States:
         for name in self.rule.moments:
             piece = Piece(0, 0, 0, page.layout.chunks[number].count)
             offset, nbytes = page.place(number, name, piece)
-            self._store.patch(page.home, offset, torch.full((nbytes // 4,), self.rule.initial(name)))
+            values = torch.full((nbytes // 4,), self.rule.initial(name), dtype=torch.float32, device="cpu")
+            self._store.patch(page.home, offset, values)
         page.begun[number] = True
 
     def _read(self, page: StatePage, parameter: int, name: str) -> torch.Tensor:
@@ -175,7 +176,7 @@ class States:
             self._store.fetch(page.home, *page.place(number, name, piece)).view(dtype)
             for number, piece in page.pieces(parameter)
         ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
 
     def _write(self, page: StatePage, parameter: int, name: str, values: torch.Tensor) -> None:
         for number, piece in page.pieces(parameter):

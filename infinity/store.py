@@ -82,7 +82,7 @@ class Home:
     @staticmethod
     def of_nothing() -> Home:
         """The home of a page without bytes."""
-        return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8), True)
+        return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes [offset, offset + nbytes) in memory."""
@@ -268,7 +268,7 @@ class Store:
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
-        copy = torch.empty(nbytes, dtype=torch.uint8)
+        copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         whole = self.slot()
         for start, end in self._windows(offset, nbytes):
             slot = whole[: end - start]

@@ -191,3 +191,35 @@ def test_an_edit_after_a_state_dict_that_failed(home: str, tmp_path: Path) -> No
         model(torch.ones(1, 64))
         state = model.state_dict()
         assert bool((state["0.weight"] == 3).all() and (state["0.bias"] == 4).all())
+
+
+@both_homes
+@pytest.mark.parametrize("default", ["float64", "bfloat16", "meta"])
+def test_what_torch_makes_by_default_changes_nothing(default: str, home: str, tmp_path: Path) -> None:
+    results = []
+    for given in (None, default):
+        model, x = two_layers(), torch.linspace(-1, 1, 128).view(2, 64)
+        if given == "meta":
+            torch.set_default_device(given)
+        elif given is not None:
+            torch.set_default_dtype(getattr(torch, given))
+        try:
+            with opened(model, tmp_path, home=home, compute="bf16") as runtime:
+                for _ in range(2):
+                    model(x).square().sum().backward()
+                    runtime.clip_grad_norm_(1.0)
+                    runtime.optimizer.step()
+                    gradient = runtime.grad(model[0].weight)
+                    runtime.optimizer.zero_grad()
+                states = tensors_copied(runtime.optimizer.state_dict())
+                values = copied(model.state_dict())
+            twin = two_layers()
+            with opened(twin, tmp_path, home=home, compute="bf16") as runtime:
+                twin.load_state_dict(values)
+                runtime.optimizer.load_state_dict(states)
+                loaded = tensors_copied(runtime.optimizer.state_dict())
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        results.append([states, values, gradient, loaded])
+    assert differences(*results) == []
