@@ -20,15 +20,22 @@ from infinity.paging import Paging
 from infinity.scaling import LossScale
 
 
+def keep_out_of_graphs() -> None:
+    """Have torch.compile break its graphs where this package is called, and never trace or compile it.
+
+    What hooks and faults do to data would be wrong in a graph, which runs without them.
+    """
+    import torch._dynamo.trace_rules as rules  # torch loads it late, when the first optimizer is made
+
+    rules.add("infinity")
+
+
 def inert(*_: Any, **__: Any) -> None:
     """What a hook of a paged model is in a copy of the model."""
 
 
 class Hook:
     """A callable that copies as `inert`."""
-
-    # Traced by torch.compile, a hook's effects on data would be silently wrong: it breaks the graph instead.
-    _torchdynamo_disable = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -78,6 +85,7 @@ class ModuleHooks:
         forward_done: Callable[[], None],
     ) -> None:
         """check_copy: raises where a module's state_dict cannot be held. forward_done: called after each."""
+        keep_out_of_graphs()
         self._model = model
         self._paging = paging
         self._dtype = compute_dtype

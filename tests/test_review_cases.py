@@ -223,3 +223,29 @@ def test_what_torch_makes_by_default_changes_nothing(default: str, home: str, tm
             torch.set_default_dtype(torch.float32)
         results.append([states, values, gradient, loaded])
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("part", ["the model", "a module"])
+def test_torch_compile_leaves_the_runtime_alone(part: str, backend: str, tmp_path: Path) -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(torch.linspace(-1, 1, 128).view(2, 64)).square().sum()
+
+    torch.compiler.reset()
+    plain, model = two_layers(), two_layers()
+    loss_of(plain).backward()
+    with opened(model, tmp_path) as runtime:
+        compiled = model
+        if part == "the model":
+            compiled = torch.compile(model, backend=backend)
+        else:
+            model[0].forward = torch.compile(model[0].forward, backend=backend)
+        loss = loss_of(compiled)
+        loss.backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(runtime.grad(mine), other.grad)
+        runtime.optimizer.step()
+        after = loss_of(compiled).item()
+        assert after != loss.item()
+        assert after == pytest.approx(loss_of(model).item(), rel=1e-6)
+    torch.compiler.reset()
