@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -77,8 +78,9 @@ class Runtime:
             check_copy=self._check_copy,
             forward_done=self._forward_done,
         )
+        arrived = _weakly(self._gradient_arrived)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
+            parameter.register_post_accumulate_grad_hook(arrived)
             for page in parts.pages
             for index, parameter in enumerate(page.parameters)
             if page.layout.parameters[index].trainable
@@ -369,3 +371,15 @@ class Runtime:
             )
         if self._failure is not None:
             raise self._failure.again()
+
+
+def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """`method`, without keeping its object alive: torch's hooks on gradients are outside of gc's sight."""
+    reference = weakref.WeakMethod(method)
+
+    def call(parameter: torch.Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found(parameter)
+
+    return call

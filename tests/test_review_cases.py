@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from homes import budget_for
 from parity import copied, differences, tensors_copied
-from small_runtime import TIED, opened, train_step
+from small_runtime import TIED, files, opened, train_step
 from torch import Tensor, nn
+
+import infinity
 
 Read = Callable[[nn.Parameter], "Tensor | None"]
 
@@ -249,3 +254,23 @@ def test_torch_compile_leaves_the_runtime_alone(part: str, backend: str, tmp_pat
         assert after != loss.item()
         assert after == pytest.approx(loss_of(model).item(), rel=1e-6)
     torch.compiler.reset()
+
+
+@both_homes
+def test_a_runtime_that_is_dropped_with_its_model_gives_everything_back(home: str, tmp_path: Path) -> None:
+    precision = infinity.Precision(compute="fp32")
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = budget_for(home, model, optimizer, tmp_path, precision)
+    runtime = infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu")
+    model(torch.ones(1, 64)).sum().backward()
+    runtime.optimizer.step()
+    reference = weakref.ref(runtime)
+    del runtime
+    gc.collect()
+    assert reference() is not None  # the model is still in use
+    model(torch.ones(1, 64))
+    del model, optimizer
+    gc.collect()
+    assert reference() is None
+    assert files(tmp_path) == []
