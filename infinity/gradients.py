@@ -34,6 +34,8 @@ class _ChunkState:
 
     stage: torch.Tensor | None = None
     """Elements of the chunk in a slot, newer than its home."""
+    rest: torch.Tensor | None = None
+    """The rest of that slot: room for what comes from the device."""
     waiting: set[int] = field(default_factory=set)
     """Parameters whose gradient the stage still expects in this backward."""
     stored: bool = False
@@ -233,7 +235,8 @@ class Gradients:
     def _add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
         target = self._target(page, number)[piece.offset : piece.offset + piece.count]
         state = page.states[number]
-        fresh = self._to_host(fresh)
+        # A slot more could be the chunk's own, taken home for it: slots hold a chunk's parameters as well.
+        fresh = self._to_host(fresh, state.rest)
         again = piece.parameter in page.content
         state.blocks[piece.parameter, piece.start] = self._accumulate(fresh, target, again=again)
         state.waiting.discard(piece.parameter)
@@ -264,12 +267,14 @@ class Gradients:
             if page.states[number].stage is None:
                 page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
             return found
-        stage = self._store.slot()[: page.nbytes(number)]
+        slot = self._store.slot()
+        stage, rest = slot[: page.nbytes(number)], slot[page.nbytes(number) :]
+        del slot
         state = page.states[number]
         if state.stored:
             with self._store.meter.stalling(Edge.NVME_TO_HOST):
                 self._store.read(page.home, page.offset(number), stage).wait()
-        state.stage = stage
+        state.stage, state.rest = stage, rest
         state.waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
         self._staged[page.index, number] = None
         return page.typed(number, stage)
@@ -277,7 +282,7 @@ class Gradients:
     def _take_home(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
         del self._staged[page.index, number]
-        stage, state.stage = state.stage, None
+        stage, state.stage, state.rest = state.stage, None, None
         state.waiting = set()
         assert stage is not None
         try:
@@ -311,12 +316,18 @@ class Gradients:
         data = self._store.fetch(page.home, page.offset(number) + piece.offset * size, piece.count * size)
         return data.view(page.dtype(number))
 
-    def _to_host(self, fresh: torch.Tensor) -> torch.Tensor:
-        if fresh.device.type == "cpu":
+    def _to_host(self, fresh: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+        """`fresh` where the CPU can use it: as it is, or copied into `room` (uint8; None: a slot)."""
+        if _in_ram(fresh):
             return fresh
-        staged = self._store.slot()[: fresh.nbytes].view(fresh.dtype)
+        room = self._store.slot() if room is None else room
+        staged = room[: fresh.nbytes].view(fresh.dtype)
         self._store.copy_down(staged, fresh).wait()
         return staged
+
+
+def _in_ram(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _in_memory_order(gradient: torch.Tensor, stride: Iterable[int]) -> torch.Tensor:

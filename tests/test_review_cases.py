@@ -274,3 +274,17 @@ def test_a_runtime_that_is_dropped_with_its_model_gives_everything_back(home: st
     gc.collect()
     assert reference() is None
     assert files(tmp_path) == []
+
+
+def test_gradients_come_from_a_device_where_there_is_one_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = two_layers(), two_layers()
+    monkeypatch.setattr("infinity.gradients._in_ram", lambda tensor: False)
+    with opened(model, tmp_path) as runtime:
+        assert runtime.plan.slots == 1
+        for factor in (1.0, 2.0):
+            for each in (plain, model):
+                each(torch.full((2, 64), factor)).square().sum().backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(runtime.grad(mine), other.grad)
