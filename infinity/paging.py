@@ -123,13 +123,21 @@ class Paging:
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
-        """All `units` stay present inside, and what is edited is seen at the end."""
+        """All `units` stay present inside, and what is edited is seen at the end.
+
+        Without the lock: threads that are waited for inside, as autograd's are, take pages too.
+        """
         with self.lock:
             self.refuse()
-            with self.engine.holding(units, AccessKind.FORWARD):
-                yield
+            self.engine.hold(units, AccessKind.FORWARD)
+        try:
+            yield
+            with self.lock:
                 for unit in units:
                     self.write_back(self.pages[unit])
+        finally:
+            with self.lock:
+                self.engine.let_go(units)
 
     def copy(self, place: Place) -> torch.Tensor:
         """A parameter's values in memory of their own, with its shape and strides, on its device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -288,3 +289,24 @@ def test_gradients_come_from_a_device_where_there_is_one_slot(
                 each(torch.full((2, 64), factor)).square().sum().backward()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.grad(mine), other.grad)
+
+
+@both_homes
+def test_threads_may_use_a_model_whose_whole_parameters_are_held(home: str, tmp_path: Path) -> None:
+    model = two_layers()
+    expected = two_layers()[0].weight.sum().item()
+    with opened(model, tmp_path, home=home) as runtime:
+        found: list[float] = []
+
+        def use() -> None:
+            with torch.no_grad():
+                found.append(model[0].weight.sum().item())
+
+        with runtime.full_parameters(model[0]), runtime.full_parameters(model[0]):
+            thread = threading.Thread(target=use, daemon=True)
+            thread.start()
+            thread.join(30)
+        assert found == [expected]
+        with pytest.raises(ZeroDivisionError), runtime.full_parameters(model[0]):
+            raise ZeroDivisionError
+        model(torch.ones(1, 64)).sum().backward()

@@ -13,7 +13,6 @@ and from homes in host RAM, there is one hop.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -170,7 +169,8 @@ class Engine:
         self._resident: dict[int, None] = {}
         """Units that are PRESENT or ARRIVING and could leave, least recently used first."""
         self._arrivals: dict[int, Arrival] = {}
-        self._held: frozenset[int] | set[int] = frozenset()
+        self._held: dict[int, int] = {}
+        """Unit -> how many hold it."""
         self._current: tuple[int, ...] = ()
         """The units and kind of the last demand."""
         self.keeper: Keeper
@@ -205,16 +205,18 @@ class Engine:
         for unit in units:
             self._land(unit)
 
-    @contextlib.contextmanager
-    def holding(self, units: Sequence[int], kind: AccessKind) -> Iterator[None]:
-        """Keep all `units` PRESENT together until the end. Raises as `demand`."""
-        before = self._held
+    def hold(self, units: Sequence[int], kind: AccessKind) -> None:
+        """Make all `units` PRESENT together, and keep them so until `let_go`. Raises as `demand`."""
         self.demand(units, kind)
-        self._held = before | set(units)
-        try:
-            yield
-        finally:
-            self._held = before
+        for unit in units:
+            self._held[unit] = self._held.get(unit, 0) + 1
+
+    def let_go(self, units: Sequence[int]) -> None:
+        """The end of one `hold`."""
+        for unit in units:
+            self._held[unit] -= 1
+            if not self._held[unit]:
+                del self._held[unit]
 
     def present(self, units: Sequence[int]) -> bool:
         """Whether all are PRESENT."""
