@@ -6,8 +6,9 @@ copies itself as a function that does nothing: a copied model is a plain one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -132,25 +133,14 @@ class ModuleHooks:
                 "A module or parameter of the model was added, removed or replaced after it was offloaded.",
                 "Change the model first, then offload it (close the runtime and offload again).",
             )
-        stack = ExitStack()
-        stack.enter_context(self._paging.forward())
-        self._stack().append(stack)
+        self._paging.begin_forward(_caller())
         return self._scale.incoming(tree_map_only(torch.Tensor, self._cast, (args, kwargs)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        stacks = self._stack()
-        if stacks:
-            stacks.pop().close()
-        if not stacks:
+        self._paging.end_forward()
+        if not self._paging.forwards:
             self._forward_done()
         return self._scale.outgoing(output)
-
-    def _stack(self) -> list[ExitStack]:
-        local = self._paging.thread
-        if not hasattr(local, "forwards"):
-            local.forwards = []
-        forwards: list[ExitStack] = local.forwards
-        return forwards
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -161,12 +151,15 @@ class ModuleHooks:
     def _start_copying(self, module: nn.Module, *_: Any) -> None:
         if not self._paging.copying:
             self._check_copy(module)
-        thread = self._paging.thread
-        thread.copies = getattr(thread, "copies", 0) + 1
+        self._paging.copies.begin(_caller())
 
     def _stop_copying(self, *_: Any) -> None:
-        thread = self._paging.thread
-        thread.copies = max(0, getattr(thread, "copies", 0) - 1)
+        self._paging.copies.end()
+
+
+def _caller() -> FrameType:
+    """The frame of torch's that called the hook whose function calls this."""
+    return sys._getframe(3)
 
 
 def _tree(model: nn.Module) -> list[int]:

@@ -10,7 +10,6 @@ holds is forgotten, and the bytes return.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from infinity.activations import PageReference, SavedBytes, saving
+from infinity.calls import OpenCalls
 from infinity.errors import ConfigError
 from infinity.page import ParameterPage, parameter_version
 from infinity.parameter import PagedParameter, Place
@@ -55,6 +55,10 @@ class Paging:
         self.engine = engine
         self.lock = threading.RLock()
         self.saved_bytes = SavedBytes()
+        self.forwards = OpenCalls()
+        """Of the root module."""
+        self.copies = OpenCalls()
+        """Of state_dict: `p.detach()` copies inside."""
         self.refuse: Callable[[], None] = _accept
         """Raises where no page may be used any more."""
         self.edited: Callable[[int, int], None] = _ignore_edit
@@ -62,8 +66,6 @@ class Paging:
         self.gradient_of: Callable[[int, int], bool] = _no_gradient
         self.drop_gradient_of: Callable[[int, int], None] = _ignore_edit
         self._store = store
-        self.thread = threading.local()
-        """What belongs to one thread: how deep it is in forwards, and in making state_dicts."""
         self._loans: dict[int, list[_Loan]] = {}
         self._replaced: dict[int, set[int]] = {}
         """unit -> parameters whose present page was given values that no version tells of."""
@@ -97,29 +99,25 @@ class Paging:
     @property
     def inside(self) -> bool:
         """Whether this thread is in the root module's forward, or in a backward."""
-        return getattr(self.thread, "depth", 0) > 0 or torch._C._current_graph_task_id() != -1
+        return bool(self.forwards) or torch._C._current_graph_task_id() != -1
 
     @property
     def copying(self) -> bool:
-        """Whether this thread makes a state_dict: `p.detach()` copies then."""
-        depth = getattr(self.thread, "copies", 0)
-        if depth and not _in_state_dict():
-            self.thread.copies = depth = 0  # an error ended it, and its last hooks were not called
-        return depth > 0
+        """Whether this thread is in a state_dict."""
+        self.copies.prune()
+        return bool(self.copies)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The root module's forward."""
-        self.thread.depth = getattr(self.thread, "depth", 0) + 1
-        if self.thread.depth == 1:
+    def begin_forward(self, caller: FrameType) -> None:
+        """The root module's forward begins, called in the frame `caller`."""
+        if not self.forwards:
             self.saved_bytes.forward_begins()
-        try:
-            with saving(self._find, self._fetch, self.saved_bytes):
-                yield
-        finally:
-            self.thread.depth -= 1
-            if self.thread.depth == 0:
-                self.saved_bytes.forward_ends()
+        self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes))
+
+    def end_forward(self) -> None:
+        """The innermost forward of the root module is over."""
+        self.forwards.end()
+        if not self.forwards:
+            self.saved_bytes.forward_ends()
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
@@ -319,13 +317,6 @@ def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-
-
-def _in_state_dict() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not torch.nn.Module.state_dict.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _accept() -> None:

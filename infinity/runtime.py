@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -178,15 +178,17 @@ class Runtime:
             if self._closed:
                 return
             self._closed = True
-            self._hooks.remove()
-            for handle in self._handles:
-                handle.remove()
-            parts.engine.abandon()
-            for page in parts.pages:
-                page.end()
-            parts.paging.forget()
-            parts.threads.close()
-            parts.store.close()
+            parts.paging.forwards.prune()
+            with ExitStack() as ends:  # from the last to the first, each also if one before it is interrupted
+                ends.callback(parts.store.close)
+                ends.callback(parts.threads.close)
+                ends.callback(parts.paging.forget)
+                for page in parts.pages:
+                    ends.callback(page.end)
+                ends.callback(parts.engine.abandon)
+                for handle in self._handles:
+                    ends.callback(handle.remove)
+                ends.callback(self._hooks.remove)
 
     def __enter__(self) -> Runtime:
         return self
@@ -233,6 +235,7 @@ class Runtime:
         """Forget all gradients."""
         with self._parts.paging.lock:
             self._refuse()
+            self._parts.paging.forwards.prune()
             self._training().clear()
 
     def has_state(self, parameter: torch.Tensor) -> bool:

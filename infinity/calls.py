@@ -1,0 +1,61 @@
+"""Calls that hooks see begin, and whose end they may miss: torch calls no hook when Ctrl-C breaks a forward off,
+nor when a state_dict raises."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+
+
+class OpenCalls:
+    """The calls that each thread is in, innermost last, each with what is to be undone at its end.
+
+    Kept with the frame that made the call. Once that is off the thread's stack the call is over, whether its
+    end was seen or not.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def begin(self, caller: FrameType, inside: AbstractContextManager[None] | None = None) -> None:
+        """`caller` is under way, in whose frame the thread is; `inside` is entered until its end."""
+        self.prune()
+        stack = ExitStack()
+        if inside is not None:
+            stack.enter_context(inside)
+        self._calls.append((caller, stack))
+
+    def end(self) -> None:
+        """The innermost call is over. Where none is open nothing happens."""
+        if self._calls:
+            self._calls.pop()[1].close()
+
+    def prune(self) -> None:
+        """End the calls whose end was not seen."""
+        calls = self._calls
+        if not calls:
+            return
+        alive = set(_stack())
+        while calls and calls[-1][0] not in alive:
+            self.end()
+
+    def __bool__(self) -> bool:
+        """Whether this thread is in such a call, as far as its ends were seen (`prune` sees the others)."""
+        return bool(self._calls)
+
+    @property
+    def _calls(self) -> list[tuple[FrameType, ExitStack]]:
+        if not hasattr(self._local, "calls"):
+            self._local.calls = []
+        calls: list[tuple[FrameType, ExitStack]] = self._local.calls
+        return calls
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
