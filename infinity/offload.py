@@ -73,6 +73,8 @@ def offload(
         builder = _Builder(model, plan, store)
         states = builder.states()
         builder.fill(weights, states)
+        if optimizer is not None:
+            adopt(optimizer, builder.write_state, builder.dtype_in_page)
         threads = cleanup.enter_context(cpu_adam.ThreadPool())
         runtime = builder.wire(meter, threads, states)
         cleanup.pop_all()
@@ -95,16 +97,19 @@ class _Builder:
             for unit, parameters in enumerate(self.parameters)
             for index, parameter in enumerate(parameters)
         }
+        self._states: States | None = None
         self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
 
     def states(self) -> States | None:
+        """The optimizer pages; None for inference."""
         if self.plan.rule is None:
             return None
         pages = {
             unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
             for unit, layout in enumerate(self.plan.layout.units)
         }
-        return States(pages, self.store, self.plan.rule)
+        self._states = States(pages, self.store, self.plan.rule)
+        return self._states
 
     def fill(self, weights: str | os.PathLike[str] | None, states: States | None) -> None:
         """Write every parameter page, and the masters beside it."""
@@ -125,6 +130,22 @@ class _Builder:
             for parameter in parameters:
                 if not parameter.is_meta:
                     put(parameter, parameter)
+
+    def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        """See optimizer.UpdateBackend. For a parameter that is still a plain one, once its page is filled."""
+        assert self._states is not None
+        unit, index = self.places[id(parameter)]
+        layout = self.plan.layout.units[unit]
+        self._states.write(unit, index, state)
+        if "master" in state:
+            nbytes = layout.parameters[index].numel * layout.parameters[index].dtype.itemsize
+            values = self.store.fetch(self.homes[unit], layout.start(index), nbytes)
+            self._states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
+
+    def dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
+        """Of a parameter that is still a plain one."""
+        unit, index = self.places[id(parameter)]
+        return self.plan.layout.units[unit].parameters[index].dtype
 
     def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, states: States | None) -> Runtime:
         """Convert the parameters and put everything together. Cannot fail for lack of anything."""
@@ -249,5 +270,4 @@ def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
             groups[place.page.index, place.index] = number
     paged = PagedOptimizer(optimizer, rule, runtime)
     runtime.attach(paged, groups)
-    adopt(optimizer, runtime)
     retire(optimizer)

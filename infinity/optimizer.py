@@ -239,14 +239,23 @@ class PagedOptimizer(torch.optim.Optimizer):
         return states
 
 
-def adopt(optimizer: torch.optim.Optimizer, backend: UpdateBackend) -> None:
-    """Copies the states that `optimizer` has gathered into `backend`, which has none yet."""
+def adopt(
+    optimizer: torch.optim.Optimizer,
+    write: Callable[[Tensor, Mapping[str, Tensor]], None],
+    dtype_of: Callable[[Tensor], torch.dtype],
+) -> None:
+    """Gives the states that `optimizer` has gathered to `write`, as `UpdateBackend.write_state` takes them.
+
+    dtype_of: the dtype that a parameter has in its page, which it need not be in yet.
+    """
     rule = Rule.of(optimizer)
     known = {id(each) for each in _parameters(optimizer)}
     for parameter, state in optimizer.state.items():
-        checked = checked_state(rule, parameter, state) if id(parameter) in known else {}
+        if id(parameter) not in known:
+            continue
+        checked = checked_state(rule, parameter, state, dtype=dtype_of(parameter))
         if checked:
-            backend.write_state(parameter, checked)
+            write(parameter, checked)
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
@@ -272,9 +281,16 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 def checked_state(
-    rule: Rule, parameter: Tensor, state: Mapping[str, Any], what: str = "a parameter"
+    rule: Rule,
+    parameter: Tensor,
+    state: Mapping[str, Any],
+    what: str = "a parameter",
+    *,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """What `UpdateBackend.write_state` takes of a state in torch's form: no copy is made.
+
+    dtype: of the parameter in its page, where it is not there yet.
 
     Entries that the rule does not know are left out. Raises ConfigError, naming `what`, if one is missing
     or of another shape.
@@ -289,7 +305,7 @@ def checked_state(
             return {}
     for name in (*rule.moments, "master"):
         value = state.get(name)
-        if name == "master" and parameter.dtype == torch.float32:
+        if name == "master" and (dtype or parameter.dtype) == torch.float32:
             continue
         if value is None:
             if rule.counts_steps and state and name != "master":

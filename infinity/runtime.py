@@ -17,7 +17,6 @@ from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError, InfinityError, NonFiniteGradient
 from infinity.gradients import Gradients
 from infinity.hooks import ModuleHooks
-from infinity.masters import split
 from infinity.optimizer import PagedOptimizer
 from infinity.page import ParameterPage
 from infinity.paging import Paging
@@ -264,12 +263,7 @@ class Runtime:
             self._refuse()
             states.write(place.page.index, place.index, state)
             if "master" in state and parameter.dtype != torch.float32:
-                layout = place.page.layout.parameters[place.index]
-                given = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32, device="cpu")
-                flat = given.copy_(state["master"]).as_strided((layout.numel,), (1,))
-                rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
-                if torch.equal(rounded, self._values(place)):
-                    states.encode(place.page.index, place.index, flat)
+                states.restore(place.page.index, place.index, self._values(place), state["master"])
 
     def check_capacity(self, nbytes: int) -> None:
         """See optimizer.UpdateBackend."""

@@ -119,6 +119,15 @@ class States:
             return join(values, self._read(page, parameter, "remainder"))
         return self._read(page, parameter, "master")
 
+    def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
+        """Take a master of any strides over, where it rounds to the `values` (flat) that the page has."""
+        layout = self.pages[unit].layout.parameters[parameter]
+        given = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32)
+        flat = given.copy_(master).as_strided((layout.numel,), (1,))
+        rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
+        if torch.equal(rounded, values):
+            self.encode(unit, parameter, flat)
+
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
         """Copies of the moments, in the parameter's shape and strides, and "step"; {} before an update."""
         page = self.pages[unit]

@@ -73,7 +73,7 @@ def page(pool: ThreadPool) -> Callable[[torch.optim.Optimizer], tuple[PagedOptim
 
     def take_over(optimizer: torch.optim.Optimizer) -> tuple[PagedOptimizer, MemoryBackend]:
         backend = MemoryBackend(optimizer, pool)
-        adopt(optimizer, backend)
+        adopt(optimizer, backend.write_state, lambda parameter: parameter.dtype)
         paged = PagedOptimizer(optimizer, Rule.of(optimizer), backend)
         retire(optimizer)
         return paged, backend
