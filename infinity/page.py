@@ -113,7 +113,9 @@ class ParameterPage:
         self._addresses[residency.data_ptr()] = self
         self._ghost = None
         self.presence = Presence.PRESENT
-        self._show([self.view(index, residency) for index in range(len(self.parameters))])
+        with torch.inference_mode(False):  # in the mode they could never be saved for a backward
+            views = [self.view(index, residency) for index in range(len(self.parameters))]
+        self._show(views)
 
     def leave(self) -> None:
         """PRESENT -> AWAY. Whoever holds a view keeps the bytes; see the note on ghosts."""

@@ -205,6 +205,17 @@ def test_threads_may_evaluate_at_once(home: str, tmp_path: Path) -> None:
     assert differences(got, expected) == []
 
 
+def test_a_page_that_came_in_inference_mode_serves_a_graph_later(tmp_path: Path) -> None:
+    def act(model: nn.Module, gradients: Gradients) -> Outcome:
+        with torch.inference_mode():
+            first = loss_of(model).item()
+        loss_of(model).backward()  # the pages are still there
+        return first, gradients()
+
+    got, expected = in_both(act, tmp_path, device_factor=4)
+    assert differences(got, expected) == []
+
+
 @both_homes
 @pytest.mark.parametrize("where", ["around the model", "inside it", "after it"])
 def test_other_peoples_saved_tensors_hooks(where: str, home: str, tmp_path: Path) -> None:

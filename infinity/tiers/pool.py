@@ -94,8 +94,9 @@ class Lease:
         The bytes return to the pool once this handle is released and every such Storage is gone.
         Raises ValueError after `release`.
         """
-        tensor: torch.Tensor = from_dlpack(self._native.to_dlpack())
-        return tensor
+        with torch.inference_mode(False):  # it may outlive the mode, and be saved for a backward later
+            tensor: torch.Tensor = from_dlpack(self._native.to_dlpack())
+            return tensor
 
     def release(self) -> None:
         """Give up this handle's share. Calling it again does nothing."""
