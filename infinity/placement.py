@@ -282,7 +282,7 @@ class Search:
         return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
-        """Budgets that do together, of those the ones with the least memory."""
+        """Budgets that do together, of those the ones with the least memory; less of any one does not."""
         found = []
         for candidate in self._candidates():
             room = Room(None if unified else candidate.near(0, LEAST.lookahead), 0, candidate.total * nvme)
@@ -290,6 +290,9 @@ class Search:
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
         best = min(found, key=lambda each: each[:2])[2]
+        for tier in (Tier.HOST, Tier.DEVICE, Tier.NVME):
+            if getattr(best, tier.value):  # the others being as they are, it may do with less
+                best = replace(best, **{tier.value: self.needed(tier, best)})
         sizes = {Tier.DEVICE: best.device, Tier.HOST: best.host, Tier.NVME: best.nvme or None}
         return {tier: nbytes for tier, nbytes in sizes.items() if nbytes is not None}
 
