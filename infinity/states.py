@@ -122,7 +122,7 @@ class States:
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
         """Take a master of any strides over, where it rounds to the `values` (flat) that the page has."""
         layout = self.pages[unit].layout.parameters[parameter]
-        given = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32)
+        given = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32, device="cpu")
         flat = given.copy_(master).as_strided((layout.numel,), (1,))
         rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
         if torch.equal(rounded, values):

@@ -182,7 +182,9 @@ def places(calls: int, spread: int | None) -> list[int]:
     return sorted({1 + round(at * (calls - 1) / (spread - 1)) for at in range(spread)})
 
 
-def sweep(home: str, compute: str, kind: str, code: int, directory: Path, spread: int | None) -> dict[str, int]:
+def sweep(
+    home: str, compute: str, kind: str, code: int, directory: Path, spread: int | None
+) -> dict[str, int]:
     expected = clean(home, compute)
     outcomes = {"poisoned": 0, "repeated": 0, "unnoticed": 0}
     for nth in places(expected.calls[kind], spread):
