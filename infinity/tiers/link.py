@@ -4,6 +4,8 @@
 Three queues work beside each other on a CUDA device: compute (the stream current where the trainer calls),
 copies up, copies down. Each order that matters is made by an event, never by a pause of the host:
 
+- the first copies up after all that compute had queued when the link was opened: torch's allocator hands out
+  memory that kernels of the same stream may still use.
 - compute after a copy up: `fence` makes the current stream wait for the copy's event.
 - a copy up into bytes that kernels may still read: a lease knows the pool's count of returns when any of
   its bytes last came back (`Lease.last_return`); `mark` records an event on compute together with that
@@ -92,7 +94,7 @@ class CudaLink:
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
         self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._settled: torch.cuda.Event | None = None
+        self._up.wait_stream(torch.cuda.current_stream(device))
 
     def to_device(self, into: torch.Tensor, source: torch.Tensor, last_return: int) -> Transfer:
         """Copy host bytes up. `last_return`: of the lease over `into`; see the note."""
