@@ -48,6 +48,9 @@ ARRIVED = Arrived()
 class CpuLink:
     """Device and host are both RAM: a copy is a copy, done when it returns."""
 
+    direct = True
+    """Whether code on the CPU can use what is on the device."""
+
     def to_device(self, into: torch.Tensor, source: torch.Tensor, last_return: int) -> Transfer:
         """Copy host bytes up. `last_return`: of the lease over `into`; see the note."""
         into.copy_(source)
@@ -88,6 +91,8 @@ class EventTransfer:
 
 class CudaLink:
     """PCIe or NVLink: one stream up, one down, beside the trainer's."""
+
+    direct = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
