@@ -83,11 +83,12 @@ class ParameterPage:
         """Replace the Parameters' own memory by stand-ins. Once, before the first arrival."""
         with torch.inference_mode(False):
             for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
-                if parameter.is_meta or parameter.device != stand_in.device:
-                    # Of another kind of tensor: only the implementation changes hands, not the identity.
-                    torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, parameter.requires_grad))
-                else:
+                if torch._has_compatible_shallow_copy_type(parameter, stand_in):
                     parameter.data = stand_in
+                else:
+                    # From the meta device. Not torch.utils.swap_tensors: that swaps attributes as well, and
+                    # refuses what has weak references, as nn.LSTM's weights do.
+                    torch._C._swap_tensor_impl(parameter, nn.Parameter(stand_in, parameter.requires_grad))
         self.acknowledge()
 
     def end(self) -> None:
