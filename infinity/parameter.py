@@ -243,15 +243,42 @@ def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedPa
 
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad with edges for paged inputs: no page is needed, and backward must not run as one
-    operation, for what it calls (recomputation) has to bring pages."""
-    many = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    """torch.autograd.grad, see _roots."""
+    return torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
+
+
+def _autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """torch.autograd.backward, see _roots."""
+    if kwargs.get("inputs") is not None:
+        kwargs["inputs"] = _edges(kwargs["inputs"])
+    torch.autograd.backward(_roots(tensors), *args, **kwargs)
+
+
+def _backward(parameter: PagedParameter, *args: Any, **kwargs: Any) -> None:
+    """Tensor.backward, see _roots."""
+    _roots(parameter)[0].backward(*args, **kwargs)
+
+
+def _roots(outputs: Any) -> list[Any]:
+    """`outputs` without paged parameters, to start a backward from: it needs none of their pages, and must
+    not run as one operation, for what it calls in other threads (hooks, recomputation) has to bring pages."""
     with torch._C.DisableTorchFunctionSubclass():
-        edges: Any = [
+        return [each.view_as(each) if isinstance(each, PagedParameter) else each for each in _listed(outputs)]
+
+
+def _edges(inputs: Any) -> list[Any]:
+    """`inputs` of a backward with edges in place of paged parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
             torch.autograd.graph.get_gradient_edge(each) if isinstance(each, PagedParameter) else each
-            for each in many
+            for each in _listed(inputs)
         ]
-    return torch.autograd.grad(outputs, edges, *args, **kwargs)
+
+
+def _listed(values: Any) -> list[Any]:
+    # A GradientEdge is a tuple.
+    alone = isinstance(values, (torch.Tensor, torch.autograd.graph.GradientEdge))
+    return [values] if alone else list(values)
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -260,5 +287,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _SET_REQUIRES_GRAD: _set_requires_grad,
     _REQUIRES_GRAD: _set_requires_grad,
     torch.autograd.grad: _autograd_grad,
+    torch.autograd.backward: _autograd_backward,
+    torch.Tensor.backward: _backward,
     torch._has_compatible_shallow_copy_type: _can_be_replaced,
 }
