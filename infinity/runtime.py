@@ -181,6 +181,8 @@ class Runtime:
             with ExitStack() as ends:  # from the last to the first, each also if one before it is interrupted
                 ends.callback(parts.store.close)
                 ends.callback(parts.threads.close)
+                if parts.gradients is not None:
+                    ends.callback(parts.gradients.clear)
                 ends.callback(parts.paging.forget)
                 for page in parts.pages:
                     ends.callback(page.end)

@@ -143,6 +143,7 @@ class Store:
         self.reclaimers: list[Callable[[], bool]] = []
         """Asked in order, when no slot is free, to let go of one; each says whether it could."""
         self._writes: deque[tuple[Home, Flight]] = deque()
+        self._opened: list[Home] = []
         device_bytes = plan.home_bytes[Tier.DEVICE] + plan.resident_bytes
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
@@ -179,7 +180,9 @@ class Store:
             return Home(tier, nbytes, None, False, self.nvme.lease(nbytes))
         with self._homes[tier].lease(nbytes) as lease:
             memory = lease.residency()
-        return Home(tier, nbytes, memory, tier is Tier.HOST or self.device.shares_host)
+        home = Home(tier, nbytes, memory, tier is Tier.HOST or self.device.shares_host)
+        self._opened.append(home)
+        return home
 
     def slot(self) -> torch.Tensor:
         """A slot: uint8 (slot_bytes,), the caller's until its last view is gone.
@@ -298,6 +301,8 @@ class Store:
         with contextlib.suppress(InfinityError):
             self.settle()
         self.reclaimers.clear()
+        for home in self._opened:
+            home.memory = None  # the model's Parameters know their homes, and outlive the tiers
         self._cleanup.close()
 
     def _finish_oldest_write(self) -> bool:
