@@ -21,7 +21,8 @@ import torch
 
 from infinity.activations import PageReference, SavedBytes, saving
 from infinity.calls import OpenCalls
-from infinity.errors import ConfigError
+from infinity.config import format_size
+from infinity.errors import BudgetError, ConfigError
 from infinity.page import ParameterPage, parameter_version
 from infinity.parameter import PagedParameter, Place
 from infinity.prefetch.engine import Engine
@@ -58,7 +59,7 @@ class Paging:
         self.forwards = OpenCalls()
         """Of the root module."""
         self.copies = OpenCalls()
-        """Of state_dict: `p.detach()` copies inside."""
+        """Of state_dict: `p.detach()` copies inside, into RAM."""
         self.refuse: Callable[[], None] = _accept
         """Raises where no page may be used any more."""
         self.edited: Callable[[int, int], None] = _ignore_edit
@@ -137,24 +138,35 @@ class Paging:
             with self.lock:
                 self.engine.let_go(units)
 
-    def copy(self, place: Place) -> torch.Tensor:
-        """A parameter's values in memory of their own, with its shape and strides, on its device."""
+    def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
+        """A parameter's values in memory of their own, with its shape and strides; by default on its device.
+
+        Raises BudgetError where a CUDA device has no room for it.
+        """
         with self.lock:
             self.refuse()
             self.engine.demand([place.page.index], AccessKind.FORWARD)
             assert place.page.residency is not None
             view = place.page.view(place.index, place.page.residency)
             with torch.inference_mode(False), torch.no_grad():
-                return torch.empty_strided(
-                    view.shape, view.stride(), dtype=view.dtype, device=view.device
-                ).copy_(view)
+                try:
+                    copy = torch.empty_strided(
+                        view.shape, view.stride(), dtype=view.dtype, device=device or view.device
+                    )
+                except torch.OutOfMemoryError as error:
+                    raise BudgetError(
+                        f"A copy of {place.name} ({format_size(view.nbytes)}) was asked for, and "
+                        f"{view.device} has no room for it.",
+                        "Take the model's state_dict(), which is in RAM, or give infinity less of the device.",
+                    ) from error
+                return copy.copy_(view)
 
     def lend_data(self, place: Place) -> torch.Tensor:
         """`p.data`: a view with a version counter of its own."""
         with self.lock:
             self.refuse()
             if self.copying:
-                return self.copy(place)
+                return self.copy(place, "cpu")
             self.engine.demand([place.page.index], _kind_now())
             with torch._C.DisableTorchFunctionSubclass():
                 data = place.page.parameters[place.index].data
@@ -229,7 +241,7 @@ class Paging:
             if isinstance(result, torch.Tensor):
                 if result is not place.page.parameters[place.index] and _shares(result, base):
                     if self.copying:
-                        return self.copy(place)
+                        return self.copy(place, "cpu")
                     self._keep_loan(place, result)
             elif isinstance(result, (list, tuple)):
                 for each in result:
