@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from infinity import machine
+
+# Before anything uses cuBLAS: without a workspace of its own it may order sums differently each time.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if machine.file_system(tempfile.gettempdir()) == "tmpfs":
     # Slabs refuse RAM, so `tmp_path` has to be on a disk; /var/tmp is one by convention.
@@ -23,6 +27,25 @@ def away_from_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> Itera
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     yield
     os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def the_same_bits_every_time(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Tests whose parameter `device` is "cuda" run deterministic kernels, and multiply in full float32."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is None or callspec.params.get("device") != "cuda":
+        yield
+        return
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

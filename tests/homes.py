@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,8 +16,24 @@ from infinity.tiers import Tier
 ROOMY = 64 << 20
 """Bytes. More than any model of the tests needs in any tier."""
 
+CUDA_HOMES = ("device", "host", "nvme", "mixed")
+"""Those of them with a device of its own memory."""
+
 HOMES = ("device", "host", "nvme", "unified", "unified-nvme", "mixed")
 """Where pages rest. "unified" is a CPU as its own device; in the others the CPU has a device tier apart."""
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def places(*homes: str, cuda: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrises `home` and `device`: the homes with the CPU as the device, and those on a CUDA device."""
+    found: list[Any] = [pytest.param(home, "cpu", id=home) for home in homes]
+    found += [pytest.param(home, "cuda", id=f"{home} with cuda", marks=needs_cuda) for home in cuda]
+    return pytest.mark.parametrize("home, device", found)
+
+
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 
 
 def budget_for(
@@ -24,6 +42,7 @@ def budget_for(
     optimizer: torch.optim.Optimizer | None,
     directory: Path,
     precision: Any,
+    device: str | torch.device = "cpu",
 ) -> Any:
     """The infinity.Budget with which every page of the model rests at `home`, working room at its smallest.
 
@@ -34,23 +53,23 @@ def budget_for(
         return infinity.Budget(host=ROOMY)
     apart = None if home == "unified-nvme" else ROOMY
     roomy = infinity.Budget(device=apart, host=ROOMY, nvme=nvme)
-    smallest = infinity.plan(model, optimizer, budget=roomy, precision=precision, device="cpu").smallest
+    smallest = infinity.plan(model, optimizer, budget=roomy, precision=precision, device=device).smallest
     host = smallest[Tier.HOST]
     if home == "unified-nvme":
         return infinity.Budget(host=host, nvme=nvme)
-    device = smallest[Tier.DEVICE]
+    near = smallest[Tier.DEVICE]
     if home == "device":
         return infinity.Budget(device=ROOMY, host=host)
     if home == "host":
-        return infinity.Budget(device=device, host=ROOMY)
-    tight = infinity.Budget(device=device, host=host, nvme=nvme)
+        return infinity.Budget(device=near, host=ROOMY)
+    tight = infinity.Budget(device=near, host=host, nvme=nvme)
     if home == "nvme":
         return tight
     assert home == "mixed", home
-    plan = infinity.plan(model, optimizer, budget=tight, precision=precision, device="cpu")
+    plan = infinity.plan(model, optimizer, budget=tight, precision=precision, device=device)
     parameters = sum(unit.nbytes for unit in plan.layout.units)
     others = sum(plan.home_bytes.values()) - parameters
-    return infinity.Budget(device=device + parameters // 2, host=host + others // 2, nvme=nvme)
+    return infinity.Budget(device=near + parameters // 2, host=host + others // 2, nvme=nvme)
 
 
 def check_homes(home: str, plan: Any) -> None:

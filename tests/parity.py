@@ -44,6 +44,7 @@ class Recipe:
     steps: int = 3
     decay_rate: bool = False
     """A scheduler halves the learning rate at every step."""
+    device: str = "cpu"
 
 
 @dataclass
@@ -98,7 +99,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
     """Plain PyTorch in float32, watched. `options` go to the torch optimizer (fused, foreach)."""
-    model = entry.make()
+    model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe, **options)
     scheduler = scheduler_of(optimizer, recipe)
     run = Run()
@@ -127,7 +128,7 @@ def half_up(master: Tensor) -> Tensor:
 
 def reference_bf16(entry: Entry, recipe: Recipe, **options: Any) -> Run:
     """The same with bfloat16 parameters, float32 masters and gradients accumulated in float32, unwatched."""
-    model = entry.make()
+    model = entry.make(recipe.device)
     parameters = dict(model.named_parameters())
     masters = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
     small = [name for name in parameters if not any(fnmatch.fnmatch(name, keep) for keep in entry.keep)]
@@ -187,14 +188,14 @@ def paged(
     first step's gradients are read. `faults` are injected into the disk. Asserts that the pages are where
     they should be, and that nothing of them is left behind.
     """
-    model = entry.make()
+    model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
     precision = infinity.Precision(compute=recipe.compute, keep=entry.keep)
-    budget = budget_for(home, model, optimizer, directory, precision)
+    budget = budget_for(home, model, optimizer, directory, precision, recipe.device)
     run = Run()
     with (
         injected(faults),
-        infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
+        infinity.offload(model, optimizer, budget=budget, precision=precision, device=recipe.device) as runtime,
     ):
         check_homes(home, runtime.plan)
         scheduler = scheduler_of(runtime.optimizer, recipe)
@@ -263,9 +264,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape or _strides(left) != _strides(right):
         return False
     # As bytes, for -0.0 equals 0.0 and NaN is not equal to itself.
-    return torch.equal(
-        left.reshape(-1).contiguous().view(torch.uint8), right.reshape(-1).contiguous().view(torch.uint8)
-    )
+    return torch.equal(*(each.cpu().reshape(-1).contiguous().view(torch.uint8) for each in (left, right)))
 
 
 def _strides(tensor: Tensor) -> list[int]:

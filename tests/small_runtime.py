@@ -33,19 +33,20 @@ def opened(
     compute: str = "fp32",
     device_factor: int = 1,
 ) -> Iterator[Any]:
-    """The model offloaded with its pages at `home`, AdamW as its optimizer.
+    """The model offloaded to the device it is on, with its pages at `home`, AdamW as its optimizer.
 
     device_factor: of the device budget; above 1, parameters may rest there too. Asserts at the end that
     nothing is left in the directory.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute)
-    budget = budget_for(home, model, optimizer, directory, precision)
+    device = next(model.parameters()).device
+    budget = budget_for(home, model, optimizer, directory, precision, device)
     if device_factor > 1:
         budget = infinity.Budget(
             device=device_factor * budget.device_bytes, host=budget.host_bytes, nvme=budget.nvme
         )
-    with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
+    with infinity.offload(model, optimizer, budget=budget, precision=precision, device=device) as runtime:
         if device_factor == 1:
             check_homes(home, runtime.plan)
         yield runtime
@@ -79,6 +80,7 @@ def in_both(
     directory: Path,
     *,
     home: str = "nvme",
+    device: str = "cpu",
     of: Entry = TIED,
     device_factor: int = 1,
 ) -> tuple[Any, Any]:
@@ -86,9 +88,9 @@ def in_both(
 
     `gradients()` gives copies of all gradients by name, in either.
     """
-    plain = of.make()
+    plain = of.make(device)
     expected = act(plain, lambda: gradients_of(plain))
-    model = of.make()
+    model = of.make(device)
     with opened(model, directory, home=home, device_factor=device_factor) as runtime:
         got = act(model, lambda: gradients(runtime, model))
     return got, expected

@@ -41,8 +41,9 @@ def vectors(step: int, micro: int) -> Batch:
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """A float32 scalar, whatever dtype the model computes in."""
-    inputs, targets = batch
+    """A float32 scalar, whatever dtype the model computes in, where it does."""
+    device = next(model.parameters()).device
+    inputs, targets = (each.to(device) for each in batch)
     return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
 
 
@@ -291,10 +292,10 @@ class Entry:
     one_gradient: bool = True
     """Autograd hands over each parameter's gradient once in a backward pass, summed."""
 
-    def make(self) -> nn.Module:
+    def make(self, device: str = "cpu") -> nn.Module:
         """A new model with the same weights every time, in training mode."""
         torch.manual_seed(7)
-        return self.build()
+        return self.build().to(device)
 
     def __str__(self) -> str:
         return self.name
