@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from homes import needs_cuda, places
 from parity import differences
 from small_runtime import TIED, WIDE, Gradients, in_both, loss_of, opened, train_step
 from torch import Tensor, nn
@@ -19,9 +19,14 @@ from zoo import entry
 
 from infinity.errors import ConfigError
 
-both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
+both_homes = places("nvme", "unified", cuda=("nvme", "host"))
 
 Outcome = Any
+
+
+def ids_for(model: nn.Module) -> Tensor:
+    """Inputs for TIED where it is."""
+    return TIED.batch(0, 0)[0].to(model.norm.weight.device)
 
 
 def inference(model: nn.Module, gradients: Gradients) -> Outcome:
@@ -76,8 +81,7 @@ def two_losses(model: nn.Module, gradients: Gradients) -> Outcome:
 
 
 def two_losses_of_one_graph(model: nn.Module, gradients: Gradients) -> Outcome:
-    inputs, _ = TIED.batch(0, 0)
-    outputs = model(inputs)
+    outputs = model(ids_for(model))
     outputs[0].square().mean().backward(retain_graph=True)
     outputs[1].sin().sum().backward()
     return gradients()
@@ -151,7 +155,8 @@ def used_outside_the_model(model: nn.Module, gradients: Gradients) -> Outcome:
 
 
 def one_block_alone(model: nn.Module, gradients: Gradients) -> Outcome:
-    inputs = torch.linspace(-1, 1, 2 * 5 * 40).view(2, 5, 40).requires_grad_()
+    inputs = torch.linspace(-1, 1, 2 * 5 * 40, device=model.norm.weight.device)
+    inputs = inputs.view(2, 5, 40).requires_grad_()
     model.blocks[0](inputs).square().mean().backward()
     assert inputs.grad is not None
     return inputs.grad.clone(), gradients()
@@ -179,14 +184,14 @@ ACTS: tuple[Callable[[nn.Module, Gradients], Outcome], ...] = (
 @both_homes
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__.replace("_", " "))
 def test_as_in_plain_pytorch(
-    act: Callable[[nn.Module, Gradients], Outcome], home: str, tmp_path: Path
+    act: Callable[[nn.Module, Gradients], Outcome], home: str, device: str, tmp_path: Path
 ) -> None:
-    got, expected = in_both(act, tmp_path, home=home)
+    got, expected = in_both(act, tmp_path, home=home, device=device)
     assert differences(got, expected) == []
 
 
-@pytest.mark.parametrize("home", ["device", "unified"])
-def test_threads_may_evaluate_at_once(home: str, tmp_path: Path) -> None:
+@places("device", "unified", cuda=("device", "nvme"))
+def test_threads_may_evaluate_at_once(home: str, device: str, tmp_path: Path) -> None:
     def act(model: nn.Module, gradients: Gradients) -> Outcome:
         losses: dict[int, float] = {}
 
@@ -201,7 +206,7 @@ def test_threads_may_evaluate_at_once(home: str, tmp_path: Path) -> None:
             thread.join()
         return losses
 
-    got, expected = in_both(act, tmp_path, home=home)
+    got, expected = in_both(act, tmp_path, home=home, device=device)
     assert differences(got, expected) == []
 
 
@@ -218,7 +223,7 @@ def test_a_page_that_came_in_inference_mode_serves_a_graph_later(tmp_path: Path)
 
 @both_homes
 @pytest.mark.parametrize("where", ["around the model", "inside it", "after it"])
-def test_other_peoples_saved_tensors_hooks(where: str, home: str, tmp_path: Path) -> None:
+def test_other_peoples_saved_tensors_hooks(where: str, home: str, device: str, tmp_path: Path) -> None:
     packed: list[int] = []
 
     def pack(tensor: Tensor) -> bytes | Tensor:
@@ -232,10 +237,9 @@ def test_other_peoples_saved_tensors_hooks(where: str, home: str, tmp_path: Path
             with hooks:
                 loss_of(model).backward()
         elif where == "after it":
-            inputs, targets = TIED.batch(0, 0)
-            outputs = model(inputs)
+            outputs = model(ids_for(model))
             with hooks:
-                F.cross_entropy(outputs.flatten(0, 1), targets.flatten()).backward()
+                outputs.square().mean().backward()
         else:
             mlp = model.blocks[0].mlp
             inside = mlp.forward
@@ -249,13 +253,13 @@ def test_other_peoples_saved_tensors_hooks(where: str, home: str, tmp_path: Path
         assert packed
         return gradients()
 
-    got, expected = in_both(act, tmp_path, home=home)
+    got, expected = in_both(act, tmp_path, home=home, device=device)
     assert differences(got, expected) == []
 
 
 @both_homes
 @pytest.mark.parametrize("name", ["convnet", "custom"])
-def test_gradients_of_gradients(name: str, home: str, tmp_path: Path) -> None:
+def test_gradients_of_gradients(name: str, home: str, device: str, tmp_path: Path) -> None:
     model_of = entry(name)
 
     def act(model: nn.Module, gradients: Gradients) -> Outcome:
@@ -267,16 +271,18 @@ def test_gradients_of_gradients(name: str, home: str, tmp_path: Path) -> None:
         return penalty.item(), gradients()
 
     # A graph of gradients keeps views of all weights that its operations take, so it needs their room.
-    got, expected = in_both(act, tmp_path, home=home, of=model_of, device_factor=8 if home == "nvme" else 1)
+    got, expected = in_both(
+        act, tmp_path, home=home, device=device, of=model_of, device_factor=8 if home == "nvme" else 1
+    )
     assert differences(got, expected) == []
     assert any(gradient is not None and bool(gradient.any()) for gradient in got[1].values())
 
 
 @both_homes
-def test_torch_func_on_another_model_while_a_runtime_is_open(home: str, tmp_path: Path) -> None:
-    other = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+def test_torch_func_on_another_model_while_a_runtime_is_open(home: str, device: str, tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(device)
     weights = dict(other.named_parameters())
-    rows = torch.randn(6, 5)
+    rows = torch.randn(6, 5).to(device)
 
     def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
         return torch.func.functional_call(other, weights, (row,)).sum()
@@ -285,7 +291,7 @@ def test_torch_func_on_another_model_while_a_runtime_is_open(home: str, tmp_path
         return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)
 
     expected = per_row()
-    model = TIED.make()
+    model = TIED.make(device)
     with opened(model, tmp_path, home=home) as runtime:
         assert differences(per_row(), expected) == []
         train_step(model, runtime)
@@ -295,13 +301,16 @@ def test_torch_func_on_another_model_while_a_runtime_is_open(home: str, tmp_path
 
 
 @both_homes
-def test_functional_call_of_the_model_itself_is_right_or_refused(home: str, tmp_path: Path) -> None:
+def test_functional_call_of_the_model_itself_is_right_or_refused(
+    home: str, device: str, tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(4)
-    plain, model = TIED.make(), TIED.make()
+    plain, model = TIED.make(device), TIED.make(device)
     weights = {
-        name: torch.randn(each.shape, generator=generator) / 10 for name, each in plain.named_parameters()
+        name: torch.randn(each.shape, generator=generator).to(device) / 10
+        for name, each in plain.named_parameters()
     }
-    inputs, _ = TIED.batch(0, 0)
+    inputs = ids_for(plain)
     expected = torch.func.functional_call(plain, weights, (inputs,))
     with opened(model, tmp_path, home=home) as runtime:
         with contextlib.suppress(ConfigError):
@@ -310,10 +319,12 @@ def test_functional_call_of_the_model_itself_is_right_or_refused(home: str, tmp_
 
 
 @both_homes
-def test_evaluation_between_steps_sees_the_update_and_changes_nothing(home: str, tmp_path: Path) -> None:
+def test_evaluation_between_steps_sees_the_update_and_changes_nothing(
+    home: str, device: str, tmp_path: Path
+) -> None:
     losses: list[list[float]] = []
     for evaluates in (False, True):
-        model = TIED.make()
+        model = TIED.make(device)
         with opened(model, tmp_path, home=home) as runtime:
             losses.append([])
             seen = None
@@ -342,17 +353,20 @@ def edit_many(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit, home",
+    "edit, home, device",
     [
-        (edit_in_place, "nvme"),
-        (edit_in_place, "unified"),
-        (edit_a_view, "nvme"),
-        (edit_a_view, "unified"),
-        (edit_many, "unified"),  # one operation on two pages: no room for both where the budget is smallest
+        (edit_in_place, "nvme", "cpu"),
+        (edit_in_place, "unified", "cpu"),
+        (edit_a_view, "nvme", "cpu"),
+        (edit_a_view, "unified", "cpu"),
+        (edit_many, "unified", "cpu"),  # one operation on two pages: no room where the budget is smallest
+        pytest.param(edit_in_place, "nvme", "cuda", marks=needs_cuda),
+        pytest.param(edit_a_view, "host", "cuda", marks=needs_cuda),
+        pytest.param(edit_many, "device", "cuda", marks=needs_cuda),
     ],
 )
 def test_editing_between_forward_and_backward_is_pytorchs_error(
-    edit: Callable[[nn.Module], None], home: str, tmp_path: Path
+    edit: Callable[[nn.Module], None], home: str, device: str, tmp_path: Path
 ) -> None:
     def act(model: nn.Module, gradients: Gradients) -> Outcome:
         loss = loss_of(model)
@@ -362,12 +376,12 @@ def test_editing_between_forward_and_backward_is_pytorchs_error(
             loss.backward()
         return loss_of(model).item()
 
-    got, expected = in_both(act, tmp_path, home=home)
+    got, expected = in_both(act, tmp_path, home=home, device=device)
     assert got == expected
 
 
 @both_homes
-def test_a_changed_activation_is_pytorchs_error(home: str, tmp_path: Path) -> None:
+def test_a_changed_activation_is_pytorchs_error(home: str, device: str, tmp_path: Path) -> None:
     def act(model: nn.Module, gradients: Gradients) -> Outcome:
         kept: list[Tensor] = []
         handle = model.blocks[0].mlp[1].register_forward_hook(lambda _, inputs, __: kept.append(inputs[0]))
@@ -379,5 +393,5 @@ def test_a_changed_activation_is_pytorchs_error(home: str, tmp_path: Path) -> No
             loss.backward()
         return loss.item()
 
-    got, expected = in_both(act, tmp_path, home=home)
+    got, expected = in_both(act, tmp_path, home=home, device=device)
     assert got == expected

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from homes import each_device, places
 from parity import copied, differences
 from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import infinity
 from infinity.errors import ConfigError, InfinityError
 
-both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
+both_homes = places("nvme", "unified", cuda=("nvme", "host"))
 
 
 def exact_in_bf16(model: nn.Module) -> nn.Module:
@@ -32,7 +33,7 @@ def exact_in_bf16(model: nn.Module) -> nn.Module:
 
 def other_weights(like: Tensor) -> Tensor:
     values = torch.randn(like.shape, generator=torch.Generator().manual_seed(5)).bfloat16()
-    return values.to(like.dtype)
+    return values.to(like.device, like.dtype)
 
 
 def assign_row(parameter: nn.Parameter) -> None:
@@ -65,11 +66,11 @@ EDITS: dict[str, Callable[[nn.Parameter], object]] = {
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_last_and_reach_what_the_optimizer_updates(
-    edit: str, compute: str, home: str, tmp_path: Path
+    edit: str, compute: str, home: str, device: str, tmp_path: Path
 ) -> None:
     results = []
     for edited_before in (True, False):
-        model = exact_in_bf16(TIED.make())
+        model = exact_in_bf16(TIED.make(device))
         parameter = model.get_parameter(WIDE)
         before = parameter.detach().clone()
         if edited_before:
@@ -82,7 +83,7 @@ def test_edits_last_and_reach_what_the_optimizer_updates(
                     EDITS[edit](parameter)
             loss_of(model).backward()
             values = copied(model.state_dict())
-            assert not torch.equal(values[WIDE].float(), before)
+            assert not torch.equal(values[WIDE].float(), before.cpu())
             results.append([values, gradients(runtime, model)])
             runtime.optimizer.step()
             loss_of(model, 1)  # whatever updates are lazy happen
@@ -93,9 +94,9 @@ def test_edits_last_and_reach_what_the_optimizer_updates(
 @both_homes
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_an_edit_between_steps_comes_after_the_update_before_it(
-    compute: str, home: str, tmp_path: Path
+    compute: str, home: str, device: str, tmp_path: Path
 ) -> None:
-    model = TIED.make()
+    model = TIED.make(device)
     with opened(model, tmp_path, home=home, compute=compute) as runtime:
         train_step(model, runtime)
         with torch.no_grad():
@@ -107,12 +108,14 @@ def test_an_edit_between_steps_comes_after_the_update_before_it(
 
 @both_homes
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_load_state_dict_reaches_what_the_optimizer_updates(compute: str, home: str, tmp_path: Path) -> None:
+def test_load_state_dict_reaches_what_the_optimizer_updates(
+    compute: str, home: str, device: str, tmp_path: Path
+) -> None:
     torch.manual_seed(99)
-    loaded = exact_in_bf16(TIED.build())
+    loaded = exact_in_bf16(TIED.build().to(device))
     weights = copied(loaded.state_dict())
     results = []
-    for model in (loaded, TIED.make()):
+    for model in (loaded, TIED.make(device)):
         with opened(model, tmp_path, home=home, compute=compute) as runtime:
             if model is not loaded:
                 assert str(model.load_state_dict(weights)) == "<All keys matched successfully>"
@@ -122,8 +125,10 @@ def test_load_state_dict_reaches_what_the_optimizer_updates(compute: str, home: 
 
 
 @both_homes
-def test_state_dict_gives_independent_copies_under_the_same_keys(home: str, tmp_path: Path) -> None:
-    plain, model = TIED.make(), TIED.make()
+def test_state_dict_gives_independent_copies_under_the_same_keys(
+    home: str, device: str, tmp_path: Path
+) -> None:
+    plain, model = TIED.make(device), TIED.make(device)
     with opened(model, tmp_path, home=home):
         state = model.state_dict()
         assert list(state) == list(plain.state_dict())
@@ -136,8 +141,8 @@ def test_state_dict_gives_independent_copies_under_the_same_keys(home: str, tmp_
 
 
 @both_homes
-def test_metadata_and_values_are_those_of_the_plain_model(home: str, tmp_path: Path) -> None:
-    plain, model = TIED.make(), TIED.make()
+def test_metadata_and_values_are_those_of_the_plain_model(home: str, device: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(device), TIED.make(device)
     before = dict(model.named_parameters(remove_duplicate=False))
     with opened(model, tmp_path, home=home):
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -156,7 +161,7 @@ def test_metadata_and_values_are_those_of_the_plain_model(home: str, tmp_path: P
             assert torch.equal(mine.detach(), parameter)
             assert mine.flatten()[3].item() == parameter.flatten()[3].item()
             assert mine.tolist() == parameter.tolist()
-            assert differences(torch.from_numpy(mine.detach().numpy().copy()), parameter.detach()) == []
+            assert differences(torch.from_numpy(mine.detach().cpu().numpy().copy()), parameter.detach()) == []
 
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:
@@ -175,8 +180,8 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @both_homes
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_are_plain_and_independent(how: str, home: str, tmp_path: Path) -> None:
-    plain, model = TIED.make(), TIED.make()
+def test_copies_are_plain_and_independent(how: str, home: str, device: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(device), TIED.make(device)
     with opened(model, tmp_path, home=home) as runtime:
         twin = COPIES[how](model)
         assert all(type(each) is nn.Parameter for each in twin.parameters())
@@ -199,8 +204,8 @@ def test_copies_are_plain_and_independent(how: str, home: str, tmp_path: Path) -
 
 
 SAME: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "cpu()": lambda model: model.cpu(),
-    "to(device)": lambda model: model.to("cpu"),
+    "cpu() or cuda()": lambda model: model.cuda() if model.norm.weight.is_cuda else model.cpu(),
+    "to(device)": lambda model: model.to(model.norm.weight.device),
     "to(dtype)": lambda model: model.to(torch.float32),
     "float()": lambda model: model.float(),
     "eval, train": lambda model: model.eval().train(),
@@ -213,6 +218,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "half()": lambda model: model.half(),
     "to(bfloat16)": lambda model: model.to(torch.bfloat16),
     "to(meta)": lambda model: model.to("meta"),
+    "to(another device)": lambda model: model.to("cpu" if model.norm.weight.is_cuda else "meta"),
     "to_empty": lambda model: model.to_empty(device="meta"),
     "one parameter": lambda model: setattr(
         model.get_parameter(WIDE), "data", model.get_parameter(WIDE).data.double()
@@ -220,18 +226,20 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@each_device
 @pytest.mark.parametrize("how", SAME)
-def test_what_changes_nothing_is_allowed(how: str, tmp_path: Path) -> None:
-    plain, model = TIED.make(), TIED.make()
+def test_what_changes_nothing_is_allowed(how: str, device: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(device), TIED.make(device)
     with opened(model, tmp_path):
         assert SAME[how](model) is model
         assert torch.equal(loss_of(model), loss_of(plain))
         assert differences(dict(model.state_dict()), dict(plain.state_dict())) == []
 
 
+@each_device
 @pytest.mark.parametrize("how", CONVERSIONS)
-def test_conversions_are_refused_and_change_nothing(how: str, tmp_path: Path) -> None:
-    plain, model = TIED.make(), TIED.make()
+def test_conversions_are_refused_and_change_nothing(how: str, device: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(device), TIED.make(device)
     with opened(model, tmp_path) as runtime:
         with pytest.raises(ConfigError):
             CONVERSIONS[how](model)
@@ -240,8 +248,8 @@ def test_conversions_are_refused_and_change_nothing(how: str, tmp_path: Path) ->
 
 
 @both_homes
-def test_a_parameter_frozen_later_is_left_alone(home: str, tmp_path: Path) -> None:
-    plain, model = TIED.make(), TIED.make()
+def test_a_parameter_frozen_later_is_left_alone(home: str, device: str, tmp_path: Path) -> None:
+    plain, model = TIED.make(device), TIED.make(device)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     with opened(model, tmp_path, home=home) as runtime:
         for each, optimizer in ((plain, plain_optimizer), (model, runtime.optimizer)):
@@ -262,7 +270,8 @@ def test_a_parameter_frozen_later_is_left_alone(home: str, tmp_path: Path) -> No
         assert torch.equal(model.state_dict()[WIDE], frozen)
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
         name = "blocks.0.mlp.0.weight"
-        torch.testing.assert_close(model.state_dict()[name], plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+        expected = plain.state_dict()[name].cpu()
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_thawing_what_was_frozen_at_offload_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import parity
 import pytest
 import torch
 import zoo
-from homes import HOMES
+from homes import CUDA_HOMES, HOMES, each_device, needs_cuda
 from parity import OPTIMIZERS, Recipe, Run, differences
 from zoo import Entry
 
@@ -34,21 +34,30 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def product() -> list[dict[str, Any]]:
+CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
+    "home": CUDA_HOMES,
+    "accumulate": (1, 4),
+    "clip": (None, 0.1),
+    "compute": ("fp32", "bf16"),
+}
+
+
+def product(cuda: bool = False) -> list[dict[str, Any]]:
     """Every combination of the factors."""
-    return [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+    factors = CUDA_FACTORS if cuda else FACTORS
+    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 @functools.cache
-def pairwise() -> list[dict[str, Any]]:
+def pairwise(cuda: bool = False) -> list[dict[str, Any]]:
     """Few combinations that hold every pair of values of any two factors; greedy, always the same ones."""
 
     def pairs(case: dict[str, Any]) -> set[tuple[Any, ...]]:
         return set(itertools.combinations(case.items(), 2))
 
-    chosen, missing = [], set().union(*map(pairs, product()))
+    chosen, missing = [], set().union(*map(pairs, product(cuda)))
     while missing:
-        best = max(product(), key=lambda case: len(pairs(case) & missing))
+        best = max(product(cuda), key=lambda case: len(pairs(case) & missing))
         missing -= pairs(best)
         chosen.append(best)
     return chosen
@@ -68,6 +77,16 @@ def cases() -> list[Any]:
         ]
         slow = () if entry is TRANSFORMER or case in quick else (pytest.mark.slow,)
         found.append(pytest.param(entry, case, id=", ".join(words), marks=slow))
+    return found
+
+
+def cuda_cases() -> list[Any]:
+    """All combinations for the transformer, pairwise ones for the rest."""
+    found = []
+    for entry in zoo.ENTRIES:
+        for case in product(cuda=True) if entry is TRANSFORMER else pairwise(cuda=True):
+            words = ", ".join(f"{name} {value}" for name, value in case.items())
+            found.append(pytest.param(entry, case, id=f"{entry}, {words}"))
     return found
 
 
@@ -117,6 +136,49 @@ def test_matrix(entry: Entry, case: dict[str, Any], placed: Placed, tmp_path: Pa
         assert differences(vars(run), vars(base)) == []
 
 
+@needs_cuda
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("entry, case", cuda_cases())
+def test_matrix_on_cuda(
+    entry: Entry, case: dict[str, Any], device: str, placed: Placed, tmp_path: Path
+) -> None:
+    home = case["home"]
+    recipe = Recipe(device=device, **{name: value for name, value in case.items() if name != "home"})
+    base = placed.on_device(entry, recipe)
+    check_same_as_pytorch(entry, recipe, base)
+    if home != "device":
+        run = parity.paged(entry, recipe, home, tmp_path)
+        assert differences(vars(run), vars(base)) == []
+
+
+@needs_cuda
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("home", ["nvme", "host"])
+def test_optimizers_on_cuda(optimizer: str, home: str, device: str, placed: Placed, tmp_path: Path) -> None:
+    recipe = Recipe(optimizer=optimizer, groups=2, decay_rate=True, steps=5, device=device)
+    base = placed.on_device(TRANSFORMER, recipe)
+    check_same_as_pytorch(TRANSFORMER, recipe, base)
+    run = parity.paged(TRANSFORMER, recipe, home, tmp_path)
+    assert differences(vars(run), vars(base)) == []
+
+
+@needs_cuda
+@pytest.mark.parametrize("device", ["cuda"])
+@each_entry
+def test_late_reads_and_writes_change_nothing_on_cuda(
+    entry: Entry, device: str, placed: Placed, tmp_path: Path
+) -> None:
+    faults = Faults()
+    for nth in range(1, 400, 5):
+        faults.delay("read", nth, 0.001 * (nth % 4))
+        faults.delay("write", nth, 0.001 * (nth % 7))
+    recipe = Recipe(accumulate=2, clip=0.1, device=device)
+    run = parity.paged(entry, recipe, "nvme", tmp_path, faults=faults, watch=True)
+    assert faults.fired > 10
+    assert differences(vars(run), vars(placed.on_device(entry, recipe, watch=True))) == []
+
+
 @each_entry
 @pytest.mark.parametrize("home", ["nvme", "mixed"])
 def test_every_step_is_the_same_wherever_pages_are(
@@ -132,11 +194,12 @@ def test_every_step_is_the_same_wherever_pages_are(
 
 
 @each_entry
-def test_the_first_update_is_pytorchs_to_a_rounding(entry: Entry, placed: Placed) -> None:
-    recipe = Recipe(clip=0.1)
+@each_device
+def test_the_first_update_is_pytorchs_to_a_rounding(entry: Entry, device: str, placed: Placed) -> None:
+    recipe = Recipe(clip=0.1, device=device)
     run, truth = placed.on_device(entry, recipe, watch=True), plain(entry, recipe)
     for name, before in entry.make().state_dict().items():
-        ours, torchs = run.parameters[0][name], truth.parameters[0][name]
+        ours, torchs = run.parameters[0][name].cpu(), truth.parameters[0][name].cpu()
         assert ours.stride() == torchs.stride(), name
         # 8 ULP of the larger operand of the last subtraction, which is the update or the parameter.
         bound = 8 * 2.0**-23 * before.double().abs().clamp(min=parity.RATE)
@@ -221,3 +284,4 @@ def test_the_quick_matrix_holds_every_pair() -> None:
         for value, another in itertools.product(values, others):
             assert any(case[name] == value and case[other] == another for case in pairwise())
     assert len(pairwise()) < 20
+    assert len(pairwise(cuda=True)) < 12

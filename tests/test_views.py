@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from homes import places
 from parity import copied, differences
 from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step
 from torch import Tensor, nn
@@ -26,11 +27,12 @@ VIEWS = pytest.mark.parametrize(
 
 
 @VIEWS
-@pytest.mark.parametrize("home, device_factor", [("nvme", 4), ("host", 4), ("device", 1), ("unified", 1)])
+@places("nvme", "host", "device", "unified", cuda=("nvme", "host", "device"))
 def test_a_view_held_over_steps_never_shows_another_pages_bytes(
-    view_of: Callable[[nn.Parameter], Tensor], home: str, device_factor: int, tmp_path: Path
+    view_of: Callable[[nn.Parameter], Tensor], home: str, device: str, tmp_path: Path
 ) -> None:
-    model = TIED.make()
+    model = TIED.make(device)
+    device_factor = 4 if home in ("nvme", "host") else 1
     with opened(model, tmp_path, home=home, device_factor=device_factor) as runtime:
         parameter = model.get_parameter(WIDE)
         view = view_of(parameter)
@@ -46,11 +48,11 @@ def test_a_view_held_over_steps_never_shows_another_pages_bytes(
 
 
 @VIEWS
-@pytest.mark.parametrize("home", ["nvme", "host", "mixed"])
+@places("nvme", "host", "mixed", cuda=("nvme", "host", "mixed"))
 def test_a_view_held_where_room_is_short_stays_as_it_is(
-    view_of: Callable[[nn.Parameter], Tensor], home: str, tmp_path: Path
+    view_of: Callable[[nn.Parameter], Tensor], home: str, device: str, tmp_path: Path
 ) -> None:
-    plain, model = TIED.make(), TIED.make()
+    plain, model = TIED.make(device), TIED.make(device)
     with opened(model, tmp_path, home=home) as runtime:
         view = view_of(model.get_parameter(WIDE))
         with contextlib.suppress(BudgetError), torch.no_grad():
@@ -60,12 +62,12 @@ def test_a_view_held_where_room_is_short_stays_as_it_is(
         assert train_step(model, runtime) == loss_of(plain).item()
 
 
-@pytest.mark.parametrize("home", ["nvme", "unified"])
-def test_outputs_and_gradients_outlive_the_step(home: str, tmp_path: Path) -> None:
-    model = TIED.make()
+@places("nvme", "unified", cuda=("nvme", "device"))
+def test_outputs_and_gradients_outlive_the_step(home: str, device: str, tmp_path: Path) -> None:
+    model = TIED.make(device)
     with opened(model, tmp_path, home=home) as runtime:
         inputs, _ = TIED.batch(0, 0)
-        outputs = model(inputs)
+        outputs = model(inputs.to(device))
         outputs.square().mean().backward()
         kept = [outputs.detach(), *(each for each in gradients(runtime, model).values() if each is not None)]
         before = [each.clone() for each in kept]
