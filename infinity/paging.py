@@ -157,7 +157,7 @@ class Paging:
                     raise BudgetError(
                         f"A copy of {place.name} ({format_size(view.nbytes)}) was asked for, and "
                         f"{view.device} has no room for it.",
-                        "Take the model's state_dict(), which is in RAM, or give infinity less of the device.",
+                        "Take the model's state_dict(), which is in RAM, or give pages less of the device.",
                     ) from error
                 return copy.copy_(view)
 
