@@ -57,7 +57,7 @@ class FakeStream:
 
 
 class Machine:
-    """Streams that run only when somebody waits, in turns of the given order, each as far as it can."""
+    """Streams that run only when somebody waits; of those that can, always the first in the given order."""
 
     def __init__(self, order: tuple[str, ...]) -> None:
         self.order = order
@@ -83,10 +83,9 @@ class Machine:
             moved = False
             for name in self.order:
                 queue = self.streams[name].queue
-                while queue and queue[0]():
+                if queue and queue[0]():
                     queue.popleft()
                     moved = True
-                if moved:
                     break  # whoever comes first in the order goes on as soon as it can
 
 
