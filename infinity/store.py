@@ -268,6 +268,7 @@ class Store:
                 self.read(home, start, slot).wait()
             slot[first - start : last - start].copy_(data[first - offset : last - offset])
             self.write(home, start, slot).wait()
+            del slot  # or the next one would be one more
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
@@ -278,6 +279,7 @@ class Store:
             first, last = max(start, offset), min(end, offset + nbytes)
             self.read(home, start, slot).wait()
             copy[first - offset : last - offset].copy_(slot[first - start : last - start])
+            del slot
         return copy
 
     def poll(self) -> None:
