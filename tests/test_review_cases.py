@@ -14,6 +14,7 @@ from homes import budget_for
 from parity import copied, differences, tensors_copied
 from small_runtime import TIED, files, opened, train_step
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 
@@ -310,3 +311,54 @@ def test_threads_may_use_a_model_whose_whole_parameters_are_held(home: str, tmp_
         with pytest.raises(ZeroDivisionError), runtime.full_parameters(model[0]):
             raise ZeroDivisionError
         model(torch.ones(1, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
+def test_parameters_larger_than_the_only_slot(home: str, tmp_path: Path) -> None:
+    plain, model = two_layers(200), two_layers(200)
+    before = copied(plain.state_dict())
+    with opened(model, tmp_path, home=home, compute="bf16") as runtime:
+        assert runtime.plan.slots == 1
+        assert runtime.plan.slot_bytes < model[0].weight.nbytes
+        assert differences(copied(model.state_dict()), {k: v.bfloat16() for k, v in before.items()}) == []
+        model.load_state_dict(model.state_dict())
+        model(torch.ones(2, 200)).sum().backward()
+        runtime.optimizer.step()
+        states = tensors_copied(runtime.optimizer.state_dict())
+        runtime.optimizer.load_state_dict(states)
+        assert differences(tensors_copied(runtime.optimizer.state_dict()), states) == []
+
+
+class Recomputing(nn.Module):
+    """Weights that no module of their own brings, used again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def segment(self, x: Tensor, first: int) -> Tensor:
+        for layer in self.layers[first : first + 1]:
+            x = torch.tanh(x @ layer.weight.t())
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in range(4):
+            x = checkpoint(self.segment, x, first, use_reentrant=False)
+        return x
+
+
+@both_homes
+def test_backward_into_some_while_it_recomputes(home: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    plain = Recomputing()
+    torch.manual_seed(3)
+    model = Recomputing()
+    x = torch.linspace(-1, 1, 128).view(2, 64)
+    inputs = [each.layers[number].weight for each in (plain, model) for number in (0, 2)]
+    plain(x).square().sum().backward(inputs=inputs[:2])
+    with opened(model, tmp_path, home=home) as runtime:
+        model(x).square().sum().backward(inputs=inputs[2:])
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert differences([runtime.grad(mine)], [other.grad]) == []
+        torch.autograd.backward([model.layers[1].bias], torch.ones(64))
+        assert torch.equal(runtime.grad(model.layers[1].bias), torch.ones(64))
