@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from infinity.activations import PageReference, SavedBytes, saving
 from infinity.calls import OpenCalls
@@ -27,6 +28,7 @@ from infinity.page import ParameterPage, parameter_version
 from infinity.parameter import PagedParameter, Place
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import AccessKind
+from infinity.scaling import LossScale
 from infinity.store import Store
 
 
@@ -60,6 +62,8 @@ class Paging:
         """Of the root module."""
         self.copies = OpenCalls()
         """Of state_dict: `p.detach()` copies inside, into RAM."""
+        self.scale = LossScale(dynamic=False)
+        """Of the gradients that arrive at parameters."""
         self.refuse: Callable[[], None] = _accept
         """Raises where no page may be used any more."""
         self.edited: Callable[[int, int], None] = _ignore_edit
@@ -90,6 +94,8 @@ class Paging:
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
                     with saving(self._find, self._fetch, self.saved_bytes):
+                        if self.scale.dynamic and not self.inside:
+                            args, kwargs = tree_map_only(PagedParameter, self.scale.borrowed, (args, kwargs))
                         result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
@@ -185,6 +191,10 @@ class Paging:
                 with torch.no_grad():
                     present.copy_(value.clone() if _shares(value, present) else value)
                 self._replaced.setdefault(page.index, set()).add(place.index)
+
+    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient as it is without the loss scale."""
+        return gradient / self.scale.value if self.scale.dynamic else gradient
 
     def has_gradient(self, place: Place) -> bool:
         return self.gradient_of(place.page.index, place.index)

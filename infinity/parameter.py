@@ -33,6 +33,9 @@ class Pager(Protocol):
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
         """Take other values over (`p.data = value`)."""
 
+    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient as it is without the loss scale."""
+
     def has_gradient(self, place: Place) -> bool:
         """Whether the parameter has a gradient in its page."""
 
@@ -244,7 +247,13 @@ def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedPa
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.grad, see _roots."""
-    return torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
+    found = torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
+    return tuple(
+        each._place.pager.unscale(gradient)
+        if isinstance(each, PagedParameter) and gradient is not None
+        else gradient
+        for each, gradient in zip(_listed(inputs), found, strict=True)
+    )
 
 
 def _autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:

@@ -62,6 +62,7 @@ class Runtime:
         self._last_step = time.perf_counter()
         paging = parts.paging
         paging.refuse = self._refuse
+        paging.scale = parts.scale
         if parts.states is not None:
             paging.edited = parts.states.edited
         if parts.gradients is not None:

@@ -5,7 +5,8 @@ are not all finite is skipped and the scale halved; after 2,000 good steps it is
 Mixed Precision Training, arXiv:1710.03740, section 3.2; the constants are torch.amp.GradScaler's).
 
 The loss is not the runtime's to multiply. What leaves the root module is marked instead: the gradient that
-comes back for it is multiplied, and what goes on to tensors that came in from outside is divided again.
+comes back for it is multiplied, and what goes on to tensors that came in from outside is divided again. So are
+parameters marked that are used outside of it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class LossScale:
     def outgoing(self, outputs: Any) -> Any:
         """Tensors that leave the root module: their gradients enter scaled."""
         return tree_map_only(torch.Tensor, self._leave, outputs) if self.dynamic else outputs
+
+    def borrowed(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter that is used outside of the root module: its gradients arrive scaled like all others."""
+        return self._leave(parameter)
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
         return _ScaleGradient.apply(tensor, self, -1) if _differentiable(tensor) else tensor  # type: ignore[no-untyped-call]

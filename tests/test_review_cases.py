@@ -362,3 +362,40 @@ def test_backward_into_some_while_it_recomputes(home: str, tmp_path: Path) -> No
             assert differences([runtime.grad(mine)], [other.grad]) == []
         torch.autograd.backward([model.layers[1].bias], torch.ones(64))
         assert torch.equal(runtime.grad(model.layers[1].bias), torch.ones(64))
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean() / 64 + model[0].weight.float().square().sum() / 8
+
+
+def module_by_module(model: nn.Module, x: Tensor) -> Tensor:
+    return model[2](torch.tanh(model[0](x))).float().square().mean() / 64
+
+
+def into_the_model(model: nn.Module, x: Tensor) -> Tensor:
+    return model(model[0](x)).float().square().mean() / 64
+
+
+@both_homes
+@pytest.mark.parametrize("loss", [penalty, module_by_module, into_the_model])
+def test_parameters_used_outside_of_the_model_under_a_loss_scale(
+    loss: Callable[[nn.Module, Tensor], Tensor], home: str, tmp_path: Path
+) -> None:
+    x = torch.linspace(-1, 1, 128).view(2, 64).half()
+    plain, model = two_layers().half(), two_layers()
+    loss(plain, x).backward()
+    with opened(model, tmp_path, home=home, compute="fp16") as runtime:
+        (alone,) = torch.autograd.grad(loss(model, x), [model[0].weight])
+        torch.testing.assert_close(alone, plain[0].weight.grad, rtol=1e-2, atol=2e-5)
+        loss(model, x).backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(runtime.grad(mine), other.grad.float(), rtol=1e-2, atol=2e-5)
+            assert bool(other.grad.any())
+        with torch.no_grad():
+            model[0].bias.detach().fill_(0.5)
+        model[0].weight.detach().fill_(0.25)
+        model[2].bias.data.fill_(0.125)
+        model(x)
+        state = model.state_dict()
+        assert bool((state["0.weight"] == 0.25).all() and (state["0.bias"] == 0.5).all())
+        assert bool((state["2.bias"] == 0.125).all())
