@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
 import weakref
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity import store
+from infinity.aio import Faults
+from infinity.errors import ConfigError
 
 Read = Callable[[nn.Parameter], "Tensor | None"]
 
@@ -399,3 +403,44 @@ def test_parameters_used_outside_of_the_model_under_a_loss_scale(
         state = model.state_dict()
         assert bool((state["0.weight"] == 0.25).all() and (state["0.bias"] == 0.5).all())
         assert bool((state["2.bias"] == 0.125).all())
+
+
+@both_homes
+@pytest.mark.parametrize("how", ["set_", "resize_", "resize_as_"])
+def test_other_storages_are_refused(how: str, home: str, tmp_path: Path) -> None:
+    model = two_layers()
+    weight, before = model[0].weight, model[0].weight.detach().clone()
+    with opened(model, tmp_path, home=home), torch.no_grad():
+        with pytest.raises(ConfigError):
+            getattr(weight, how)(*((3, 3) if how == "resize_" else (torch.ones(3, 3),)))
+        torch._cudnn_rnn_flatten_weight([weight], 1, 64, 0, 64, 0, 1, False, False)
+        assert torch.equal(weight, before)
+
+
+def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+    x = torch.ones(1, 64)
+    expected = model(x)
+    optimizer = torch.optim.AdamW(model.parameters())
+    precision = infinity.Precision(compute="fp32")
+    least = budget_for("nvme", model, optimizer, tmp_path, precision)
+    # Room to look ahead in, but not for all: pages go on being read.
+    budget = infinity.Budget(device=3 * least.device_bytes, host=3 * least.host_bytes, nvme=least.nvme)
+    faults = Faults()
+    with (
+        store.injected(faults),
+        infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
+        torch.no_grad(),
+    ):
+        model(x)
+        runtime._parts.engine.step_done()
+        for request in range(1, 9):
+            faults.fail("read", request, errno.EIO)
+            failures = 0
+            for _ in range(6):
+                try:
+                    assert torch.equal(model(x), expected)
+                except infinity.StorageError:
+                    failures += 1
+            assert failures == 1
