@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -114,6 +114,10 @@ class PagedParameter(nn.Parameter):
         if len(taken) > 1 and any(place.pager is not pager for place in taken):
             return _run_in_all(func, taken, args, kwargs)
         return pager.run(func, taken, args, kwargs)
+
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused. Not in `_SPECIAL`: torch does not ask subclasses about this one."""
+        _no_other_storage(self)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -290,11 +294,26 @@ def _listed(values: Any) -> list[Any]:
     return [values] if alone else list(values)
 
 
+def _no_other_storage(parameter: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
+    name = f"The parameter {parameter._place.name}" if isinstance(parameter, PagedParameter) else "A parameter"
+    raise ConfigError(
+        f"{name} cannot be given another storage or size: its memory is a page's.",
+        "Assign values (p.copy_(values) under torch.no_grad(), p.data = values).",
+    )
+
+
+def _keep_weights_apart(*_: Any, **__: Any) -> None:
+    """nn.LSTM and its like would move their weights into one storage on a GPU, to save cuDNN a copy."""
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _GET_DATA: _get_data,
     _SET_DATA: _set_data,
     _SET_REQUIRES_GRAD: _set_requires_grad,
     _REQUIRES_GRAD: _set_requires_grad,
+    torch.Tensor.resize_: _no_other_storage,
+    torch.Tensor.resize_as_: _no_other_storage,
+    torch._cudnn_rnn_flatten_weight: _keep_weights_apart,
     torch.autograd.grad: _autograd_grad,
     torch.autograd.backward: _autograd_backward,
     torch.Tensor.backward: _backward,
