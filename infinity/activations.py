@@ -144,4 +144,6 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is not None and getattr(top[0], "__self__", None) is hooks:  # else somebody left out of turn
+            torch._C._autograd._pop_saved_tensors_default_hooks()

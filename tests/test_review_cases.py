@@ -444,3 +444,25 @@ def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
                 except infinity.StorageError:
                     failures += 1
             assert failures == 1
+
+
+@both_homes
+def test_a_forward_that_was_interrupted_is_left_at_the_next(home: str, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    plain, model = two_layers(), two_layers()
+    x = torch.ones(1, 64)
+    with opened(model, tmp_path, home=home) as runtime:
+        handle = model[1].register_forward_hook(interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+        handle.remove()
+        for each in (plain, model):
+            each(x).sum().backward()
+        assert torch.equal(runtime.grad(model[0].weight), plain[0].weight.grad)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        model[0].weight.detach().fill_(0.5)
+        model(x)
+        assert bool((model.state_dict()["0.weight"] == 0.5).all())
