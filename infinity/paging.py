@@ -230,6 +230,12 @@ class Paging:
         for page in self.pages:
             self.write_back(page)
 
+    def updated(self) -> None:
+        """The pages were updated: views that share a parameter's version have moved, and that is no edit."""
+        for loans in self._loans.values():
+            for loan in loans:
+                loan.version = loan.alias._version
+
     def reclaim(self) -> None:
         """Forget the loans that nobody else holds."""
         for unit in list(self._loans):

@@ -328,6 +328,7 @@ class Runtime:
                 )
             )
             raise
+        parts.paging.updated()
         parts.engine.step_done()
 
     def _group_of(self, unit: int, parameter: int) -> Mapping[str, Any] | None:

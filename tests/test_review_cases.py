@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -466,3 +467,67 @@ def test_a_forward_that_was_interrupted_is_left_at_the_next(home: str, tmp_path:
         model[0].weight.detach().fill_(0.5)
         model(x)
         assert bool((model.state_dict()["0.weight"] == 0.5).all())
+
+
+def edit_a_detached(weight: nn.Parameter) -> None:
+    weight.detach().add_(0.5)
+
+
+def edit_data(weight: nn.Parameter) -> None:
+    weight.data[2:].mul_(2)
+
+
+def edit_a_row(weight: nn.Parameter) -> None:
+    weight[1] = 0.25
+
+
+def edit_in_place(weight: nn.Parameter) -> None:
+    weight *= 2
+    weight.clamp_(-0.1, 0.1)
+    torch.add(weight, 1, out=weight)
+
+
+@both_homes
+@pytest.mark.parametrize("edit", [edit_a_detached, edit_data, edit_a_row, edit_in_place])
+def test_edits_in_inference_mode(edit: Callable[[nn.Parameter], None], home: str, tmp_path: Path) -> None:
+    results = []
+    for edited_first in (True, False):
+        model = two_layers()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        with torch.inference_mode():
+            if edited_first:
+                edit(model[0].weight)
+        with torch.no_grad():
+            model[0].weight.copy_(model[0].weight.bfloat16())
+        with opened(model, tmp_path, home=home, compute="bf16") as runtime:
+            if not edited_first:
+                with torch.inference_mode():
+                    edit(model[0].weight)
+                    model(torch.ones(1, 64))
+            model(torch.ones(1, 64)).sum().backward()
+            runtime.optimizer.step()
+            results.append([copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())])
+    assert differences(*results) == []
+
+
+@both_homes
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_that_are_kept_over_updates_do_not_cost_masters_their_bits(
+    mode: Callable[[], AbstractContextManager[None]], home: str, tmp_path: Path
+) -> None:
+    results = []
+    for keeps in (False, True):
+        model = two_layers()
+        factor = 4 if home == "nvme" else 1
+        with opened(model, tmp_path, home=home, compute="bf16", device_factor=factor) as runtime:
+            with mode():
+                kept = [model[0].weight.detach(), model[2].weight.data] if keeps else []
+            for _ in range(3):
+                model(torch.ones(1, 64)).sum().backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            results.append(tensors_copied(runtime.optimizer.state_dict()))
+            del kept
+    assert differences(*results) == []
