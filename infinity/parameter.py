@@ -295,7 +295,9 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _no_other_storage(parameter: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
-    name = f"The parameter {parameter._place.name}" if isinstance(parameter, PagedParameter) else "A parameter"
+    name = (
+        f"The parameter {parameter._place.name}" if isinstance(parameter, PagedParameter) else "A parameter"
+    )
     raise ConfigError(
         f"{name} cannot be given another storage or size: its memory is a page's.",
         "Assign values (p.copy_(values) under torch.no_grad(), p.data = values).",
