@@ -38,7 +38,7 @@ class OpenCalls:
         calls = self._calls
         if not calls:
             return
-        alive = set(_stack())
+        alive = set(_frames(sys._getframe(1)))
         while calls and calls[-1][0] not in alive:
             self.end()
 
@@ -54,8 +54,8 @@ class OpenCalls:
         return calls
 
 
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """This frame and those below. Not the one that keeps them: it would keep itself, and their variables."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -330,7 +330,8 @@ class Engine:
             spare = victims(nbytes - free, self._upcoming(()), self._sizes, self._resident, pinned)
             for victim in spare:
                 self._evict(victim)
-        for press in (self._evict_others, self._settle_writes, self._collect, self._evict_pinned):
+        presses = (self._evict_others, self._settle_writes, self._reclaim, self._collect, self._evict_pinned)
+        for press in presses:
             if pool.largest_free >= nbytes:
                 break
             press(pinned)
@@ -346,6 +347,9 @@ class Engine:
 
     def _settle_writes(self, pinned: set[int]) -> None:
         self.store.settle()  # writes from a residency hold its bytes
+
+    def _reclaim(self, pinned: set[int]) -> None:
+        self.keeper.reclaim()
 
     def _collect(self, pinned: set[int]) -> None:
         gc.collect()  # views in reference cycles, as tracebacks leave them
