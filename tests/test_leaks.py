@@ -1,0 +1,165 @@
+"""Nothing grows: memory, leases, descriptors, threads and objects after many steps are those after a few."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runtime import loss_of, opened
+from torch import nn
+from zoo import Batch, Entry, entry
+
+from infinity.prefetch.trace import Access
+
+WARM = 20
+STEPS = 500
+FEW = 100
+TOLERANCE = 768 << 10
+"""Bytes of RSS: what malloc's arenas may still take after WARM steps. One page leaked a step would be 2 MiB."""
+
+
+class Small(nn.Module):
+    """Three units, two of them small, one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList((nn.Linear(64, 64), nn.Linear(64, 16), nn.Linear(16, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def rows(step: int, micro: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 64, generator=generator), torch.randint(64, (4,), generator=generator)
+
+
+SMALL = Entry("small", Small, rows)
+
+
+def held(runtime: Any) -> dict[str, Any]:
+    """What is held: leased bytes and leases by pool, descriptors, threads, objects of the package by type."""
+    gc.collect()
+    store = runtime._parts.store
+    return {
+        "leases": {
+            name: (pool.counters.leased, pool.counters.leases) for name, pool in store.pools.items()
+        },
+        "requests": sum(len(page.home.flights) for page in runtime._parts.pages) + len(store._writes),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "objects": Counter(
+            type(each).__qualname__
+            for each in gc.get_objects()
+            # A trace of a step that never ends may grow up to its bound.
+            if str(type(each).__module__).startswith(("infinity.", "torch")) and type(each) is not Access
+        ),
+    }
+
+
+def rss() -> int:
+    """Resident bytes of the process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_nothing_grows(runtime: Any, act: Callable[[int], None], steps: int) -> None:
+    """Compare what is held after WARM calls of `act` with what is after `steps`, each time at the same point."""
+    for step in range(WARM):
+        act(step)
+    before, resident = held(runtime), rss()
+    for step in range(WARM, steps):
+        act(step)
+    after, grown = held(runtime), rss() - resident
+    assert {key: after[key] for key in after if key != "objects"} == {
+        key: before[key] for key in before if key != "objects"
+    }
+    assert after["objects"] - before["objects"] == Counter()
+    assert grown <= TOLERANCE
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified-nvme", "mixed"])
+def test_training_holds_no_more_after_many_steps(home: str, tmp_path: Path) -> None:
+    model = SMALL.make()
+    with opened(model, tmp_path, home=home, compute="bf16") as runtime:
+
+        def act(step: int) -> None:
+            loss_of(model, step % 4, of=SMALL).backward()
+            runtime.clip_grad_norm_(1.0)
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+
+        check_nothing_grows(runtime, act, STEPS)
+
+
+def test_dropped_losses_hold_nothing(tmp_path: Path) -> None:
+    model = SMALL.make()
+    with opened(model, tmp_path) as runtime:
+        check_nothing_grows(runtime, lambda step: str(loss_of(model, step % 4, of=SMALL)) and None, FEW)
+
+
+def test_gradients_that_are_forgotten_hold_nothing(tmp_path: Path) -> None:
+    model = SMALL.make()
+    with opened(model, tmp_path) as runtime:
+
+        def act(step: int) -> None:
+            loss_of(model, step % 4, of=SMALL).backward()
+            runtime.optimizer.zero_grad()
+
+        check_nothing_grows(runtime, act, FEW)
+
+
+class Broken(Exception):
+    """What the tests throw."""
+
+
+@pytest.mark.parametrize("where", ["module", "hook", "backward"])
+def test_exceptions_hold_nothing(where: str, tmp_path: Path) -> None:
+    model = SMALL.make()
+
+    def fail(*_: Any) -> None:
+        raise Broken
+
+    with opened(model, tmp_path) as runtime:
+
+        def act(step: int) -> None:
+            target = model.layers[step % 3]
+            if where == "backward":
+                handle = target.weight.register_hook(fail)
+            elif where == "hook":
+                handle = target.register_forward_pre_hook(fail)
+            else:
+                handle = target.register_forward_hook(fail)
+            with pytest.raises(Broken):
+                loss_of(model, step % 4, of=SMALL).backward()
+            handle.remove()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            runtime.optimizer.zero_grad()
+
+        check_nothing_grows(runtime, act, FEW)
+        assert torch.isfinite(loss_of(model, 0, of=SMALL))
+
+
+def test_views_and_copies_hold_nothing(tmp_path: Path) -> None:
+    of = entry("tied")
+    model = of.make()
+    with opened(model, tmp_path) as runtime:
+
+        def act(step: int) -> None:
+            weight = model.blocks[0].mlp[0].weight
+            views = [weight.detach(), weight.data, weight[0], weight.t()]
+            with torch.no_grad():
+                views[step % 4].mul_(1.0)
+            del views
+            model.state_dict()
+            runtime.optimizer.state_dict()
+            assert runtime.grad(weight) is None
+
+        check_nothing_grows(runtime, act, FEW)
