@@ -1,5 +1,7 @@
-"""Calls that hooks see begin, and whose end they may miss: torch calls no hook when Ctrl-C ends a forward,
-nor when a state_dict raises."""
+"""Calls that hooks see begin, and whose end they may miss.
+
+torch calls no hook when Ctrl-C breaks off a forward, nor when a state_dict raises.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Home:
                 self.flights.remove(flight)
 
     def renew(self) -> None:
-        """The bytes count for nothing any more: wait for what is under way over them, forget what failed."""
+        """The bytes count for nothing any more: wait for what is under way, and forget what failed."""
         for flight in list(self.flights):
             with contextlib.suppress(InfinityError):
                 self.finish(flight)

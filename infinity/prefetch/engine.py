@@ -73,11 +73,6 @@ class Arrival:
             return Edge.NVME_TO_HOST
         return Edge.HOST_TO_DEVICE
 
-    def done(self) -> bool:
-        """Whether `finish` would return at once."""
-        self.advance(block=False)
-        return not self._todo and not self._pieces and (self._final is None or self._final.done())
-
     def advance(self, *, block: bool) -> bool:
         """Move pieces on; with `block`, at least one. Returns whether a slot came free."""
         try:
@@ -193,7 +188,7 @@ class Engine:
         for unit in units:
             self.trace.record(Access(unit, kind))
             self._touch(unit)
-            self.meter.accessed(self._ready(unit))
+            self.meter.accessed(self.pages[unit].presence is not Presence.AWAY)
         pinned = {*units, *self._held}
         for _ in range(2):  # once more where the last one's room was made at the first one's cost
             for unit in units:
@@ -242,11 +237,6 @@ class Engine:
         """Send every page away that can leave."""
         for unit in list(self._resident):
             self._evict(unit)
-
-    def _ready(self, unit: int) -> bool:
-        """Whether the unit can be used without waiting."""
-        arrival = self._arrivals.get(unit)
-        return self.pages[unit].presence is Presence.PRESENT or (arrival is not None and arrival.done())
 
     def _touch(self, unit: int) -> None:
         if unit in self._resident:

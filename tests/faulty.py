@@ -1,0 +1,178 @@
+"""Trainings whose I/O fails, and what must hold whatever does: typed errors, an end, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import functools
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import budget_for, check_homes
+from parity import copied, tensors_copied
+from small_runtime import files
+from zoo import entry
+
+import infinity
+from infinity.aio import Faults
+from infinity.errors import StorageError, StorageFull
+from infinity.store import injected
+
+STEPS = 3
+HANG = 120
+"""Seconds after which a test counts as hung: the process ends with the stacks of all threads."""
+CASES = (("nvme", "bf16"), ("unified-nvme", "fp32"))
+"""Homes and compute dtypes."""
+
+
+@contextlib.contextmanager
+def watched(seconds: float) -> Iterator[None]:
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def watchdog() -> Iterator[None]:
+    with watched(HANG):
+        yield
+
+
+@dataclass
+class Trained:
+    """What a training came to."""
+
+    losses: list[float] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    failures: int = 0
+    poisoned: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
+    """Of the steps."""
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return {"losses": self.losses, "parameters": self.parameters, "optimizer": self.optimizer}
+
+
+@contextlib.contextmanager
+def opened(home: str, compute: str, directory: Path, faults: Faults) -> Iterator[tuple[Any, Any]]:
+    """(model, runtime); at the end nothing is left of it: no file, descriptor or thread."""
+    start_torch_threads()
+    before = resources()
+    model = entry("tied").make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = infinity.Precision(compute=compute)
+    budget = budget_for(home, model, optimizer, directory, precision)
+    with injected(faults):
+        runtime = infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu")
+    try:
+        check_homes(home, runtime.plan)
+        yield model, runtime
+    finally:
+        runtime.close()
+        assert files(directory) == []
+        del model, optimizer, runtime
+        assert resources() == before
+
+
+def resources() -> tuple[int, int]:
+    """(open descriptors, threads)."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@functools.cache
+def start_torch_threads() -> None:
+    """Those that torch starts once a process, with the first backward, and keeps."""
+    of = entry("tied")
+    of.loss(of.make(), of.batch(0, 0)).backward()
+
+
+def one_step(model: Any, runtime: Any, step: int) -> float:
+    of = entry("tied")
+    loss = of.loss(model, of.batch(step, 0))
+    loss.backward()
+    runtime.optimizer.step()
+    return loss.item()
+
+
+def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], None], code: int) -> Trained:
+    """Train, repeating a step that fails after zero_grad(), until the runtime refuses for good."""
+    faults = Faults()
+    with opened(home, compute, directory, faults) as (model, runtime):
+        trained = Trained()
+        prepare(faults)
+        before = faults.calls
+        while len(trained.losses) < STEPS and not trained.poisoned:
+            try:
+                trained.losses.append(one_step(model, runtime, len(trained.losses)))
+            except StorageError as error:
+                check_error(error, code, directory)
+                trained.failures += 1
+                assert trained.failures < 4
+            try:
+                runtime.optimizer.zero_grad()
+            except StorageError as error:
+                check_error(error, code, directory)
+                trained.poisoned = True
+        trained.calls = {kind: count - before[kind] for kind, count in faults.calls.items()}
+        if trained.poisoned:
+            check_refuses(model, runtime, code, directory)
+        else:
+            faults.clear()
+            trained.parameters = copied(model.state_dict())
+            trained.optimizer = tensors_copied(runtime.optimizer.state_dict())
+    return trained
+
+
+def check_error(error: StorageError, code: int, directory: Path) -> None:
+    assert error.errno == code
+    assert Path(error.path).parent == directory
+    assert isinstance(error, StorageFull) == (code == errno.ENOSPC)
+
+
+def check_refuses(model: Any, runtime: Any, code: int, directory: Path) -> None:
+    """Whatever is asked of the runtime raises the error that ended it."""
+    of = entry("tied")
+    parameter = next(model.parameters())
+    for use in (
+        lambda: of.loss(model, of.batch(0, 0)),
+        runtime.optimizer.step,
+        runtime.optimizer.zero_grad,
+        runtime.optimizer.state_dict,
+        model.state_dict,
+        lambda: model.load_state_dict({}),
+        lambda: parameter + 1,
+        lambda: runtime.grad(parameter),
+        lambda: runtime.clip_grad_norm_(1.0),
+        lambda: runtime.full_parameters(model).__enter__(),
+    ):
+        with pytest.raises(StorageError) as caught:
+            use()
+        check_error(caught.value, code, directory)
+
+
+@functools.cache
+def clean(home: str, compute: str) -> Trained:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:
+        trained = train(home, compute, Path(directory), lambda faults: None, 0)
+    assert (trained.failures, trained.poisoned) == (0, False)
+    return trained
+
+
+def places(calls: int, spread: int | None) -> list[int]:
+    """Calls to fail: all, or so many, the first and the last among them."""
+    if spread is None or calls <= spread:
+        return list(range(1, calls + 1))
+    return sorted({1 + round(at * (calls - 1) / (spread - 1)) for at in range(spread)})
