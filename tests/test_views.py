@@ -80,3 +80,30 @@ def test_outputs_and_gradients_outlive_the_step(home: str, device: str, tmp_path
         values = copied(state)
         train_step(model, runtime, 3)
         assert differences(dict(state), values) == []
+
+
+@pytest.mark.parametrize("whose", ["ours", "another's"])
+def test_views_are_views_again_after_a_state_dict_that_failed(whose: str, tmp_path: Path) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path) as runtime:
+        if whose == "ours":
+            held = model.get_parameter(WIDE).detach()
+            with pytest.raises(BudgetError):
+                model.state_dict()
+            del held
+        else:
+
+            def fail(*_: object) -> None:
+                raise KeyError
+
+            handle = model.blocks[1].register_state_dict_post_hook(fail)
+            with pytest.raises(KeyError):
+                model.state_dict()
+            handle.remove()
+            with torch.no_grad():
+                loss_of(model)
+        parameter = model.get_parameter(WIDE)
+        with torch.no_grad():
+            parameter.detach().view(-1)[:3] = 7.0
+        train_step(model, runtime)
+        assert (parameter.detach().view(-1)[:3] - 7.0).abs().max() < 0.1
