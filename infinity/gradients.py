@@ -137,7 +137,9 @@ class Gradients:
         page = self.pages[unit]
         flat = _in_memory_order(gradient, page.layout.parameters[parameter].stride)
         try:
-            for number, piece in page.pieces(parameter):
+            # Chunks that wait in a slot first: the others might need it before this completes them.
+            pieces = sorted(page.pieces(parameter), key=lambda each: page.states[each[0]].stage is None)
+            for number, piece in pieces:
                 self._add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
         except BaseException as error:
             self._lose(error)
