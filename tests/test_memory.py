@@ -1,0 +1,199 @@
+"""Bytes in every pool, phase by phase, and over every edge, against formulas from the plan.
+
+The model is L equal blocks, each a unit. P: bytes of a parameter page; T: of its trained part; G, S: of a
+gradient and of an optimizer page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import HOMES, budget_for, check_homes
+from torch import nn
+
+import infinity
+from infinity.page import Presence
+from infinity.placement import Kind
+from infinity.telemetry import Edge
+from infinity.tiers import Tier
+
+L = 6
+WIDTH = 96
+"""A block is larger than two of the smallest chunks."""
+
+FP32 = infinity.Precision(compute="fp32")
+
+
+def blocks(*, bias: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(L)))
+
+
+def forward(model: nn.Module) -> torch.Tensor:
+    """The input wants a gradient, so that every block's backward takes its parameters."""
+    return model(torch.ones(3, WIDTH, requires_grad=True)).square().mean()
+
+
+def step(model: nn.Module, runtime: Any) -> None:
+    forward(model).backward()
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def opened(home: str, directory: Path, model: nn.Module) -> Iterator[Any]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = budget_for(home, model, optimizer, directory, FP32)
+    with infinity.offload(model, optimizer, budget=budget, precision=FP32, device="cpu") as runtime:
+        check_homes(home, runtime.plan)
+        assert len(runtime.plan.layout.units) == L
+        yield runtime
+
+
+def away(runtime: Any) -> list[int]:
+    """Bytes of the parameter pages that need room to be resident."""
+    plan = runtime.plan
+    computes_in = Tier.HOST if plan.unified else Tier.DEVICE
+    homes = [homes[Kind.PARAMETER] for homes in plan.homes]
+    return [plan.page_bytes(u, Kind.PARAMETER) for u, home in enumerate(homes) if home is not computes_in]
+
+
+def settle(runtime: Any) -> None:
+    """Nothing is under way any more: no read ahead, no write back."""
+    parts = runtime._parts
+    with parts.paging.lock:
+        parts.engine.land_all()
+        parts.store.settle()
+        parts.store.poll()
+
+
+def check_resting(runtime: Any) -> None:
+    """What holds whenever nothing is under way: homes hold all pages, nothing is left in a slot."""
+    plan, store = runtime.plan, runtime._parts.store
+    assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
+    assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
+    assert store.pools["staging"].counters.leased == 0
+    nvme = store.nvme
+    assert (nvme.budget - nvme.free_bytes if nvme else 0) == plan.home_bytes[Tier.NVME] == plan.nvme_bytes
+    present = [
+        page.nbytes
+        for page in runtime._parts.pages
+        if page.presence is Presence.PRESENT and not page.permanent
+    ]
+    assert store.pools["resident"].counters.leased == sum(present) <= plan.resident_bytes
+    assert store.host.resident_bytes <= store.host.budget == plan.host_bytes
+    if not plan.unified:
+        assert store.device.region.resident_bytes() <= store.device.budget == plan.device_bytes
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_peaks_of_every_phase(home: str, tmp_path: Path) -> None:
+    model = blocks()
+    with opened(home, tmp_path, model) as runtime:
+        plan, store = runtime.plan, runtime._parts.store
+        resident, staging = store.pools["resident"], store.pools["staging"]
+        assert resident.nbytes == plan.resident_bytes
+        assert staging.nbytes == plan.slots * plan.slot_bytes
+        check_resting(runtime)
+        assert resident.counters.leased == resident.counters.peak == 0
+        pages = away(runtime)
+        most = min(sum(pages), plan.resident_bytes)
+        assert most >= max(pages, default=0)
+
+        loss = forward(model)
+        settle(runtime)
+        check_resting(runtime)
+        assert resident.counters.peak == most
+
+        loss.backward()
+        settle(runtime)
+        check_resting(runtime)
+        assert resident.counters.peak == most
+
+        runtime.optimizer.step()
+        settle(runtime)
+        check_resting(runtime)
+        runtime.optimizer.zero_grad()
+        check_resting(runtime)
+
+        for _ in range(2):
+            step(model, runtime)
+            settle(runtime)
+            check_resting(runtime)
+        assert resident.counters.peak == most
+        assert runtime.stats.peaks["staging"] == staging.counters.peak <= plan.slots * plan.slot_bytes
+        # One slot filled the pages at the start; an update in place takes none.
+        assert staging.counters.peak >= plan.slot_bytes
+
+
+def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, int]:
+    """What the last of `number` steps moved, with its reads ahead for the next."""
+    for _ in range(number - 1):
+        step(model, runtime)
+        settle(runtime)
+    before = runtime.stats.edges
+    step(model, runtime)
+    settle(runtime)
+    after = runtime.stats.edges
+    return {edge: after[edge].bytes - before[edge].bytes for edge in Edge}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "a chunk of two parameters"])
+@pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
+def test_bytes_moved_where_everything_is_on_disk(home: str, bias: bool, tmp_path: Path) -> None:
+    """From the third step on, with room for one resident page:
+
+    nvme -> host   2 (L - 1) P   forward and backward each find one page left by what came before
+                 + L T           parameters for the update; unified, the resident page is used in place
+                 + L G + L S
+    host -> nvme   L T + L G + L S
+    host -> device 2 (L - 1) P + T, the update of the resident page, where the device has its own memory
+    """
+    model = blocks(bias=bias)
+    with opened(home, tmp_path, model) as runtime:
+        plan = runtime.plan
+        p, g, s = (plan.page_bytes(0, kind) for kind in Kind)
+        t = p  # one region, all of it trained
+        assert plan.resident_bytes == p
+        assert plan.slots == 1
+        in_place = 1 if plan.unified else 0
+        moved = bytes_of_a_step(runtime, model, 3)
+        assert moved == {
+            Edge.NVME_TO_HOST: 2 * (L - 1) * p + (L - in_place) * t + L * g + L * s,
+            Edge.HOST_TO_NVME: L * (t + g + s),
+            Edge.HOST_TO_DEVICE: 0 if plan.unified else 2 * (L - 1) * p + t,
+            # Autograd makes gradients in RAM here.
+            Edge.DEVICE_TO_HOST: 0,
+        }
+        assert moved[Edge.NVME_TO_HOST] <= plan.traffic.disk_read
+        assert moved[Edge.HOST_TO_NVME] == plan.traffic.disk_write
+
+
+def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
+    model = blocks()
+    with opened("nvme", tmp_path, model) as runtime:
+        p, g, _ = (runtime.plan.page_bytes(0, kind) for kind in Kind)
+        # Nothing is resident yet, so the first forward reads every page; the last reads ahead none.
+        assert bytes_of_a_step(runtime, model, 1)[Edge.NVME_TO_HOST] == (2 * L - 1) * p + L * p + L * g
+
+
+@pytest.mark.parametrize("home", ["unified", "host", "device"])
+def test_bytes_moved_where_memory_is_home(home: str, tmp_path: Path) -> None:
+    """unified: none, all is used in place. host, with room for one resident page: up as from the disk.
+    device: what the update takes goes down and up; so do gradients, which are summed by the CPU."""
+    model = blocks()
+    with opened(home, tmp_path, model) as runtime:
+        p, g, s = (runtime.plan.page_bytes(0, kind) for kind in Kind)
+        t = p
+        up = {"unified": 0, "host": 2 * (L - 1) * p + t, "device": L * (t + g + s)}
+        assert bytes_of_a_step(runtime, model, 3) == {
+            Edge.NVME_TO_HOST: 0,
+            Edge.HOST_TO_NVME: 0,
+            Edge.HOST_TO_DEVICE: up[home],
+            Edge.DEVICE_TO_HOST: L * (t + g + s) if home == "device" else 0,
+        }
