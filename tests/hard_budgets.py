@@ -1,0 +1,71 @@
+"""Budgets between the smallest that will do and roomy ones, and what must hold under each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from homes import ROOMY
+from torch import nn
+
+import infinity
+from infinity.tiers import Tier
+
+PLACES = ("unified", "unified-nvme", "apart", "apart-nvme")
+"""Whether the device has memory of its own, and whether there is a disk."""
+
+FP32 = infinity.Precision(compute="fp32")
+
+
+def roomy(place: str, directory: Path) -> infinity.Budget:
+    return budget_of(
+        {
+            Tier.HOST: ROOMY,
+            **({Tier.DEVICE: ROOMY} if place.startswith("apart") else {}),
+            **({Tier.NVME: ROOMY} if place.endswith("nvme") else {}),
+        },
+        directory,
+    )
+
+
+def budget_of(sizes: dict[Tier, int], directory: Path) -> infinity.Budget:
+    nvme = sizes.get(Tier.NVME)
+    return infinity.Budget(
+        device=sizes.get(Tier.DEVICE),
+        host=sizes[Tier.HOST],
+        nvme={str(directory): nvme} if nvme is not None else None,
+    )
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def offload(model: nn.Module, sizes: dict[Tier, int], directory: Path) -> Any:
+    return infinity.offload(
+        model, adamw(model), budget=budget_of(sizes, directory), precision=FP32, device="cpu"
+    )
+
+
+def smallest(model: nn.Module, place: str, directory: Path) -> dict[Tier, int]:
+    """The least that the plan says will do."""
+    budget = roomy(place, directory)
+    found = infinity.plan(model, adamw(model), budget=budget, precision=FP32, device="cpu").smallest
+    return dict(found)
+
+
+def check_budgets(runtime: Any, sizes: dict[Tier, int], directory: Path) -> None:
+    """Assert that no tier holds, or ever held, more than its budget."""
+    store = runtime._parts.store
+    for name, pool in store.pools.items():
+        counters = pool.counters
+        assert 0 <= counters.leased <= counters.peak <= pool.nbytes, name
+    assert sum(pool.nbytes for pool in store.host.pools.values()) <= store.host.budget <= sizes[Tier.HOST]
+    assert store.host.resident_bytes <= sizes[Tier.HOST]
+    if Tier.DEVICE in sizes:
+        device = store.device
+        assert sum(pool.nbytes for pool in device.pools.values()) <= device.budget <= sizes[Tier.DEVICE]
+        assert device.region.resident_bytes() <= sizes[Tier.DEVICE]
+    # Not st_blocks, in which ext4 also counts a block of its own for the tree of a file's extents.
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= sizes.get(Tier.NVME, 0)
