@@ -195,7 +195,9 @@ def paged(
     run = Run()
     with (
         injected(faults),
-        infinity.offload(model, optimizer, budget=budget, precision=precision, device=recipe.device) as runtime,
+        infinity.offload(
+            model, optimizer, budget=budget, precision=precision, device=recipe.device
+        ) as runtime,
     ):
         check_homes(home, runtime.plan)
         scheduler = scheduler_of(runtime.optimizer, recipe)
