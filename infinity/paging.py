@@ -344,6 +344,8 @@ def _kind_now() -> AccessKind:
 def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False  # torch.func's transforms make no views that outlive them
     return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 

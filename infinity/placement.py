@@ -290,11 +290,17 @@ class Search:
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
         best = min(found, key=lambda each: each[:2])[2]
-        for tier in (Tier.HOST, Tier.DEVICE, Tier.NVME):
-            if getattr(best, tier.value):  # the others being as they are, it may do with less
-                best = replace(best, **{tier.value: self.needed(tier, best)})
+        # The others being as they are, each may do with less.
+        best = replace(best, host=self._less(Tier.HOST, best, best.host))
+        if best.device is not None:
+            best = replace(best, device=self._less(Tier.DEVICE, best, best.device))
+        best = replace(best, nvme=self._less(Tier.NVME, best, best.nvme))
         sizes = {Tier.DEVICE: best.device, Tier.HOST: best.host, Tier.NVME: best.nvme or None}
         return {tier: nbytes for tier, nbytes in sizes.items() if nbytes is not None}
+
+    def _less(self, tier: Tier, room: Room, enough: int) -> int:
+        needed = self.needed(tier, room) if enough else None
+        return enough if needed is None else needed
 
     def _candidates(self) -> Iterator[Candidate]:
         for grouping, chunk in itertools.product(range(len(self._groupings)), range(len(self._chunks))):

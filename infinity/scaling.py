@@ -5,16 +5,19 @@ are not all finite is skipped and the scale halved; after 2,000 good steps it is
 Mixed Precision Training, arXiv:1710.03740, section 3.2; the constants are torch.amp.GradScaler's).
 
 The loss is not the runtime's to multiply. What leaves the root module is marked instead: the gradient that
-comes back for it is multiplied, and what goes on to tensors that came in from outside is divided again. So are
-parameters marked that are used outside of it.
+comes back for it is multiplied, and what goes on to tensors that came in from outside is divided again. So
+are parameters marked that are used outside of it.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 _INITIAL = 2.0**16
 _LARGEST = 2.0**24
@@ -45,14 +48,14 @@ class LossScale:
 
     def incoming(self, inputs: Any) -> Any:
         """Tensors that enter the root module: their gradients leave unscaled."""
-        return tree_map_only(torch.Tensor, self._enter, inputs) if self.dynamic else inputs
+        return _map_tensors(self._enter, inputs) if self.dynamic else inputs
 
     def outgoing(self, outputs: Any) -> Any:
         """Tensors that leave the root module: their gradients enter scaled."""
-        return tree_map_only(torch.Tensor, self._leave, outputs) if self.dynamic else outputs
+        return _map_tensors(self._leave, outputs) if self.dynamic else outputs
 
     def borrowed(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter that is used outside of the root module: its gradients arrive scaled like all others."""
+        """A parameter that is used outside of the root module: its gradients arrive scaled as all others."""
         return self._leave(parameter)
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -60,6 +63,22 @@ class LossScale:
 
     def _leave(self, tensor: torch.Tensor) -> torch.Tensor:
         return _ScaleGradient.apply(tensor, self, 1) if _differentiable(tensor) else tensor  # type: ignore[no-untyped-call]
+
+
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """`values` with every tensor replaced, in the containers that torch knows and in dataclasses."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        twin = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(twin, field.name, _map_tensors(function, getattr(leaf, field.name)))
+        return twin
+
+    return tree_map(replaced, values)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -42,6 +42,7 @@ def budget_for(
     optimizer: torch.optim.Optimizer | None,
     directory: Path,
     precision: Any,
+    *,
     device: str | torch.device = "cpu",
 ) -> Any:
     """The infinity.Budget with which every page of the model rests at `home`, working room at its smallest.

@@ -191,7 +191,7 @@ def paged(
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
     precision = infinity.Precision(compute=recipe.compute, keep=entry.keep)
-    budget = budget_for(home, model, optimizer, directory, precision, recipe.device)
+    budget = budget_for(home, model, optimizer, directory, precision, device=recipe.device)
     run = Run()
     with (
         injected(faults),

@@ -40,8 +40,9 @@ def opened(
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute)
-    device = next(model.parameters()).device
-    budget = budget_for(home, model, optimizer, directory, precision, device)
+    at = next(model.parameters()).device
+    device = "cpu" if at.type == "meta" else at
+    budget = budget_for(home, model, optimizer, directory, precision, device=device)
     if device_factor > 1:
         budget = infinity.Budget(
             device=device_factor * budget.device_bytes, host=budget.host_bytes, nvme=budget.nvme

@@ -1,0 +1,49 @@
+"""The loss scale: what leaves the root module is marked, in whatever container it comes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.scaling import LossScale
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    extra: tuple[int, list[torch.Tensor]]
+
+
+def outputs(kind: str, tensor: torch.Tensor) -> tuple[Any, Any]:
+    """An output that holds `tensor`, and how to get it back."""
+    return {
+        "tensor": (tensor, lambda found: found),
+        "list": ([None, tensor], lambda found: found[1]),
+        "ordered": (OrderedDict(a=tensor), lambda found: found["a"]),
+        "dataclass": (Output(tensor, (1, [])), lambda found: found.logits),
+        "inside": (Output(torch.zeros(1), (1, [tensor])), lambda found: found.extra[1][0]),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "ordered", "dataclass", "inside"])
+def test_gradients_come_back_scaled_and_go_on_unscaled(kind: str) -> None:
+    scale = LossScale(dynamic=True)
+    outside = torch.ones(3, requires_grad=True)
+    (inside,) = scale.incoming((outside,))
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    output, get = outputs(kind, inside * weight)
+    marked = scale.outgoing(output)
+    assert type(marked) is type(output)
+    get(marked).sum().backward()
+    assert torch.equal(weight.grad, torch.full((3,), scale.value))
+    assert torch.equal(outside.grad, torch.full((3,), 2.0))
+
+
+def test_without_scaling_nothing_is_touched() -> None:
+    scale = LossScale(dynamic=False)
+    output = Output(torch.ones(2, requires_grad=True), (0, []))
+    assert scale.outgoing(output) is output and scale.value == 1.0
