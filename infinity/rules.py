@@ -75,6 +75,8 @@ class Rule:
     """The moment that `cpu_adam.Update.second_moment` takes."""
     counts_steps: bool
     """Whether torch's state has a "step" entry."""
+    from_the_start: bool
+    """Whether torch makes the states together with the optimizer, of every parameter."""
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> Rule:
@@ -217,6 +219,7 @@ def _adam(optimizer: torch.optim.Optimizer) -> Rule:
         first_moment="exp_avg",
         second_moment="exp_avg_sq",
         counts_steps=True,
+        from_the_start=False,
     )
 
 
@@ -228,6 +231,7 @@ def _sgd(optimizer: torch.optim.Optimizer) -> Rule:
         first_moment=buffer,
         second_moment=None,
         counts_steps=False,
+        from_the_start=False,
     )
 
 
@@ -238,6 +242,7 @@ def _adagrad(optimizer: torch.optim.Optimizer) -> Rule:
         first_moment=None,
         second_moment="sum",
         counts_steps=True,
+        from_the_start=True,
         accumulator=float(optimizer.defaults["initial_accumulator_value"]),
     )
 

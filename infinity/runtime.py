@@ -245,7 +245,14 @@ class Runtime:
         place = self._place(parameter)
         states = self._parts.states
         page = states.pages.get(place.page.index) if states is not None else None
-        return page is not None and bool(page.steps[place.index] or place.index in page.has_moments)
+        if states is None or page is None:
+            return False
+        kept = states.rule.counts_steps or parameter.dtype != torch.float32
+        return (
+            states.rule.from_the_start
+            or place.index in page.has_moments
+            or bool(page.steps[place.index] and kept)
+        )
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """See optimizer.UpdateBackend."""
@@ -253,8 +260,9 @@ class Runtime:
         with self._parts.paging.lock:
             self._refuse()
             found = states.read(place.page.index, place.index)
-            if found and parameter.dtype != torch.float32:
-                layout = place.page.layout.parameters[place.index]
+            layout = place.page.layout.parameters[place.index]
+            stepped = states.pages[place.page.index].steps[place.index]
+            if (found or stepped) and layout.trainable and parameter.dtype != torch.float32:
                 master = states.master(place.page.index, place.index, self._values(place))
                 found["master"] = master.as_strided(layout.shape, layout.stride)
             return found

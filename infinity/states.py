@@ -129,17 +129,23 @@ class States:
             self.encode(unit, parameter, flat)
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
-        """Copies of the moments, in the parameter's shape and strides, and "step"; {} before an update."""
+        """Copies of the moments, in the parameter's shape and strides, and "step"; as torch has them, which
+        is nothing before an update, but for rules whose states are there from the start."""
         page = self.pages[unit]
-        if not page.steps[parameter]:
+        begun = parameter in page.has_moments
+        if not (page.steps[parameter] or begun or self.rule.from_the_start):
             return {}
         layout = page.layout.parameters[parameter]
         found: dict[str, torch.Tensor] = {}
         if self.rule.counts_steps:
             found["step"] = torch.tensor(float(page.steps[parameter]), dtype=torch.float32, device="cpu")
-        if parameter in page.has_moments:
-            for name in self.rule.moments:
+        for name in self.rule.moments:
+            if begun:
                 found[name] = self._read(page, parameter, name).as_strided(layout.shape, layout.stride)
+            elif self.rule.from_the_start:
+                found[name] = torch.empty_strided(
+                    layout.shape, layout.stride, dtype=torch.float32, device="cpu"
+                ).fill_(self.rule.initial(name))
         return found
 
     def write(self, unit: int, parameter: int, state: Mapping[str, Any]) -> None:

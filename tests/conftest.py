@@ -15,6 +15,9 @@ from infinity import machine
 # Before anything uses cuBLAS: without a workspace of its own it may order sums differently each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# The models of the tests are tiny: a second thread computes nothing sooner, and on a busy machine it spins.
+torch.set_num_threads(1)
+
 if machine.file_system(tempfile.gettempdir()) == "tmpfs":
     # Slabs refuse RAM, so `tmp_path` has to be on a disk; /var/tmp is one by convention.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
