@@ -8,29 +8,28 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_paged_training(tmp_path: Path) -> None:
+def figures(example: str, directory: Path, pattern: str) -> re.Match[str]:
+    """What `pattern` finds in the output of an example that swaps to `directory`, where it leaves nothing."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "paged_training.py"), str(tmp_path)],
-        check=True,
-        capture_output=True,
-        text=True,
+        [sys.executable, str(EXAMPLES / example), str(directory)], check=True, capture_output=True, text=True
     )
-    found = re.search(r"loss (\S+) -> (\S+); largest relative difference to plain PyTorch (\S+)", done.stdout)
+    assert list(directory.iterdir()) == []
+    found = re.search(pattern, done.stdout)
     assert found is not None, done.stdout
+    return found
+
+
+def test_paged_training(tmp_path: Path) -> None:
+    found = figures(
+        "paged_training.py",
+        tmp_path,
+        r"loss (\S+) -> (\S+); largest relative difference to plain PyTorch (\S+)",
+    )
     assert float(found[2]) < 0.7 * float(found[1])
     assert float(found[3]) < 1e-5
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_page(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "one_page.py"), str(tmp_path)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    found = re.search(r"AdamW: (\S+)\nread (\d+) MiB, wrote (\d+) MiB", done.stdout)
-    assert found is not None, done.stdout
+    found = figures("one_page.py", tmp_path, r"AdamW: (\S+)\nread (\d+) MiB, wrote (\d+) MiB")
     assert float(found[1]) < 5e-6, "a few units in the last place of weights up to 5"
     assert (int(found[2]), int(found[3])) == (40, 48)
-    assert list(tmp_path.iterdir()) == []
