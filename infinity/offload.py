@@ -71,12 +71,11 @@ def offload(
         store = Store(plan, budget, meter)
         cleanup.callback(store.close)
         builder = _Builder(model, plan, store)
-        states = builder.states()
-        builder.fill(weights, states)
+        builder.fill(weights)
         if optimizer is not None:
             adopt(optimizer, builder.write_state, builder.dtype_in_page)
         threads = cleanup.enter_context(cpu_adam.ThreadPool())
-        runtime = builder.wire(meter, threads, states)
+        runtime = builder.wire(meter, threads)
         cleanup.pop_all()
     if optimizer is not None:
         _take_over(optimizer, runtime)
@@ -97,22 +96,12 @@ class _Builder:
             for unit, parameters in enumerate(self.parameters)
             for index, parameter in enumerate(parameters)
         }
-        self._states: States | None = None
         self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
+        self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
-    def states(self) -> States | None:
-        """The optimizer pages; None for inference."""
-        if self.plan.rule is None:
-            return None
-        pages = {
-            unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
-            for unit, layout in enumerate(self.plan.layout.units)
-        }
-        self._states = States(pages, self.store, self.plan.rule)
-        return self._states
-
-    def fill(self, weights: str | os.PathLike[str] | None, states: States | None) -> None:
+    def fill(self, weights: str | os.PathLike[str] | None) -> None:
         """Write every parameter page, and the masters beside it."""
+        states = self.states
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
             unit, index = self.places[id(parameter)]
@@ -133,42 +122,25 @@ class _Builder:
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         """See optimizer.UpdateBackend. For a parameter that is still a plain one, once its page is filled."""
-        assert self._states is not None
+        assert self.states is not None
         unit, index = self.places[id(parameter)]
         layout = self.plan.layout.units[unit]
-        self._states.write(unit, index, state)
+        self.states.write(unit, index, state)
         if "master" in state:
             nbytes = layout.parameters[index].numel * layout.parameters[index].dtype.itemsize
             values = self.store.fetch(self.homes[unit], layout.start(index), nbytes)
-            self._states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
+            self.states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
 
     def dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
         """Of a parameter that is still a plain one."""
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
-    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, states: States | None) -> Runtime:
+    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool) -> Runtime:
         """Convert the parameters and put everything together. Cannot fail for lack of anything."""
-        plan, store = self.plan, self.store
-        stand_ins = StandIns(plan.device, max(unit.nbytes for unit in plan.layout.units))
+        plan, store, states = self.plan, self.store, self.states
         addresses: dict[int, ParameterPage] = {}
-        pages = [
-            ParameterPage(
-                unit,
-                layout,
-                self.homes[unit],
-                parameters=self.parameters[unit],
-                stand_ins=[stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
-                addresses=addresses,
-            )
-            for unit, layout in enumerate(plan.layout.units)
-        ]
-        for page in pages:
-            page.convert()
-            memory = page.home.memory
-            if memory is not None and (plan.unified or page.home.tier is Tier.DEVICE):
-                page.arrive()
-                page.land(memory)
+        pages = self._converted(addresses)
         self._move_buffers()
         engine = Engine(pages, store, Trace(), meter)
         paging = Paging(pages, addresses, engine, store)
@@ -195,6 +167,34 @@ class _Builder:
             updater=updater,
         )
         return Runtime(parts)
+
+    def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
+        """The parameter pages; those at home where the model computes are there from now on."""
+        stand_ins = StandIns(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
+        pages = [
+            ParameterPage(
+                unit,
+                layout,
+                self.homes[unit],
+                parameters=self.parameters[unit],
+                stand_ins=[stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
+                addresses=addresses,
+            )
+            for unit, layout in enumerate(self.plan.layout.units)
+        ]
+        for page in pages:
+            page.convert()
+            memory = page.home.memory
+            if memory is not None and (self.plan.unified or page.home.tier is Tier.DEVICE):
+                page.arrive()
+                page.land(memory)
+        return pages
+
+    def _state_pages(self) -> dict[int, StatePage]:
+        return {
+            unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
+            for unit, layout in enumerate(self.plan.layout.units)
+        }
 
     def _gradient_pages(self) -> dict[int, GradientPage]:
         return {
