@@ -125,15 +125,20 @@ def check_same_as_pytorch(entry: Entry, recipe: Recipe, run: Run) -> None:
         assert differences(in_fp32, truth.gradients[0]) == []
 
 
-@pytest.mark.parametrize("entry, case", cases())
-def test_matrix(entry: Entry, case: dict[str, Any], placed: Placed, tmp_path: Path) -> None:
+def check_placement(entry: Entry, case: dict[str, Any], device: str, placed: Placed, directory: Path) -> None:
+    """The case's home gives what the device does, and that is PyTorch's."""
     home = case["home"]
-    recipe = Recipe(**{name: value for name, value in case.items() if name != "home"})
+    recipe = Recipe(device=device, **{name: value for name, value in case.items() if name != "home"})
     base = placed.on_device(entry, recipe)
     check_same_as_pytorch(entry, recipe, base)
     if home != "device":
-        run = parity.paged(entry, recipe, home, tmp_path)
+        run = parity.paged(entry, recipe, home, directory)
         assert differences(vars(run), vars(base)) == []
+
+
+@pytest.mark.parametrize("entry, case", cases())
+def test_matrix(entry: Entry, case: dict[str, Any], placed: Placed, tmp_path: Path) -> None:
+    check_placement(entry, case, "cpu", placed, tmp_path)
 
 
 @needs_cuda
@@ -142,13 +147,7 @@ def test_matrix(entry: Entry, case: dict[str, Any], placed: Placed, tmp_path: Pa
 def test_matrix_on_cuda(
     entry: Entry, case: dict[str, Any], device: str, placed: Placed, tmp_path: Path
 ) -> None:
-    home = case["home"]
-    recipe = Recipe(device=device, **{name: value for name, value in case.items() if name != "home"})
-    base = placed.on_device(entry, recipe)
-    check_same_as_pytorch(entry, recipe, base)
-    if home != "device":
-        run = parity.paged(entry, recipe, home, tmp_path)
-        assert differences(vars(run), vars(base)) == []
+    check_placement(entry, case, device, placed, tmp_path)
 
 
 @needs_cuda
