@@ -45,6 +45,11 @@ def parse_size(size: Size, *, what: str = "size") -> int:
     return math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
 def format_size(nbytes: int) -> str:
     """`nbytes` for people: three digits or so and a binary unit, such as "1.50 GiB"."""
     for unit, factor in reversed(_UNITS.items()):

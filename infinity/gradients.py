@@ -11,7 +11,7 @@ first element, combined in the order of names. So the norm depends on no unit, c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +19,10 @@ import numpy.typing as npt
 import torch
 
 from infinity import cpu_adam
+from infinity.config import round_up
 from infinity.errors import ConfigError, InfinityError
-from infinity.layout import Chunk, Piece, UnitLayout, round_up
+from infinity.layout import Chunk, Piece, UnitLayout
+from infinity.memory_order import in_memory_order
 from infinity.plan import Plan
 from infinity.scaling import LossScale
 from infinity.store import Home, Store
@@ -58,14 +60,6 @@ class GradientPage:
         self._dtypes = [
             plan.precision.accumulate_dtype(layout.regions[c.region].dtype) for c in layout.chunks
         ]
-        self._pieces: dict[int, list[tuple[int, Piece]]] = {}
-        for number, chunk in enumerate(layout.chunks):
-            for piece in chunk.pieces:
-                self._pieces.setdefault(piece.parameter, []).append((number, piece))
-
-    def pieces(self, parameter: int) -> list[tuple[int, Piece]]:
-        """(chunk, piece) of a parameter, in memory order."""
-        return self._pieces.get(parameter, [])
 
     def dtype(self, number: int) -> torch.dtype:
         """Of a chunk's elements."""
@@ -87,7 +81,7 @@ class GradientPage:
     def squares(self, parameter: int) -> float:
         """The sum of squares of what is stored: finite if and only if every element is."""
         total = 0.0
-        for number, piece in self.pieces(parameter):
+        for number, piece in self.layout.pieces(parameter):
             total = cpu_adam.sum_in_order(self.states[number].blocks[parameter, piece.start], total)
         return total
 
@@ -135,10 +129,12 @@ class Gradients:
         """
         self._check_addition()
         page = self.pages[unit]
-        flat = _in_memory_order(gradient, page.layout.parameters[parameter].stride)
+        flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
         try:
             # Chunks that wait in a slot first: the others might need it before this completes them.
-            pieces = sorted(page.pieces(parameter), key=lambda each: page.states[each[0]].stage is None)
+            pieces = sorted(
+                page.layout.pieces(parameter), key=lambda each: page.states[each[0]].stage is None
+            )
             for number, piece in pieces:
                 self._add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
         except BaseException as error:
@@ -184,7 +180,7 @@ class Gradients:
         if page is None or parameter not in page.content:
             return None
         layout = page.layout.parameters[parameter]
-        parts = [self._copy(page, number, piece) for number, piece in page.pieces(parameter)]
+        parts = [self._copy(page, number, piece) for number, piece in page.layout.pieces(parameter)]
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=layout.dtype, device="cpu")
         if self.unscale != 1.0:
             flat.mul_(self.unscale)
@@ -330,16 +326,3 @@ class Gradients:
 
 def _in_ram(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def _in_memory_order(gradient: torch.Tensor, stride: Iterable[int]) -> torch.Tensor:
-    """The elements as the parameter's page has them: (numel,)."""
-    stride = tuple(stride)
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    gradient = gradient.resolve_neg()  # its bytes are read
-    if gradient.stride() != stride:
-        gradient = torch.empty_strided(
-            gradient.shape, stride, dtype=gradient.dtype, device=gradient.device
-        ).copy_(gradient)
-    return gradient.as_strided((gradient.numel(),), (1,))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from infinity.config import Precision
+from infinity.config import Precision, round_up
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
 from infinity.tiers import PAGE_ALIGNMENT
@@ -95,6 +95,24 @@ class UnitLayout:
         parameter = self.parameters[index]
         return self.regions[parameter.region].byte_offset + parameter.offset * parameter.dtype.itemsize
 
+    def chunk_start(self, number: int) -> int:
+        """Bytes from the page's start to chunk `number`; a multiple of 4096."""
+        chunk = self.chunks[number]
+        region = self.regions[chunk.region]
+        return region.byte_offset + chunk.start * region.dtype.itemsize
+
+    def pieces(self, index: int) -> tuple[tuple[int, Piece], ...]:
+        """(chunk, piece) of parameter `index`, in memory order."""
+        return self._pieces.get(index, ())
+
+    @functools.cached_property
+    def _pieces(self) -> dict[int, tuple[tuple[int, Piece], ...]]:
+        found: dict[int, list[tuple[int, Piece]]] = {}
+        for number, chunk in enumerate(self.chunks):
+            for piece in chunk.pieces:
+                found.setdefault(piece.parameter, []).append((number, piece))
+        return {index: tuple(pieces) for index, pieces in found.items()}
+
 
 @dataclass(frozen=True)
 class ModelLayout:
@@ -151,11 +169,6 @@ class Extent:
             yield chunk_elements, full
         if rest:
             yield rest, 1
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `number`."""
-    return -(-number // multiple) * multiple
 
 
 def page_bytes(extents: Sequence[Extent]) -> int:

@@ -14,8 +14,8 @@ from infinity import cpu_adam
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.gradients import GradientPage, Gradients
-from infinity.layout import ParameterLayout
 from infinity.materialize import materialize
+from infinity.memory_order import in_memory_order
 from infinity.optimizer import PagedOptimizer, adopt, retire
 from infinity.page import ParameterPage
 from infinity.paging import Paging
@@ -106,7 +106,7 @@ class _Builder:
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
             unit, index = self.places[id(parameter)]
             layout = self.plan.layout.units[unit].parameters[index]
-            flat = in_memory_order(values.detach(), layout)
+            flat = in_memory_order(values.detach(), layout.stride).cpu()
             encoded = states.encode(unit, index, flat) if states is not None else flat.to(layout.dtype)
             self.store.patch(self.homes[unit], self.plan.layout.units[unit].start(index), encoded)
 
@@ -212,15 +212,6 @@ class _Builder:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.plan.device:
                     module._buffers[name] = buffer.to(self.plan.device)
-
-
-def in_memory_order(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
-    """A parameter's values on the CPU, flat, as its page has them."""
-    if values.stride() != layout.stride:
-        values = torch.empty_strided(
-            layout.shape, layout.stride, dtype=values.dtype, device=values.device
-        ).copy_(values)
-    return values.as_strided((layout.numel,), (1,)).cpu()
 
 
 def _check_update(update: str) -> None:

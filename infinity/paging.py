@@ -243,9 +243,7 @@ class Paging:
 
     def _take_home(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
         if memory is not page.home.memory:
-            region = page.layout.regions[page.layout.parameters[index].region]
-            offset = region.byte_offset + page.layout.parameters[index].offset * region.dtype.itemsize
-            self._store.patch(page.home, offset, page.flat(index, memory).cpu())
+            self._store.patch(page.home, page.start(index), page.flat(index, memory).cpu())
         self.edited(page.index, index)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:

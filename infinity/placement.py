@@ -16,9 +16,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from infinity.config import Precision
+from infinity.config import Precision, round_up
 from infinity.cpu_adam import BLOCK
-from infinity.layout import Extent, extents, page_bytes, round_up
+from infinity.layout import Extent, extents, page_bytes
 from infinity.rules import Rule, state_format
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.units import Grouping, Survey

@@ -12,10 +12,10 @@ from torch import nn
 
 from infinity import machine
 from infinity.bandwidths import measure_bandwidths
-from infinity.config import Budget, Precision, format_size
+from infinity.config import Budget, Precision, format_size, round_up
 from infinity.errors import ConfigError
 from infinity.estimate import estimate_step
-from infinity.layout import ModelLayout, build, round_up
+from infinity.layout import ModelLayout, build
 from infinity.placement import Homes, Kind, Room, Search
 from infinity.predict import Bandwidths, Prediction, Traffic, predict, traffic
 from infinity.reserve import Reserve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.layout import round_up
+from infinity.config import round_up
 from infinity.tiers import PAGE_ALIGNMENT
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from infinity.config import round_up
 from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Hyper
 from infinity.errors import ConfigError, UnsupportedOptimizer
+from infinity.tiers import PAGE_ALIGNMENT
 
 Group = Mapping[str, Any]
 """One of an optimizer's `param_groups`."""
 
-_ALIGNMENT = 4096
 _MASTERS = {
     torch.bfloat16: (("remainder", torch.int16),),
     torch.float16: (("master", torch.float32),),
@@ -47,7 +48,7 @@ class StateFormat:
         offsets, end = [], 0
         for array in self.arrays:
             offsets.append(end)
-            end += -(-self.count * array.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += round_up(self.count * array.dtype.itemsize, PAGE_ALIGNMENT)
         object.__setattr__(self, "offsets", tuple(offsets))
         object.__setattr__(self, "nbytes", end)
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
-from infinity.layout import Piece, UnitLayout
+from infinity.layout import ParameterLayout, Piece, UnitLayout
 from infinity.masters import join, split
+from infinity.memory_order import in_memory_order
 from infinity.plan import Plan
 from infinity.rules import Rule, StateFormat
 from infinity.store import Home, Store
@@ -68,15 +69,6 @@ class StatePage:
         size = form.arrays[index].dtype.itemsize
         return self._offsets[number] + form.offsets[index] + piece.offset * size, piece.count * size
 
-    def pieces(self, parameter: int) -> list[tuple[int, Piece]]:
-        """(chunk, piece) of a parameter, in memory order."""
-        return [
-            (number, piece)
-            for number, chunk in enumerate(self.layout.chunks)
-            for piece in chunk.pieces
-            if piece.parameter == parameter
-        ]
-
 
 class States:
     """All optimizer pages: reads and writes of single parameters, for state_dict and for loading weights."""
@@ -122,8 +114,7 @@ class States:
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
         """Take a master of any strides over, where it rounds to the `values` (flat) that the page has."""
         layout = self.pages[unit].layout.parameters[parameter]
-        given = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32, device="cpu")
-        flat = given.copy_(master).as_strided((layout.numel,), (1,))
+        flat = _flat(master, layout)
         rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
         if torch.equal(rounded, values):
             self.encode(unit, parameter, flat)
@@ -158,13 +149,11 @@ class States:
                 "Offload the model with that parameter trainable, or leave its state out.",
             )
         given = [name for name in self.rule.moments if isinstance(state.get(name), torch.Tensor)]
-        for number, _ in page.pieces(parameter):
+        for number, _ in page.layout.pieces(parameter):
             if given and not page.begun[number]:
                 self._begin(page, number)
         for name in given:
-            values = torch.empty_strided(layout.shape, layout.stride, dtype=torch.float32, device="cpu")
-            values.copy_(state[name])
-            self._write(page, parameter, name, values.as_strided((layout.numel,), (1,)))
+            self._write(page, parameter, name, _flat(state[name], layout))
         page.steps[parameter] = int(state["step"]) if "step" in state else int(bool(given))
         if given:
             page.has_moments.add(parameter)
@@ -189,11 +178,16 @@ class States:
         dtype = torch.int16 if name == "remainder" else torch.float32
         parts = [
             self._store.fetch(page.home, *page.place(number, name, piece)).view(dtype)
-            for number, piece in page.pieces(parameter)
+            for number, piece in page.layout.pieces(parameter)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
 
     def _write(self, page: StatePage, parameter: int, name: str, values: torch.Tensor) -> None:
-        for number, piece in page.pieces(parameter):
+        for number, piece in page.layout.pieces(parameter):
             offset, _ = page.place(number, name, piece)
             self._store.patch(page.home, offset, values[piece.start : piece.start + piece.count].contiguous())
+
+
+def _flat(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
+    """A state of any strides, device and floating dtype as the page has it: float32 on the CPU, (numel,)."""
+    return in_memory_order(values.detach().to("cpu", torch.float32), layout.stride)

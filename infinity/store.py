@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Faults
-from infinity.config import Budget
+from infinity.config import Budget, round_up
 from infinity.errors import BudgetError, InfinityError
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter
-from infinity.tiers import HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
+from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.link import ARRIVED, Transfer, open_link
 
 _injection = threading.local()
@@ -268,7 +268,6 @@ class Store:
                 self.read(home, start, slot).wait()
             slot[first - start : last - start].copy_(data[first - offset : last - offset])
             self.write(home, start, slot).wait()
-            del slot  # or the next one would be one more
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
@@ -279,7 +278,6 @@ class Store:
             first, last = max(start, offset), min(end, offset + nbytes)
             self.read(home, start, slot).wait()
             copy[first - offset : last - offset].copy_(slot[first - start : last - start])
-            del slot
         return copy
 
     def poll(self) -> None:
@@ -324,8 +322,8 @@ class Store:
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Pieces of [offset, offset + nbytes) that fit a slot, widened to whole 4 KiB blocks."""
-        start = offset // 4096 * 4096
-        end = -(-(offset + nbytes) // 4096) * 4096
+        start = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        end = round_up(offset + nbytes, PAGE_ALIGNMENT)
         while start < end:
             upto = min(end, start + self.slot_bytes)
             yield start, upto

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from infinity import cpu_adam
+from infinity.config import round_up
 from infinity.errors import InfinityError
 from infinity.gradients import Gradients
-from infinity.layout import Chunk, Piece, round_up
+from infinity.layout import Chunk, Piece
 from infinity.page import ParameterPage
 from infinity.states import StatePage, States
 from infinity.store import Store
@@ -60,8 +61,7 @@ class _Job:
     @property
     def byte_offset(self) -> int:
         """Of the chunk in the parameter page."""
-        region = self.page.layout.regions[self.chunk.region]
-        return region.byte_offset + self.chunk.start * region.dtype.itemsize
+        return self.page.layout.chunk_start(self.number)
 
 
 class Updater:
@@ -92,7 +92,7 @@ class Updater:
         self._group_of = group_of
         self._store.link.drain()
         try:
-            for page, state, number, pieces in self._due(group_of):
+            for page, state, number, pieces in self._due():
                 # No name for the job here: it would keep the job's slot from the next one.
                 self._jobs.append(self._start(page, state, number, pieces))
                 self._advance()
@@ -104,19 +104,17 @@ class Updater:
         except BaseException:
             self._abandon()
             raise
-        self._conclude(group_of)
+        self._conclude()
 
-    def _due(self, group_of: GroupOf) -> Iterator[tuple[ParameterPage, StatePage, int, list[Piece]]]:
+    def _due(self) -> Iterator[tuple[ParameterPage, StatePage, int, list[Piece]]]:
         """(page, its states, chunk, pieces to update) of this step."""
         for page in self._pages:
-            state = self._states.pages.get(page.index)
-            if state is None:
-                continue
+            state = self._states.pages[page.index]
             for number, chunk in enumerate(page.layout.chunks):
                 pieces = [
                     piece
                     for piece in self._gradients.with_content(page.index, chunk)
-                    if group_of(page.index, piece.parameter) is not None
+                    if self._group_of(page.index, piece.parameter) is not None
                 ]
                 if pieces:
                     yield page, state, number, pieces
@@ -125,7 +123,7 @@ class Updater:
         """Find or fetch what the job needs. Where nothing is in place, all of it shares one slot."""
         store, chunk = self._store, page.layout.chunks[number]
         region = page.layout.regions[chunk.region]
-        first = region.byte_offset + chunk.start * region.dtype.itemsize
+        first = page.layout.chunk_start(number)
         nbytes = round_up(chunk.count * region.dtype.itemsize, PAGE_ALIGNMENT)
         gradients = self._gradients.pages[page.index]
         slot: torch.Tensor | None = None
@@ -144,7 +142,7 @@ class Updater:
         if parameter is None:
             parameter = room(nbytes)
             reads.append(store.read(page.home, first, parameter))
-        elif at_home or page.living() is not None:
+        else:
             page.home.settle(first, first + nbytes, writing=True)
         gradient = self._gradients.chunk_in_place(gradients, number)
         if gradient is None:
@@ -263,16 +261,13 @@ class Updater:
             into = living[job.byte_offset : job.byte_offset + job.parameter.nbytes]
             store.copy_up(into, job.parameter).wait()
 
-    def _conclude(self, group_of: GroupOf) -> None:
+    def _conclude(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for page in self._pages:
-                state = self._states.pages.get(page.index)
-                gradients = self._gradients.pages.get(page.index)
-                if state is None or gradients is None or not gradients.content:
-                    continue
-                self._count(
-                    page, state, [i for i in gradients.content if group_of(page.index, i) is not None]
-                )
+                content = self._gradients.pages[page.index].content
+                updated = [index for index in content if self._group_of(page.index, index) is not None]
+                if updated:
+                    self._count(page, self._states.pages[page.index], updated)
 
     def _count(self, page: ParameterPage, state: StatePage, updated: list[int]) -> None:
         touched = set(updated)

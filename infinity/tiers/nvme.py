@@ -13,7 +13,7 @@ import torch
 
 from infinity import _tiers
 from infinity.aio import Engine, Faults, Future, Stats, Volume
-from infinity.config import format_size
+from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.profile import disk_speed
 from infinity.tiers.arena import HostArena
@@ -104,7 +104,7 @@ class NvmeTier:
             raise ConfigError(f"The stripe is {stripe_bytes} bytes.", "Give a positive multiple of 4096.")
         paths = [os.fspath(check_directory(path)) for path in budgets]
         limits = [limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values()]
-        wanted = -(-nbytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        wanted = round_up(nbytes, PAGE_ALIGNMENT)
         if speeds is None:
             speeds = [1.0] * len(paths)
             if len(paths) > 1 and 0 < wanted <= sum(limits):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from infinity import machine
-from infinity.config import format_size
+from infinity.config import format_size, round_up
 from infinity.errors import ConfigError, StorageError, StorageFull, storage_error
 
 
@@ -33,7 +33,7 @@ class Slab:
     def __init__(self, directory: str | os.PathLike[str], nbytes: int, *, rank: int = 0) -> None:
         if nbytes <= 0:
             raise ConfigError(f"A slab of {nbytes} bytes was asked for.", "Give at least one page.")
-        self.nbytes = -(-nbytes // 4096) * 4096
+        self.nbytes = round_up(nbytes, 4096)
         self.directory = check_directory(directory)
         self.path = self.directory / f"infinity-rank{rank}.slab"
         descriptor = self._open_locked()

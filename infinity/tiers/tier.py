@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity import _tiers, machine
-from infinity.config import format_size
+from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.tiers.pool import Pool
 
@@ -134,8 +134,8 @@ class MemoryTier:
                 f"A granule of {granule} bytes cannot be used.", "Give a power of two up to 2097152."
             )
         # Multiples in the address space: a device's region may start anywhere.
-        start = -(-(region.address + self._carved) // granule) * granule - region.address
-        size = -(-nbytes // granule) * granule
+        start = round_up(region.address + self._carved, granule) - region.address
+        size = round_up(nbytes, granule)
         if start + size > self.budget:
             needed = start + size
             raise BudgetError(
