@@ -2,28 +2,45 @@
 
 The parameter is the master rounded half up in the last place of its 16 high bits, (u + 0x8000) >> 16, and the
 remainder is what is missing, as a signed number: u = (parameter << 16) + remainder, for every u. Ties to even
-could not be split so: both neighbours of a tie would need the remainder 0x8000.
+could not be split so: both neighbours of a tie would need the remainder 0x8000. 32-bit arithmetic that wraps
+does for both: only the sum of a NaN overflows, and NaN is mended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+
+_BLOCK = 1 << 17
+"""Elements at a time, so that what lies between two operations stays in the cache."""
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(bfloat16, int16) of flat float32 values. NaN becomes a bfloat16 NaN with remainder 0."""
-    bits = master.contiguous().view(torch.int32).to(torch.int64)
-    high = (bits + 0x8000) >> 16
-    remainder = (bits - (high << 16)).to(torch.int16)
-    parameter = ((high + 0x8000) % 0x10000 - 0x8000).to(torch.int16).view(torch.bfloat16)
-    lost = master.isnan()
-    if bool(lost.any()):
-        parameter = parameter.masked_fill(lost, float("nan"))
-        remainder = remainder.masked_fill(lost, 0)
+    parameter = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
+    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
+    for place in _blocks(master.numel()):
+        bits = master[place].contiguous().view(torch.int32)
+        high = (bits + 0x8000).bitwise_right_shift_(16)
+        parameter[place].view(torch.int16).copy_(high)
+        remainder[place].copy_(bits - high.bitwise_left_shift_(16))
+        lost = master[place].isnan()
+        if bool(lost.any()):
+            parameter[place].masked_fill_(lost, float("nan"))
+            remainder[place].masked_fill_(lost, 0)
     return parameter, remainder
 
 
 def join(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The float32 master of flat (bfloat16, int16) halves."""
-    bits = (parameter.contiguous().view(torch.int16).to(torch.int64) << 16) + remainder.to(torch.int64)
-    return ((bits + 0x80000000) % 0x100000000 - 0x80000000).to(torch.int32).view(torch.float32)
+    master = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    for place in _blocks(parameter.numel()):
+        high = parameter[place].contiguous().view(torch.int16).to(torch.int32)
+        master[place].view(torch.int32).copy_(high.bitwise_left_shift_(16).add_(remainder[place]))
+    return master
+
+
+def _blocks(elements: int) -> Iterator[slice]:
+    for start in range(0, elements, _BLOCK):
+        yield slice(start, start + _BLOCK)
