@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.lm.decoder import Decoder
+from infinity.lm.huggingface import HuggingFaceSubject
 from infinity.lm.presets import PRESETS
 from infinity.lm.text import Text
 from infinity.lm.vocabulary import Bytes, Vocabulary
@@ -94,6 +96,8 @@ def subject(name: str) -> Subject:
     """
     if name in PRESETS:
         return PresetSubject(name)
+    if os.path.isdir(name):
+        return HuggingFaceSubject(name)
     raise ConfigError(
         f"There is no model {name!r}.",
         f"Give one of {', '.join(PRESETS)}, or a directory with a config.json of transformers.",
