@@ -301,7 +301,7 @@ def plan(
     """
     budget, precision = check_kinds(budget, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = _as_model(model_or_config)
+    model = as_model(model_or_config)
     rule = None if optimizer is None else Rule.of(optimizer)
     draft = functools.partial(
         make_plan,
@@ -335,7 +335,11 @@ def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bud
     return budget or Budget(), precision or Precision()
 
 
-def _as_model(model_or_config: Any) -> nn.Module:
+def as_model(model_or_config: Any) -> nn.Module:
+    """A module as it is; of a transformers configuration the model (causal where it can be), on meta.
+
+    Raises ConfigError for anything else, and where transformers is not installed.
+    """
     if isinstance(model_or_config, nn.Module):
         return model_or_config
     if not hasattr(model_or_config, "model_type"):

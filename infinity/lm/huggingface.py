@@ -1,0 +1,184 @@
+"""A language model of transformers, from a directory as save_pretrained writes it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.lm.text import Text
+from infinity.lm.vocabulary import Bytes, Tokens, Vocabulary
+from infinity.plan import as_model
+
+_FINE_TUNING_RATE = 2e-5
+_TRAINING_RATE = 3e-4
+
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+"""A directory with any of these has a tokenizer."""
+
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "consolidated*.pth", "*.gguf")
+"""Files of weights that cannot be streamed."""
+
+_BYTES = 256
+
+_LONGEST_REASON = 200
+"""Characters of what transformers says."""
+
+
+class HuggingFaceSubject:
+    """A causal language model of transformers with the directory's tokenizer, or over bytes without one.
+
+    No code from the directory runs and nothing is fetched.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Raises ConfigError where transformers is not installed, or the directory has no config.json of a
+        causal language model, weights but not as safetensors, a tokenizer that cannot be read, or none for
+        fewer than 256 tokens."""
+        path = Path(directory)
+        with _quiet():
+            config = _configuration(path)
+            try:
+                self.model: nn.Module = as_model(config)
+            except Exception as error:
+                raise _broken(path / "config.json", error) from error
+            self._vocabulary = _vocabulary(path, config)
+        self.name = path.resolve().name
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.weights = _weights(path)
+        self.learning_rate = _TRAINING_RATE if self.weights is None else _FINE_TUNING_RATE
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        # The forward that `loss` runs gets the last target too.
+        self.longest: int | None = positions - 1 if isinstance(positions, int) and positions > 1 else None
+        known = inspect.signature(self.model.forward).parameters
+        # A cache would only keep what autograd keeps; one position's logits are all that a sample needs.
+        self._always = {"use_cache": False} if "use_cache" in known else {}
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See Subject."""
+        found: torch.Tensor = self.model(**self._training(tokens)).loss
+        return found.float()
+
+    def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> Mapping[str, Any]:
+        """See Subject."""
+        return self._training(torch.zeros(batch, seq + 1, dtype=torch.int64, device=device))
+
+    def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See Subject."""
+        logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **self._last).logits
+        return logits[:, -1].float()
+
+    def window(self, text: Text, start: int, length: int) -> torch.Tensor:
+        """See Vocabulary."""
+        return self._vocabulary.window(text, start, length)
+
+    def encode(self, text: str) -> list[int]:
+        """See Vocabulary."""
+        return self._vocabulary.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See Vocabulary."""
+        return self._vocabulary.decode(tokens)
+
+    def _training(self, tokens: torch.Tensor) -> dict[str, Any]:
+        return {"input_ids": tokens, "labels": tokens, **self._always}  # the model shifts the labels
+
+
+def _configuration(path: Path) -> Any:
+    """The configuration of a causal language model."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path} has no config.json.", "Give a directory that save_pretrained of transformers wrote."
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs transformers, which is not installed.", "Install transformers, or give a preset."
+        ) from error
+    try:
+        # False, not the default: that asks on the terminal whether to run what the directory brings.
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise _broken(path / "config.json", error) from error
+    causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    # BERT and its like see what they are to predict, unless they are told otherwise.
+    masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
+    if not causal or (masked and not getattr(config, "is_decoder", False)):
+        raise ConfigError(
+            f"{path} is a {config.model_type}, which does not predict the next token.",
+            "Give a causal language model, such as a Llama.",
+        )
+    return config
+
+
+def _vocabulary(path: Path, config: Any) -> Vocabulary:
+    import transformers
+
+    size = config.get_text_config().vocab_size
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        if size < _BYTES:
+            raise ConfigError(
+                f"{path} has no tokenizer, and {size} tokens are too few for bytes.",
+                f"Add the tokenizer's files, or set vocab_size to {_BYTES} or more.",
+            )
+        return Bytes()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise _broken(f"The tokenizer in {path}", error) from error
+    return Tokens(tokenizer, size)
+
+
+def _weights(path: Path) -> str | None:
+    if any(path.glob("*.safetensors")):
+        return str(path)
+    if other := sorted(file.name for pattern in _OTHER_WEIGHTS for file in path.glob(pattern)):
+        raise ConfigError(
+            f"{path} has weights only in {other[0]}, which cannot be streamed.",
+            "Save the model with safetensors (save_pretrained does), or remove the file to start anew.",
+        )
+    return None
+
+
+def _broken(what: object, error: Exception) -> ConfigError:
+    """For whatever transformers raises: its errors have no base in common."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    short = textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...").rstrip(".")
+    return ConfigError(f"{what} cannot be used: {short}.", "Fetch or save the directory again, or mend it.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without advice from transformers that is meant for who calls it."""
+    try:
+        from transformers.utils import logging as theirs
+    except ImportError:
+        yield
+        return
+    before = theirs.get_verbosity()
+    theirs.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(before)

@@ -1,0 +1,236 @@
+"""Real text to train on: the bytes of many files as one run, read where they are wanted."""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import hashlib
+import os
+import stat
+import sysconfig
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from infinity.config import format_size
+from infinity.errors import ConfigError, StorageError
+
+SEPARATOR = b"\n"
+"""Stands between two files."""
+
+_SNIFFED = 8 << 10
+"""Bytes at a file's beginning that tell whether it is text."""
+
+_HELD_OUT = 20
+"""One in so many bytes is never trained on."""
+
+_LEAST_HELD_OUT = 2 << 10
+
+_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+"""Folders in the standard library's that hold other people's code, tests, or no text."""
+
+_OTHER_DATA = "Give files or folders of text with --data."
+
+
+class Text:
+    """Files one after another, with SEPARATOR between them. Names and sizes are kept, no contents."""
+
+    def __init__(self, roots: Sequence[str], paths: Sequence[str], sizes: Sequence[int]) -> None:
+        """paths: regular files of `sizes` bytes, in order, none empty. roots: where they were found."""
+        self.roots = tuple(roots)
+        self._paths = paths
+        self._starts = array("q", [0])
+        for size in sizes:
+            self._starts.append(self._starts[-1] + size + len(SEPARATOR))
+        self.nbytes = max(0, self._starts[-1] - len(SEPARATOR))
+        """Bytes of the run, separators included."""
+
+    @property
+    def files(self) -> int:
+        """How many there are."""
+        return len(self._paths)
+
+    @property
+    def train(self) -> range:
+        """Byte positions to train on."""
+        return range(self.nbytes - self.nbytes // _HELD_OUT)
+
+    @property
+    def held_out(self) -> range:
+        """Byte positions that are never trained on: the last twentieth."""
+        return range(self.nbytes - self.nbytes // _HELD_OUT, self.nbytes)
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes from position `start` on, across files.
+
+        Raises ValueError outside the run, and StorageError for a file that cannot be read any more, or has
+        become shorter than it was.
+        """
+        if start < 0 or count < 0 or start + count > self.nbytes:
+            raise ValueError(f"{count} bytes at {start} are not within 0 .. {self.nbytes}")
+        found = bytearray()
+        index = bisect.bisect_right(self._starts, start) - 1
+        while len(found) < count:
+            at = start + len(found)
+            size = self._starts[index + 1] - self._starts[index] - len(SEPARATOR)
+            offset = at - self._starts[index]
+            wanted = min(size - offset, count - len(found))
+            if wanted > 0:
+                found += _read(self._paths[index], offset, wanted)
+            if len(found) < count:
+                found += SEPARATOR
+            index += 1
+        return bytes(found)
+
+
+def find_text(paths: Sequence[str] | None) -> Text:
+    """The text in `paths`: files, which are taken as they are, and folders with all that is text in them.
+
+    Text is a regular file without a NUL byte in its first 8 KiB. Hidden files and folders, empty files, and
+    what another name has led to already are left out; links are followed. None: the modules of this Python's
+    standard library.
+
+    The order follows from a hash of each file's name relative to its root: the same on every machine, and
+    every folder has its share in the part that is held out.
+
+    Raises ConfigError for a path that does not exist or is neither file nor folder, and where less than
+    40 KiB are found; StorageError (errno) for what cannot be read.
+    """
+    if paths is None:
+        roots = [_standard_library()]
+        found = list(_Walk(_is_module, _NOT_THE_LIBRARY).files(roots[0]))
+    else:
+        walk = _Walk(_is_text, frozenset())
+        roots = [os.fspath(path) for path in paths]
+        found = [each for root in roots for each in walk.files(root)]
+    order = sorted(found, key=lambda each: _order(each[0]))
+    text = Text(roots, [path for _, path, _ in order], [size for _, _, size in order])
+    if len(text.held_out) < _LEAST_HELD_OUT:
+        raise ConfigError(
+            f"{', '.join(roots) or 'Nothing'} holds {format_size(text.nbytes)} of text in {text.files} "
+            f"files; {format_size(_LEAST_HELD_OUT * _HELD_OUT)} are the least that can be trained on.",
+            _OTHER_DATA,
+        )
+    return text
+
+
+def _standard_library() -> str:
+    folder = sysconfig.get_path("stdlib")
+    if not folder or not os.path.isdir(folder):
+        raise ConfigError(f"This Python's standard library is not in a folder ({folder}).", _OTHER_DATA)
+    return folder
+
+
+def _order(name: str) -> tuple[bytes, str]:
+    return hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), name
+
+
+_File = tuple[str, str, int]
+"""Name relative to the root, path, bytes."""
+
+
+class _Walk:
+    """Finds files, each once, whatever links lead to it: one in both parts would be no longer held out."""
+
+    def __init__(self, takes: Callable[[str], bool], without: frozenset[str]) -> None:
+        """takes: whether a file in a folder is wanted. without: names of folders to leave out."""
+        self._takes = takes
+        self._without = without
+        self._seen: set[tuple[int, int]] = set()
+
+    def files(self, root: str) -> Iterator[_File]:
+        """Those of a file or folder that exist and were not found before."""
+        try:
+            found = os.stat(root)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise ConfigError(f"There is no {root}.", "Give a file or folder that exists.") from error
+            raise _unreadable(root, error) from error
+        if stat.S_ISDIR(found.st_mode):
+            yield from self._folder(root)
+        elif not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{root} is neither a file nor a folder.", _OTHER_DATA)
+        elif found.st_size > 0 and self._is_new(found):
+            yield os.path.basename(root), root, found.st_size
+
+    def _folder(self, root: str) -> Iterator[_File]:
+        folders = [root]
+        while folders:
+            folder = folders.pop()
+            try:
+                if not self._is_new(os.stat(folder)):
+                    continue
+                # In order of names, for it decides by which name a file is known that has several.
+                inside = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+            except OSError as error:
+                raise _unreadable(folder, error) from error
+            below = []
+            for name in inside:
+                path = os.path.join(folder, name)
+                found = _stat(path)
+                if found is not None and stat.S_ISDIR(found.st_mode):
+                    below += [path] if name not in self._without else []
+                elif found is not None and self._wants(path, found):
+                    yield Path(os.path.relpath(path, root)).as_posix(), path, found.st_size
+            folders += reversed(below)
+
+    def _wants(self, path: str, found: os.stat_result) -> bool:
+        filled = stat.S_ISREG(found.st_mode) and found.st_size > 0
+        return filled and self._takes(path) and self._is_new(found)
+
+    def _is_new(self, found: os.stat_result) -> bool:
+        key = found.st_dev, found.st_ino
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+
+def _stat(path: str) -> os.stat_result | None:
+    """None for a link that leads nowhere or to itself, and for what has gone meanwhile."""
+    try:
+        return os.stat(path)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+            return None
+        raise _unreadable(path, error) from error
+
+
+def _is_module(path: str) -> bool:
+    return path.endswith(".py")
+
+
+def _is_text(path: str) -> bool:
+    return b"\0" not in _read(path, 0, _SNIFFED, short=True)
+
+
+def _read(path: str, offset: int, count: int, *, short: bool = False) -> bytes:
+    """`count` bytes at `offset`; fewer only where the file ends and `short` says that it may."""
+    found = bytearray()
+    try:
+        # Opened each time (some 10 us): there may be more files than a process can have open.
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            while len(found) < count and (piece := file.read(count - len(found))):
+                found += piece
+    except OSError as error:
+        raise _unreadable(path, error, offset) from error
+    if len(found) < count and not short:
+        raise StorageError(
+            f"{path} ends at byte {offset + len(found)}: it has become shorter since it was found.",
+            "Leave the files as they are while they are trained on, and start again.",
+            path=path,
+            offset=offset + len(found),
+        )
+    return bytes(found)
+
+
+def _unreadable(path: str, error: OSError, offset: int | None = None) -> StorageError:
+    number = error.errno or errno.EIO
+    return StorageError(
+        f"Could not read {path}: {os.strerror(number)} ({errno.errorcode.get(number, number)}).",
+        "Put it back or make it readable, or leave it out of --data.",
+        path=path,
+        offset=offset,
+        errno=number,
+    )

@@ -1,0 +1,67 @@
+"""Tiny subjects and texts for the tests of the main job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity.lm.decoder import Decoder, DecoderConfig
+from infinity.lm.presets import PRESETS, Preset
+from infinity.lm.subject import Subject, subject
+from infinity.lm.text import Text
+from infinity.lm.vocabulary import Bytes
+
+TINY = DecoderConfig(width=16, layers=2, heads=2, hidden=32)
+
+
+def preset_of(config: DecoderConfig = TINY) -> Subject:
+    """A preset's subject with a decoder of that size, real and on the CPU."""
+    PRESETS["tiny"] = Preset(config, 1e-2)
+    try:
+        made = subject("tiny")
+    finally:
+        del PRESETS["tiny"]
+    torch.manual_seed(0)
+    made.model = Decoder(config)
+    return made
+
+
+def text_of(folder: Path, contents: Sequence[bytes]) -> Text:
+    """The contents as files, in that order."""
+    paths = [folder / f"{number}.txt" for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    return Text([str(folder)], [str(path) for path in paths], [len(each) for each in contents])
+
+
+class Scripted(nn.Module):
+    """A model whose next byte is the last one plus one. It has dropout, which only training feels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.9)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int64 (batch, seq). Logits (batch, seq, 256)."""
+        likely = nn.functional.one_hot((tokens + 1) % 256, 256).float()
+        return self.dropout(20 * likely)
+
+
+class ScriptedSubject(Bytes):
+    """Bytes that count up; counts how often it was asked, and keeps what it saw last."""
+
+    def __init__(self, longest: int | None = None) -> None:
+        self.model: nn.Module = Scripted()
+        self.longest = longest
+        self.asked = 0
+        self.seen = torch.empty(0)
+
+    def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See Subject."""
+        assert not torch.is_grad_enabled()
+        self.asked += 1
+        self.seen = tokens
+        return self.model(tokens)[:, -1]

@@ -1,0 +1,109 @@
+"""Text that a model writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lm_models import ScriptedSubject, preset_of
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.lm.sample import generate
+
+
+def write(subject: Any, prompt: str = "a", **changed: Any) -> str:
+    options = {"tokens": 5, "seconds": 60.0, "temperature": 1.0, "seed": 0, "device": "cpu", **changed}
+    return generate(subject, prompt, **options)
+
+
+def test_it_goes_on_where_the_prompt_ends() -> None:
+    assert write(ScriptedSubject(), "xa") == "xabcdef"
+
+
+def test_the_seed_decides_and_nothing_else() -> None:
+    tiny = preset_of()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first = write(tiny, tokens=30)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    assert write(tiny, tokens=30) == first
+    assert write(tiny, tokens=30, seed=1) != first
+
+
+def test_without_temperature_it_takes_the_likeliest() -> None:
+    tiny = preset_of()
+    likeliest = tiny.next_token_logits(torch.tensor([[97]])).argmax().item()
+    texts = {write(tiny, temperature=0.0, seed=seed, tokens=1) for seed in range(5)}
+    assert texts == {"a" + tiny.decode([likeliest])}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.1])
+def test_a_low_temperature_is_nearly_that(temperature: float) -> None:
+    assert write(ScriptedSubject(), temperature=temperature) == "abcdef"
+
+
+def test_it_stops_in_time_but_not_before_the_first_token() -> None:
+    subject = ScriptedSubject()
+    assert write(subject, seconds=0.0) == "ab"
+    assert subject.asked == 1
+
+
+@pytest.mark.parametrize(("longest", "seen"), [(None, 256), (8, 8), (1000, 256)])
+def test_the_context_is_cut(longest: int | None, seen: int) -> None:
+    subject = ScriptedSubject(longest)
+    assert write(subject, "z" * 300 + "a") == "z" * 300 + "abcdef"
+    assert subject.seen.shape == (1, seen)
+
+
+def test_an_empty_prompt_is_a_new_line_that_is_not_shown() -> None:
+    assert write(ScriptedSubject(), "", tokens=2) == "\x0b\x0c"
+
+
+def test_every_module_gets_its_own_mode_back() -> None:
+    subject = ScriptedSubject()
+    subject.model = nn.Sequential(subject.model, nn.Identity())
+    subject.model[1].eval()
+    assert write(subject) == "abcdef"  # with dropout on, it would not be
+    assert [module.training for module in subject.model.modules()] == [True, True, True, False]
+
+
+def test_the_mode_comes_back_after_an_error() -> None:
+    class Fails(ScriptedSubject):
+        def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    subject = Fails()
+    with pytest.raises(RuntimeError, match="no"):
+        write(subject)
+    assert subject.model.training
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_gives_no_numbers_writes_nothing(value: float) -> None:
+    class Diverged(ScriptedSubject):
+        def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = torch.zeros(1, 256)
+            logits[0, 5] = value
+            return logits
+
+    assert write(Diverged()) == "a"
+
+
+def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
+    class Masked(ScriptedSubject):
+        def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits = torch.full((1, 256), -math.inf)
+            logits[0, 98:100] = 0
+            return logits
+
+    assert set(write(Masked(), tokens=40)) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("changed", [{"tokens": 0}, {"temperature": -1.0}, {"temperature": math.nan}])
+def test_what_cannot_be_asked_for(changed: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        write(ScriptedSubject(), **changed)
