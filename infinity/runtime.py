@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from infinity import cpu_adam, machine
-from infinity.config import format_size
+from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError, InfinityError, NonFiniteGradient
+from infinity.export import Source, export
 from infinity.gradients import Gradients
 from infinity.hooks import ModuleHooks
 from infinity.optimizer import PagedOptimizer
@@ -167,6 +169,15 @@ class Runtime:
             "Durable commits are not there yet.",
             "Load with model.load_state_dict() and runtime.optimizer.load_state_dict().",
         )
+
+    def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
+        """Write the model to the directory `path` in Hugging Face's layout; see infinity.export.export."""
+        parts, compute = self._parts, self._parts.plan.precision.compute_dtype
+        with parts.paging.lock:
+            self._refuse()
+            parts.paging.sync_edits()
+            source = Source(parts.model, parts.paging, parts.store, parts.states, compute)
+            export(source, path, dtype=dtype, shard=shard)
 
     def close(self) -> None:
         """Wait for what is under way, give all memory and files back. Again: does nothing.

@@ -1,0 +1,458 @@
+"""A model on its way out: safetensors files in Hugging Face's layout, a part of one tensor in RAM at a time.
+
+[Note: order in a file]
+Shards are cut in the order of state_dict. Inside a file larger dtypes come first, as the safetensors library
+has it, so that every tensor is aligned to its elements; among equal ones the order stays. The header is
+written first, for sizes follow from shapes alone. Offsets leave no gap, and spaces fill the header up to 8
+bytes: https://github.com/huggingface/safetensors#format
+
+[Note: two threads]
+The caller's thread fetches parts from their homes: the runtime's lock, CUDA's current stream and inference
+mode are all a thread's own. Files are written by an event loop in a thread of its own, so that the caller may
+be inside of another loop. One part is being written while the next is fetched, and no more are alive.
+
+[Note: all or nothing]
+Everything is written into a directory beside the target, synced, and renamed. An error or an interrupt before
+the end waits for what is being written, then removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import errno
+import json
+import os
+import secrets
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiofiles  # type: ignore[import-untyped]
+import torch
+from torch import nn
+
+from infinity.config import Size, parse_size
+from infinity.errors import ConfigError, StorageError, StorageFull, storage_error
+from infinity.layout import Piece
+from infinity.masters import join
+from infinity.paging import Paging
+from infinity.parameter import PagedParameter, Place
+from infinity.states import StatePage, States
+from infinity.store import Store
+from infinity.weights import _DTYPES, _persistent
+
+_WINDOW = 1 << 20
+"""Elements of a part."""
+
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+"""safetensors' names of torch's dtypes."""
+
+_METADATA = "__metadata__"
+"""The header's key that is no tensor."""
+
+_EXPORTED = ("compute", "fp32")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported, of one runtime. Its lock is held, and every edit is home."""
+
+    model: nn.Module
+    paging: Paging
+    store: Store
+    states: States | None
+    compute_dtype: torch.dtype
+
+    def parts(self, place: Place, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """A parameter in memory order: flat CPU tensors of up to _WINDOW elements, in memory of their own.
+
+        dtype: the page's, or float32 for the fp32 master of what has one.
+        """
+        page, index = place.page, place.index
+        layout = page.layout.parameters[index]
+        master = self._master(place, dtype)
+        pieces = page.layout.pieces(index) if master is not None else ((0, Piece(index, 0, 0, layout.numel)),)
+        for number, piece in pieces:
+            for done in range(0, piece.count, _WINDOW):
+                count = min(_WINDOW, piece.count - done)
+                part = Piece(index, piece.start + done, piece.offset + done, count)
+                if master is not None and layout.dtype != torch.bfloat16:
+                    yield self._state(master, number, "master", part).view(torch.float32)
+                    continue
+                size = layout.dtype.itemsize
+                found = self.store.fetch(page.home, page.start(index) + part.start * size, count * size)
+                values = found.view(layout.dtype)
+                if master is not None:
+                    yield join(values, self._state(master, number, "remainder", part).view(torch.int16))
+                else:
+                    yield values.to(dtype)
+
+    def _master(self, place: Place, dtype: torch.dtype) -> StatePage | None:
+        """The page with what a parameter's values lack of its master; None where they lack nothing."""
+        layout = place.page.layout.parameters[place.index]
+        if self.states is None or not layout.trainable or dtype == layout.dtype:
+            return None
+        state = self.states.pages[place.page.index]
+        return None if place.index in state.edited else state
+
+    def _state(self, page: StatePage, number: int, name: str, part: Piece) -> torch.Tensor:
+        return self.store.fetch(page.home, *page.place(number, name, part))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the export."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    parts: Callable[[], Iterable[torch.Tensor]]
+    """Flat CPU tensors that are its elements in logical (row-major) order."""
+
+
+def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size) -> None:
+    """Write a model into the directory `path`, which must not exist or be empty; parents are made.
+
+    There will be model.safetensors, or, where that would be larger than `shard` (bytes of tensors a file),
+    model-00001-of-0000N.safetensors and so on with model.safetensors.index.json. A tensor is never cut: one
+    that is larger than a shard has a file of its own. Every parameter and persistent buffer is written once,
+    under its first name in state_dict, contiguous. dtype: "compute" writes parameters as the model computes
+    with them; "fp32" writes the fp32 masters of trainable floating parameters and all other floating ones
+    converted to fp32. Buffers keep theirs. Moments of the optimizer are not exported. A transformers model's
+    config.json and generation_config.json are written too; a config has one dtype, so that from_pretrained
+    casts what `Precision(keep=...)` kept in fp32, unless it is given dtype=torch.float32.
+
+    Held in RAM: two parts of up to 2**20 elements, and, for a parameter that is not contiguous
+    (channels_last), all of it. Raises ConfigError for arguments that cannot be used and for tensors that
+    safetensors cannot hold, before anything is written; StorageFull, StorageError and BudgetError. `path` is
+    then as it was.
+    """
+    limit = parse_size(shard, what="shard size")
+    if limit == 0:
+        raise ConfigError("The shard size is zero.", 'Give the bytes of a file at most, such as "4GiB".')
+    if dtype not in _EXPORTED:
+        raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
+    target = _target(path)
+    entries = _entries(source, as_masters=dtype == "fp32")
+    files = _files(entries, limit)
+    with _storing("export to", target), _published(target) as directory:
+        _save_config(source.model, directory, torch.float32 if dtype == "fp32" else source.compute_dtype)
+        with _Writer() as writer:
+            for name, inside in files.items():
+                with _storing("write", target / name), writer.create(directory / name) as file:
+                    file.write(_header(inside))
+                    for entry in inside:
+                        for part in entry.parts():
+                            file.write(part.view(torch.uint8).numpy().data)
+            if len(files) > 1:
+                name = "model.safetensors.index.json"
+                with _storing("write", target / name), writer.create(directory / name) as file:
+                    file.write(_index(entries, files))
+
+
+# --- what is written ---------------------------------------------------------------------------------------
+
+
+def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
+    """In the order of state_dict. Raises ConfigError for what safetensors cannot hold."""
+    entries = []
+    for each in _persistent(source.model).values():
+        name, tensor = each.names[0], each.tensor
+        if isinstance(tensor, PagedParameter) and tensor._place.pager is source.paging:
+            entry = _of_parameter(source, name, tensor._place, as_masters)
+        elif isinstance(tensor, nn.Parameter):
+            raise ConfigError(
+                f"The parameter {name} was added or replaced after the model was offloaded.",
+                "Change the model first, then offload it (close the runtime and offload again).",
+            )
+        else:
+            entry = _of_buffer(name, tensor)
+        _check(entry)
+        entries.append(entry)
+    return entries
+
+
+def _of_parameter(source: Source, name: str, place: Place, as_masters: bool) -> _Entry:
+    layout = place.page.layout.parameters[place.index]
+    dtype = torch.float32 if as_masters and layout.dtype.is_floating_point else layout.dtype
+
+    def parts() -> Iterable[torch.Tensor]:
+        found = source.parts(place, dtype)
+        if torch.empty_strided(layout.shape, layout.stride, device="meta").is_contiguous():
+            return found
+        whole = torch.empty(layout.numel, dtype=dtype, device="cpu")
+        done = 0
+        for part in found:
+            whole[done : done + part.numel()] = part
+            done += part.numel()
+        return _in_logical_order(whole.as_strided(layout.shape, layout.stride))
+
+    return _Entry(name, dtype, tuple(layout.shape), layout.numel * dtype.itemsize, parts)
+
+
+def _of_buffer(name: str, buffer: torch.Tensor) -> _Entry:
+    if buffer.layout is not torch.strided or buffer.is_quantized:
+        raise ConfigError(
+            f"The buffer {name} is quantised or {buffer.layout}: safetensors holds dense numbers alone.",
+            "Make it dense (to_dense(), dequantize()), or register it with persistent=False.",
+        )
+    nbytes = buffer.numel() * buffer.dtype.itemsize
+    return _Entry(name, buffer.dtype, tuple(buffer.shape), nbytes, lambda: _in_logical_order(buffer.detach()))
+
+
+def _check(entry: _Entry) -> None:
+    if entry.dtype not in _NAMES:
+        raise ConfigError(
+            f"{entry.name} is of {entry.dtype}, for which safetensors has no name.",
+            f"Convert it to one of {', '.join(str(each).removeprefix('torch.') for each in _NAMES)}.",
+        )
+    # Half of a surrogate pair is no Unicode.
+    if entry.name == _METADATA or entry.name.encode(errors="ignore").decode() != entry.name:
+        raise ConfigError(
+            f"A tensor is called {entry.name!r}, which safetensors cannot store.", "Register it as another."
+        )
+
+
+def _in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements of `view`, of any strides and device, in flat contiguous CPU tensors of up to _WINDOW."""
+    if view.numel() <= _WINDOW:
+        yield view.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        return
+    rows = max(1, _WINDOW // view[0].numel())
+    for start in range(0, len(view), rows):
+        yield from _in_logical_order(view[start] if rows == 1 else view[start : start + rows])
+
+
+def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
+    """Name of each file -> its tensors, in their order there; see the note."""
+    shards: list[list[_Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        if shards[-1] and used + entry.nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += entry.nbytes
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
+    return {
+        name: sorted(shard, key=lambda entry: -entry.dtype.itemsize)
+        for name, shard in zip(names, shards, strict=True)
+    }
+
+
+def _header(entries: Sequence[_Entry]) -> bytes:
+    """A file's bytes before its tensors'. The metadata is what transformers asks for."""
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    content += b" " * (-len(content) % 8)
+    return struct.pack("<Q", len(content)) + content
+
+
+def _index(entries: Sequence[_Entry], files: dict[str, list[_Entry]]) -> bytes:
+    places = {entry.name: name for name, inside in files.items() for entry in inside}
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "weight_map": {entry.name: places[entry.name] for entry in entries},
+    }
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of a transformers model, as its save_pretrained has them."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
+    for name, value in said.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    for each in (config, getattr(model, "generation_config", None)):
+        if not callable(getattr(each, "save_pretrained", None)):
+            continue
+        try:
+            each.save_pretrained(directory)  # type: ignore[union-attr]
+        except OSError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"The model's {type(each).__name__} cannot be saved: {error}", "Mend it, or set it to None."
+            ) from error
+    for file in directory.rglob("*"):
+        _sync(file)
+
+
+# --- how it is written -------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes files in a thread of its own; see the note on threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="infinity-export")
+
+    def __enter__(self) -> _Writer:
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, while the thread starts all the same
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def begin(self, action: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Have the thread do it."""
+        return asyncio.run_coroutine_threadsafe(action, self._loop)
+
+    def do(self, action: Coroutine[Any, Any, Any]) -> Any:
+        """Have the thread do it, and wait."""
+        return self.begin(action).result()
+
+    @contextlib.contextmanager
+    def create(self, path: Path) -> Iterator[_File]:
+        """A new file, which is on the disk at the end. Raises OSError."""
+        content = self.do(_open(path))
+        try:
+            file = _File(self, content)
+            yield file
+            file.wait()
+            self.do(_flush(content))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.do(content.close())  # after the write that is under way: the file has a lock
+            raise
+        self.do(content.close())
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._finish())
+        finally:
+            self._loop.close()
+
+    async def _finish(self) -> None:
+        """Also what nobody waited for: an interrupt may have ended the wait."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
+
+
+class _File:
+    """A file under way."""
+
+    def __init__(self, writer: _Writer, content: Any) -> None:
+        self._writer = writer
+        self._content = content
+        self._last: Future[Any] | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Begin to write, once what came before is written. Raises OSError of that."""
+        self.wait()
+        self._last = self._writer.begin(self._content.write(data))
+
+    def wait(self) -> None:
+        """Until all is with the system."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+
+async def _open(path: Path) -> Any:
+    return await aiofiles.open(path, "xb")
+
+
+async def _flush(content: Any) -> None:
+    await content.flush()
+    await asyncio.to_thread(os.fsync, content.fileno())
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The directory to make. Raises ConfigError where something is there already."""
+    cure = "Give a directory that does not exist yet, or an empty one."
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
+        raise ConfigError(f"The path to export to is {path!r}.", cure)
+    target = Path(os.path.realpath(path))
+    with _storing("look at", target):
+        if target.is_dir():
+            if any(target.iterdir()):
+                raise ConfigError(f"{target} is not empty.", cure)
+            if target.is_mount():  # nothing can be renamed to it
+                raise ConfigError(f"{target} is where a file system is mounted.", "Give a directory in it.")
+        elif target.exists():
+            raise ConfigError(f"{target} is no directory.", cure)
+    return target
+
+
+@contextlib.contextmanager
+def _published(target: Path) -> Iterator[Path]:
+    """A directory that becomes `target` at the end, and is gone after an error; see the note."""
+    made = [each for each in target.parents if not each.exists()]
+    directory = target.parent / f".infinity-export-{secrets.token_hex(8)}"
+    identity: os.stat_result | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir()
+        identity = directory.stat()
+        yield directory
+        _sync(directory)
+        directory.rename(target)
+        for each in (target, *made):
+            _sync(each.parent)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if identity is not None and os.path.samestat(identity, target.stat()):
+                shutil.rmtree(target)
+        for each in made:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or a directory's names, last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _storing(operation: str, path: Path) -> Iterator[None]:
+    """Turns what the system raises into StorageError; errors that are ours already pass."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        found = storage_error(operation, str(path), None, error.errno or errno.EIO)
+        if isinstance(found, StorageFull):
+            cure = "Free space on that file system, or export to another one."
+            found = StorageFull(found.cause, cure, path=found.path, errno=found.errno)
+        raise found from error

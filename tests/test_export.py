@@ -1,0 +1,704 @@
+"""runtime.export: what is in the files, what little RAM it takes, and that a failure leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
+import stat
+import struct
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+import pytest
+import torch
+from faulty import check_error, resources, start_torch_threads, watchdog
+from homes import HOMES, budget_for, check_homes, each_device
+from parity import copied, differences
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_runtime import files, opened, train_step
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from zoo import entry
+
+import infinity
+from infinity import export as exporting
+from infinity.aio import Faults
+from infinity.errors import ConfigError, StorageError, StorageFull
+from infinity.store import Store, injected
+
+__all__ = ["watchdog"]
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+COMPUTE = ("bf16", "fp16", "fp32")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where to export to; runtimes have `swap` beside it."""
+    (tmp_path / "swap").mkdir()
+    return tmp_path / "out"
+
+
+@contextlib.contextmanager
+def paged(
+    model: nn.Module,
+    out: Path,
+    *,
+    home: str = "nvme",
+    compute: str = "bf16",
+    keep: tuple[str, ...] = (),
+    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.SGD,
+    device: str = "cpu",
+    faults: Faults | None = None,
+    **options: Any,
+) -> Iterator[Any]:
+    """The model with its pages at `home`; optimizer=None: for inference."""
+    made = None if optimizer is None else optimizer(model.parameters(), lr=0.05)
+    precision = infinity.Precision(compute=compute, keep=keep)
+    swap = out.parent / "swap"
+    budget = budget_for(home, model, made, swap, precision, device=device)
+    with (
+        injected(faults or Faults()),
+        infinity.offload(
+            model, made, budget=budget, precision=precision, device=device, **options
+        ) as runtime,
+    ):
+        yield runtime
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export, through its index where there is one."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(directory / "model.safetensors")
+    places = json.loads(index.read_text())["weight_map"]
+    shards = {file: load_file(directory / file) for file in set(places.values())}
+    assert sorted(name for shard in shards.values() for name in shard) == sorted(places)
+    return {name: shards[file][name] for name, file in places.items()}
+
+
+def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
+    """What an export with "compute" should have: by first names, contiguous."""
+    found = {name: buffer.detach().clone() for name, buffer in persistent(model).items()}
+    first = {id(each): name for name, each in model.named_parameters()}
+    for module in model.modules():
+        with runtime.full_parameters(Owner(module)), torch.no_grad():
+            for each in module.parameters(recurse=False):
+                found.setdefault(first[id(each)], each.detach().clone())
+    return {name: each.contiguous().cpu() for name, each in found.items()}
+
+
+class Owner(nn.Module):
+    """A module without its children: only so much fits the smallest budgets."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters = module._parameters
+
+
+def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in model.named_buffers() if name in model.state_dict()}
+
+
+def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
+    """The fp32 masters of trainable parameters, and the others' values, by the runtime's own reading."""
+    states, found = runtime._parts.states, {}
+    for name, each in model.named_parameters():
+        place = each._place
+        layout = place.page.layout.parameters[place.index]
+        values = runtime._values(place)
+        if layout.trainable:
+            values = states.master(place.page.index, place.index, values)
+        elif values.is_floating_point():
+            values = values.float()
+        found[name] = values.as_strided(layout.shape, layout.stride).contiguous()
+    return found
+
+
+def step(runtime: Any, model: nn.Module, of: Any, number: int) -> float:
+    loss = of.loss(model, of.batch(number, 0))
+    loss.backward()
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    return loss.item()
+
+
+# --- what is in the files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("dtype", ["compute", "fp32"])
+def test_every_home(home: str, dtype: str, out: Path) -> None:
+    of = entry("tied")
+    model = of.make()
+    with paged(model, out, home=home) as runtime:
+        check_homes(home, runtime.plan)
+        step(runtime, model, of, 0)
+        runtime.export(out, dtype=dtype)
+        expected = seen(model, runtime) if dtype == "compute" else masters(model, runtime)
+        assert differences(read(out), expected) == []
+        step(runtime, model, of, 1)
+        assert differences(read(out), seen(model, runtime)) != []
+    assert files(out) == ["model.safetensors"]
+    assert files(out.parent / "swap") == []
+
+
+@each_device
+@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize("dtype", ["compute", "fp32"])
+@pytest.mark.parametrize("home", ["nvme", "device"])
+def test_training_goes_on_from_an_export(home: str, dtype: str, compute: str, device: str, out: Path) -> None:
+    """The rule has no moments, so with masters the very same bits follow."""
+    of = entry("transformer")
+    model = of.make(device)
+    with paged(model, out, home=home, compute=compute, keep=("norm.*",), device=device) as runtime:
+        torch.manual_seed(0)
+        step(runtime, model, of, 0)
+        runtime.export(out, dtype=dtype, shard="64KiB")
+        exported = seen(model, runtime), masters(model, runtime)
+        torch.manual_seed(1)
+        losses = [step(runtime, model, of, number) for number in (1, 2)]
+        end = seen(model, runtime), masters(model, runtime)
+    with torch.device("meta"):
+        again = of.build()
+    with paged(
+        again, out, home=home, compute=compute, keep=("norm.*",), device=device, weights=out
+    ) as runtime:
+        assert differences(seen(again, runtime), exported[0]) == []
+        same = differences(masters(again, runtime), exported[1]) == []
+        assert same == (dtype == "fp32" or compute == "fp32")
+        if same:
+            torch.manual_seed(1)
+            assert [step(runtime, again, of, number) for number in (1, 2)] == losses
+            assert differences((seen(again, runtime), masters(again, runtime)), end) == []
+
+
+@pytest.mark.parametrize("name", ["tied", "channels_last", "convnet", "frozen", "custom", "mixture"])
+@pytest.mark.parametrize("dtype", ["compute", "fp32"])
+def test_models(name: str, dtype: str, out: Path) -> None:
+    of = entry(name)
+    model = of.make()
+    with paged(model, out, keep=of.keep) as runtime:
+        if name != "custom":
+            step(runtime, model, of, 0)
+        before = list(dict(model.named_parameters()))
+        runtime.export(out, dtype=dtype)
+        expected = seen(model, runtime)
+        if dtype == "fp32":
+            expected |= masters(model, runtime)
+        assert differences(read(out), expected) == []
+        assert list(dict(model.named_parameters())) == before
+    if name == "channels_last":
+        assert not model.layers[0].weight.is_contiguous()
+    if name == "tied":
+        assert "head.weight" not in expected
+
+
+class Odd(nn.Module):
+    """Of everything that is not a float matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.weight = nn.Parameter(torch.randn(5, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(4, 0))
+        self.turned = nn.Parameter(torch.randn(7, 11, 3).permute(2, 0, 1))
+        self.counts = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.wave = nn.Parameter(torch.randn(3, dtype=torch.complex64), requires_grad=False)
+        self.register_buffer("steps", torch.tensor(7))
+        self.register_buffer("wide", torch.randn(4, 6, dtype=torch.float64).t())
+        self.register_buffer("spread", torch.randn(3, 1).expand(3, 4))
+        self.register_buffer("conjugate", torch.randn(5, dtype=torch.complex64).conj())
+        self.register_buffer("port", torch.arange(3, dtype=torch.int32).to(torch.uint16))
+        self.register_buffer("empty", torch.zeros(0, 2, dtype=torch.int8))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+        self.register_buffer("same", self.flags)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum() * self.scale + self.turned.sum()
+
+
+@pytest.mark.parametrize("window", [1, 4, 1 << 20])
+@pytest.mark.parametrize("dtype", ["compute", "fp32"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, None])
+def test_odd_tensors(
+    optimizer: Any, dtype: str, window: int, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_WINDOW", window)
+    model = Odd()
+    with paged(model, out, compute="fp16", optimizer=optimizer) as runtime:
+        runtime.export(out, dtype=dtype)
+        expected = seen(model, runtime)
+        if dtype == "fp32":
+            values = masters(model, runtime) if optimizer else {k: v.float() for k, v in expected.items()}
+            floating = ("weight", "scale", "nothing", "turned")
+            expected |= {name: values[name] for name in floating}
+    expected["conjugate"] = expected["conjugate"].resolve_conj()
+    found = read(out)
+    assert differences(found, expected) == []
+    assert not {"passing", "same"} & found.keys()
+    assert found["port"].dtype == torch.uint16
+
+
+def test_edits_are_exported(out: Path) -> None:
+    of = entry("tied")
+    model = of.make()
+    with paged(model, out) as runtime:
+        step(runtime, model, of, 0)
+        weight = model.blocks[0].mlp[0].weight
+        with torch.no_grad():
+            weight.mul_(3)
+        model.norm.bias.data[0] = 42
+        runtime.export(out)
+        runtime.export(out.parent / "masters", dtype="fp32")
+        expected = seen(model, runtime)
+        assert expected["norm.bias"][0] == 42
+        assert differences(read(out), expected) == []
+        found = read(out.parent / "masters")
+        assert differences(found["blocks.0.mlp.0.weight"], weight.detach().float()) == []
+        assert differences(found, masters(model, runtime)) == []
+
+
+def test_many_shards(out: Path) -> None:
+    model = entry("convnet").make()
+    with paged(model, out, keep=entry("convnet").keep) as runtime:
+        runtime.export(out, shard=2000)
+        expected = seen(model, runtime)
+        order = [name for name in model.state_dict() if name in expected]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(each.nbytes for each in expected.values())}
+    assert list(index["weight_map"]) == order
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 3
+    assert shards == [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
+    assert sorted(files(out)) == [*shards, "model.safetensors.index.json"]
+    assert list(index["weight_map"].values()) == sorted(index["weight_map"].values())
+    sizes = [[each.nbytes for each in load_file(out / shard).values()] for shard in shards]
+    assert all(sum(each) <= 2000 or len(each) == 1 for each in sizes)
+    assert differences(read(out), expected) == []
+
+
+def test_shards_are_as_full_as_they_may_be(out: Path) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(10)) for _ in range(5)])
+    with paged(model, out, compute="fp32") as runtime:
+        runtime.export(out, shard=80)
+        runtime.export(out.parent / "one", shard=200)
+        runtime.export(out.parent / "each", shard=1)
+    counts = [len(load_file(each)) for each in sorted(out.glob("*.safetensors"))]
+    assert counts == [2, 2, 1]
+    assert files(out.parent / "one") == ["model.safetensors"]
+    assert len(files(out.parent / "each")) == 6
+
+
+def test_the_bytes_are_those_of_the_safetensors_library(out: Path) -> None:
+    """Of one dtype, and with names in the order that it writes them in."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 5)) for name in "abcdä"})
+    with paged(model, out, compute="fp32") as runtime:
+        runtime.export(out)
+        save_file(seen(model, runtime), out.parent / "theirs", metadata={"format": "pt"})
+    assert (out / "model.safetensors").read_bytes() == (out.parent / "theirs").read_bytes()
+
+
+def test_tensors_are_aligned_to_their_elements(out: Path) -> None:
+    model = Odd()
+    with paged(model, out, compute="bf16", keep=("scale",)) as runtime:
+        runtime.export(out)
+    content = (out / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    assert length % 8 == 0
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    end = 0
+    for name, described in header.items():
+        first, last = described["data_offsets"]
+        assert first == end
+        assert first % load_file(out / "model.safetensors")[name].itemsize == 0
+        end = last
+    assert 8 + length + end == len(content)
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_transformers_reads_it(tied: bool, compute: str, out: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.max_new_tokens = 5
+    ids = torch.arange(8)[None]
+    with paged(model, out, compute=compute, optimizer=None) as runtime:
+        runtime.export(out, shard="16KiB")
+        expected = seen(model, runtime)
+        with torch.no_grad():
+            logits = model(ids).logits.clone()
+        assert model.config is config
+    assert config.architectures is None
+    again = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    assert type(again) is transformers.LlamaForCausalLM
+    assert differences(dict(again.state_dict()) | expected, dict(again.state_dict())) == []
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+    assert again.generation_config.max_new_tokens == 5
+    with torch.no_grad():
+        assert differences(again(ids).logits, logits) == []
+
+
+def test_a_config_that_cannot_be_saved(out: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.max_new_tokens = -3
+    with paged(model, out) as runtime, pytest.raises(ConfigError, match="GenerationConfig"):
+        runtime.export(out)
+    assert files(out.parent) == ["swap"]
+
+
+# --- how little it takes -----------------------------------------------------------------------------------
+
+
+class Living(TorchDispatchMode):
+    """The most bytes of tensors made inside that lived at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in tree_iter(args) if isinstance(each, torch.Tensor)}
+        for each in tree_iter(result):
+            if isinstance(each, torch.Tensor) and not each.is_meta:
+                self._count(each.untyped_storage(), given)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        key = storage._cdata
+        if key in given or key in self._known:
+            return
+        self._known.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, storage.nbytes())
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("dtype", ["compute", "fp32"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_less_than_two_tensors_are_in_ram(
+    dtype: str, strided: bool, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_WINDOW", 1 << 12)
+    shape = (512, 256)
+    values = [torch.randn(shape[::-1]).t() if strided else torch.randn(shape) for _ in range(4)]
+    model = nn.ParameterList([nn.Parameter(each) for each in values])
+    with paged(model, out) as runtime:
+        whole = 512 * 256 * (4 if dtype == "fp32" else 2)
+        with Living() as living:
+            runtime.export(out, dtype=dtype)
+        assert (
+            differences(read(out), seen(model, runtime) if dtype == "compute" else masters(model, runtime))
+            == []
+        )
+    limit = 24 * (1 << 12) * 4  # two parts, and what joining one takes in int64
+    assert living.peak > 1 << 13, "it counts something"
+    assert living.peak < (whole + limit if strided else limit) < 2 * whole + limit // 2
+
+
+def test_the_measure_of_ram_sees_two_tensors() -> None:
+    with Living() as living:
+        one = torch.empty(1000)
+        two = one + 1
+        del one
+        three = two.view(10, 100)
+        assert (living.now, living.peak) == (4000, 8000)
+        del two, three
+        assert living.now == 0
+
+
+def test_files_have_the_modes_of_any_other(out: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with paged(entry("custom").make(), out, home="unified") as runtime:
+            runtime.export(out / "a" / "b", shard=1000)
+    finally:
+        os.umask(before)
+    for each in (out, out / "a", out / "a" / "b"):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (out / "a" / "b").iterdir()} == {0o640}
+
+
+def test_inside_of_a_running_event_loop(out: Path) -> None:
+    model = entry("tied").make()
+
+    async def main() -> None:
+        runtime.export(out)
+        await asyncio.sleep(0)
+
+    with paged(model, out) as runtime:
+        asyncio.run(main())
+        assert differences(read(out), seen(model, runtime)) == []
+
+
+def test_an_empty_directory_is_taken_over_also_through_a_link(out: Path) -> None:
+    out.mkdir()
+    link = out.parent / "link"
+    link.symlink_to(out)
+    with paged(entry("custom").make(), out, home="unified") as runtime:
+        runtime.export(str(link))
+    assert files(out) == ["model.safetensors"]
+    assert link.is_symlink()
+
+
+# --- what is refused, and what fails -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_left(out: Path) -> Iterator[None]:
+    """No file, descriptor or thread is left of what happens inside."""
+    start_torch_threads()
+    before = sorted(files(out.parent)), resources()
+    yield
+    assert (sorted(files(out.parent)), resources()) == before
+    assert files(out.parent / "swap") != [""]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bf16"}, "export dtype is 'bf16'"),
+        ({"dtype": None}, "export dtype is None"),
+        ({"shard": 0}, "shard size is zero"),
+        ({"shard": "0GiB"}, "shard size is zero"),
+        ({"shard": "4GB"}, "shard size '4GB'"),
+        ({"shard": -1}, "negative"),
+        ({"path": ""}, "path to export to"),
+        ({"path": None}, "path to export to"),
+        ({"path": "a\0b"}, "path to export to"),
+        ({"path": "/proc"}, "/proc is not empty"),
+    ],
+)
+def test_arguments_that_are_none(options: dict[str, Any], said: str, out: Path) -> None:
+    with paged(entry("custom").make(), out) as runtime, nothing_left(out):
+        with pytest.raises(ConfigError, match=said) as caught:
+            runtime.export(**({"path": out} | options))
+        assert caught.value.cure
+
+
+def test_a_target_that_exists(out: Path) -> None:
+    out.mkdir()
+    (out / "notes").write_text("mine")
+    with paged(entry("custom").make(), out) as runtime:
+        with pytest.raises(ConfigError, match="is not empty"):
+            runtime.export(out)
+        with pytest.raises(ConfigError, match="is no directory"):
+            runtime.export(out / "notes")
+        with pytest.raises(StorageError) as caught:
+            runtime.export(out / "notes" / "below")
+        assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
+    assert files(out) == ["notes"]
+    assert (out / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "buffer", "said"),
+    [
+        ("fine", torch.zeros(2, dtype=torch.complex128), "fine is of torch.complex128"),
+        ("sparse", torch.eye(2).to_sparse(), "sparse is quantised or torch.sparse_coo"),
+        ("small", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "small is quantised"),
+        ("__metadata__", torch.zeros(2), "called '__metadata__'"),
+        ("half\ud800", torch.zeros(2), "which safetensors cannot store"),
+    ],
+    ids=["complex128", "sparse", "quantised", "metadata", "surrogate"],
+)
+def test_tensors_that_safetensors_cannot_hold(name: str, buffer: torch.Tensor, said: str, out: Path) -> None:
+    model = entry("custom").make()
+    with paged(model, out) as runtime, nothing_left(out), pytest.raises(ConfigError, match=said):
+        model.register_buffer(name, buffer)
+        runtime.export(out)
+
+
+def test_a_parameter_that_came_later(out: Path) -> None:
+    model = entry("custom").make()
+    with paged(model, out) as runtime, nothing_left(out):
+        model.late = nn.Parameter(torch.ones(3))
+        with pytest.raises(ConfigError, match="late was added or replaced after"):
+            runtime.export(out)
+
+
+def test_a_closed_runtime(out: Path) -> None:
+    with paged(entry("custom").make(), out) as runtime:
+        pass
+    with pytest.raises(ConfigError, match="closed"):
+        runtime.export(out)
+    assert files(out.parent) == ["swap"]
+
+
+def shards(out: Path) -> dict[str, Any]:
+    """An export whose target has parents to be made."""
+    return {"path": out / "a" / "b", "shard": "8KiB"}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_files_that_cannot_be_written(code: int, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+    model = entry("tied").make()
+    with paged(model, out) as runtime:
+        calls: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda descriptor: (calls.append(descriptor), real(descriptor))[1])
+            runtime.export(out.parent / "well", shard="8KiB")
+        count = len(calls)
+        assert count > len(files(out.parent / "well")) > 4
+        for failing in {1, 2, count - 2, count - 1, count}:
+            calls.clear()
+
+            def fsync(descriptor: int, failing: int = failing) -> None:
+                calls.append(descriptor)
+                if len(calls) == failing:
+                    raise OSError(code, os.strerror(code))
+                real(descriptor)
+
+            with monkeypatch.context() as patch, nothing_left(out):
+                patch.setattr(os, "fsync", fsync)
+                with pytest.raises(StorageError) as caught:
+                    runtime.export(**shards(out))
+                assert caught.value.errno == code
+                assert isinstance(caught.value, StorageFull) == (code != errno.EIO)
+                assert caught.value.path.startswith(str(out / "a" / "b"))
+                assert "budget" not in caught.value.cure
+                del caught
+        runtime.export(**shards(out))
+        assert differences(read(out / "a" / "b"), seen(model, runtime)) == []
+
+
+def test_a_disk_that_is_full(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = aiofiles.open
+    with paged(entry("tied").make(), out) as runtime, monkeypatch.context() as patch, nothing_left(out):
+        patch.setattr(aiofiles, "open", lambda path, mode: real("/dev/full", "wb"))
+        with pytest.raises(StorageFull) as caught:
+            runtime.export(out)
+        assert caught.value.path == str(out / "model.safetensors")
+        assert caught.value.errno == errno.ENOSPC
+        del caught
+
+
+def test_a_disk_that_is_full_for_real(out: Path) -> None:
+    mounted = out.parent / "small"
+    mounted.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mounted)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        with paged(entry("tied").make(), out) as runtime, nothing_left(out):
+            with pytest.raises(ConfigError, match="file system is mounted"):
+                runtime.export(mounted)
+            with pytest.raises(StorageFull) as caught:
+                runtime.export(mounted / "a" / "b", shard="16KiB")
+            assert caught.value.path.startswith(str(mounted / "a" / "b" / "model-0000"))
+            del caught
+            assert files(mounted) == []
+    finally:
+        subprocess.run(["umount", "--lazy", str(mounted)], check=False)
+
+
+@pytest.mark.parametrize("dtype", ["compute", "fp32"])
+def test_pages_that_cannot_be_read(dtype: str, out: Path) -> None:
+    faults = Faults()
+    model = entry("tied").make()
+    with paged(model, out, faults=faults) as runtime:
+        before = faults.calls["read"]
+        runtime.export(out, dtype=dtype)
+        count = faults.calls["read"] - before
+        assert count > 10
+        for nth in (1, count // 2, count):
+            faults.fail("read", nth, errno.EIO)
+            with nothing_left(out):
+                with pytest.raises(StorageError) as caught:
+                    runtime.export(out.parent / "again", dtype=dtype)
+                check_error(caught.value, errno.EIO, out.parent / "swap")
+                del caught
+            faults.clear()
+        runtime.export(out.parent / "again", dtype=dtype)
+        assert differences(read(out.parent / "again"), read(out)) == []
+
+
+def test_an_interrupt_between_tensors(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Store.fetch
+    model = entry("tied").make()
+    with paged(model, out) as runtime:
+        for nth in (1, 7):
+            calls: list[int] = []
+
+            def fetch(*args: Any, nth: int = nth, calls: list[int] = calls) -> torch.Tensor:
+                calls.append(1)
+                if len(calls) == nth:
+                    signal.raise_signal(signal.SIGINT)
+                return real(*args)
+
+            with monkeypatch.context() as patch, nothing_left(out):
+                patch.setattr(Store, "fetch", fetch)
+                with pytest.raises(KeyboardInterrupt):
+                    runtime.export(**shards(out))
+        runtime.export(**shards(out))
+        assert differences(read(out / "a" / "b"), seen(model, runtime)) == []
+
+
+def test_an_interrupt_while_a_file_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the thread that writes, so that the caller is waiting for it or about to."""
+    real = os.fsync
+    caller = threading.get_ident()
+    calls: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 3:
+            assert threading.get_ident() != caller
+            signal.pthread_kill(caller, signal.SIGINT)
+        real(descriptor)
+
+    with paged(entry("tied").make(), out) as runtime, monkeypatch.context() as patch, nothing_left(out):
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.export(**shards(out))
+
+
+def test_training_goes_on_after_an_export(tmp_path: Path, out: Path) -> None:
+    plain, exported = entry("tied").make(), entry("tied").make()
+    with opened(plain, tmp_path / "swap") as runtime:
+        losses = [train_step(plain, runtime, number) for number in range(3)]
+        end = copied(plain.state_dict())
+    with opened(exported, tmp_path / "swap") as runtime:
+        again = []
+        for number in range(3):
+            again.append(train_step(exported, runtime, number))
+            runtime.export(out / str(number), dtype="fp32")
+        assert again == losses
+        assert differences(copied(exported.state_dict()), end) == []
