@@ -53,15 +53,17 @@ class NonFiniteGradient(InfinityError, ArithmeticError):
 class BudgetError(InfinityError):
     """Something does not fit its tier's budget; the cure names the smallest that would do, in bytes.
 
-    `needed` is that figure, or None where it cannot be known here.
+    `needed` is that figure, or None where it cannot be known here. `tier` is the value of the tier that is
+    short ("device", "host", "nvme"), or None where it is not one tier's budget.
     """
 
-    def __init__(self, cause: str, cure: str, *, needed: int | None = None) -> None:
+    def __init__(self, cause: str, cure: str, *, needed: int | None = None, tier: str | None = None) -> None:
         super().__init__(cause, cure)
         self.needed = needed
+        self.tier = tier
 
     def _keywords(self) -> dict[str, Any]:
-        return {"needed": self.needed}
+        return {"needed": self.needed, "tier": self.tier}
 
 
 class StorageError(InfinityError, OSError):

@@ -71,6 +71,31 @@ def memory() -> MemoryFacts:
     )
 
 
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Bytes of RAM that this process has."""
+
+    resident: int
+    peak: int
+    """The most at one time, since the process began or `restart_peak`."""
+
+
+def process_memory() -> ProcessMemory:
+    """What the kernel counts as this process's now (VmRSS, VmHWM)."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "VmHWM"):
+            found[name] = int(value.split()[0]) * 1024
+    return ProcessMemory(resident=found["VmRSS"], peak=found["VmHWM"])
+
+
+def restart_peak() -> None:
+    """Have `ProcessMemory.peak` count from now on. Where the kernel does not allow it, it goes on."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def cpu() -> CpuFacts:
     """Processors and the limits on them."""
     model = platform.processor() or platform.machine()

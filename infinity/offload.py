@@ -66,6 +66,18 @@ def offload(
     plan = make_plan(
         model, optimizer, budget=budget, precision=precision, example_inputs=example_inputs, device=device
     )
+    return carry_out(plan, model, optimizer, budget=budget, weights=weights)
+
+
+def carry_out(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: Budget,
+    weights: str | os.PathLike[str] | None = None,
+) -> Runtime:
+    """`offload` by a plan that was made, and perhaps shown, before: of this model, optimizer and budget."""
     with ExitStack() as cleanup:
         meter = Meter()
         store = Store(plan, budget, meter)

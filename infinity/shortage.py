@@ -74,4 +74,5 @@ def _error(tier: Tier, needed: int, what: str, budgets: Mapping[Tier, int]) -> B
         f"{format_size(budgets[tier])}.",
         cure,
         needed=needed,
+        tier=tier.value,
     )

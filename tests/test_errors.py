@@ -20,7 +20,7 @@ ERRORS = [
     ConfigError("It broke.", "Mend it."),
     UnsupportedOptimizer("It broke.", "Mend it."),
     NonFiniteGradient("It broke.", "Mend it."),
-    BudgetError("It broke.", "Mend it.", needed=4096),
+    BudgetError("It broke.", "Mend it.", needed=4096, tier="host"),
     BudgetError("It broke.", "Mend it."),
     StorageError("It broke.", "Mend it.", path="/a", offset=0, errno=errno.EIO),
     storage_error("write", "/a", 8192, errno.ENOSPC),

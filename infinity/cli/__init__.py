@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 from infinity import __version__
 from infinity.cli import doctor as doctor
-from infinity.errors import ConfigError, InfinityError
+from infinity.cli import plan as plan
+from infinity.cli import train as train
+from infinity.errors import BudgetError, ConfigError, InfinityError
 
-COMMANDS = (doctor,)
+COMMANDS = (train, plan, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,11 +27,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
     except InfinityError as error:
-        kind = type(error).__name__
-        print(f"{kind}: {error}", file=sys.stderr)
+        kind, cure = type(error).__name__, _cure(error, options)
+        print(f"{kind}: {error.cause} {cure}", file=sys.stderr)
         if options.json:
-            print(json.dumps({"error": kind, "cause": error.cause, "cure": error.cure}))
+            print(json.dumps({"error": kind, "cause": error.cause, "cure": cure}))
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _cure(error: InfinityError, options: argparse.Namespace) -> str:
+    """The error's cure, in terms of the command's options where it is a larger budget."""
+    if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
+        return error.cure
+    if not hasattr(options, f"budget_{error.tier}"):
+        return error.cure
+    size = _enough(error.needed)
+    if error.tier == "nvme":
+        return f"Give --budget-nvme PATH:{size}."
+    other = "" if options.budget_nvme else ", or add --budget-nvme PATH:SIZE, to which pages can go"
+    return f"Give --budget-{error.tier} {size}{other}."
+
+
+def _enough(nbytes: int) -> str:
+    """A size to type that is at least `nbytes`."""
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= 8 * factor:
+            return f"{-(-nbytes // factor)}{unit}"
+    return str(nbytes)

@@ -363,6 +363,7 @@ class Engine:
             f"{tier.value} budget has {format_size(pool.nbytes)} for resident parameters{views}.",
             f"Give a {tier.value} budget of {format_size(needed)} ({needed} bytes), or let go of such views.",
             needed=needed,
+            tier=tier.value,
         )
 
     def _free_a_slot(self) -> bool:

@@ -1,0 +1,217 @@
+"""The job that `train` and `plan` share: its options, and what they ask for, checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity import aio, cpu_adam, machine
+from infinity.config import Budget, Precision, Size, format_size
+from infinity.errors import ConfigError
+from infinity.lm.batches import Batches
+from infinity.lm.presets import PRESETS
+from infinity.lm.subject import Subject, subject
+from infinity.lm.text import Text, find_text
+from infinity.lm.training import Recipe, make_optimizer
+from infinity.plan import Plan, plan
+from infinity.shortage import format_count
+from infinity.tiers.tier import usable_device
+
+_LATER = {
+    "checkpoint": "--checkpoint: durable commits are not there yet.",
+    "every": "--every: durable commits are not there yet.",
+    "resume": "--resume: durable commits are not there yet.",
+    "trace": "--trace: the timeline is not there yet.",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a job, which `train` and `plan` take alike."""
+    model = parser.add_argument_group("model and data")
+    model.add_argument(
+        "--model",
+        default="30m",
+        help=f"{', '.join(PRESETS)}, or the directory of a transformers model (default: %(default)s)",
+    )
+    model.add_argument(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="files or folders of text (default: the source of this Python's standard library)",
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, default=150, metavar="N", help="default: %(default)s")
+    training.add_argument(
+        "--batch", type=int, default=8, metavar="N", help="sequences (default: %(default)s)"
+    )
+    training.add_argument(
+        "--seq", type=int, default=128, metavar="N", help="tokens of a sequence (default: %(default)s)"
+    )
+    training.add_argument(
+        "--accumulate", type=int, default=1, metavar="N", help="micro-batches a step (default: %(default)s)"
+    )
+    training.add_argument("--lr", type=float, metavar="RATE", help="default: by the model's size")
+    training.add_argument(
+        "--clip", type=float, default=1.0, metavar="NORM", help="of all gradients (default: %(default)s)"
+    )
+    training.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    _add_memory_options(parser.add_argument_group("memory"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--log", metavar="FILE", help="one JSON object a step")
+    output.add_argument("--export", metavar="DIR", help="write the trained model there, as safetensors")
+    output.add_argument("--trace", metavar="FILE", help="a timeline for Perfetto (not there yet)")
+    output.add_argument("--checkpoint", metavar="DIR", help="commit there (not there yet)")
+    output.add_argument("--every", type=int, metavar="N", help="steps between commits (not there yet)")
+    output.add_argument("--resume", action="store_true", help="go on from the last commit (not there yet)")
+    output.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
+
+
+def _add_memory_options(memory: Any) -> None:
+    memory.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    memory.add_argument("--states", default="fp32", help="of the optimizer: fp32 (default: %(default)s)")
+    memory.add_argument("--compute", default="bf16", help="bf16, fp16 or fp32 (default: %(default)s)")
+    memory.add_argument(
+        "--budget-device", metavar="SIZE", help="device memory, such as 20GiB (default: what is free)"
+    )
+    memory.add_argument("--budget-host", metavar="SIZE", help="RAM (default: what is free)")
+    memory.add_argument(
+        "--budget-nvme",
+        action="append",
+        metavar="PATH:SIZE",
+        help="a directory on a disk and the bytes that may be used there; repeatable, one disk each",
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its text, and how and where it is to be trained."""
+
+    subject: Subject
+    text: Text
+    batches: Batches
+    recipe: Recipe
+    optimizer: torch.optim.Optimizer
+    budget: Budget
+    precision: Precision
+    device: torch.device
+    plan: Plan
+    seconds: float | None
+    """Predicted for a step; None where the plan cannot know."""
+
+    @property
+    def header(self) -> str:
+        """The first line that a person sees."""
+        from infinity import __version__
+
+        return " · ".join(
+            [
+                f"infinity {__version__}",
+                _describe_device(self.device),
+                *_describe_engines(self.budget),
+                f"{format_count(self.subject.parameters)} parameters on text of {self.text.files} files "
+                f"({format_size(self.text.nbytes)})",
+            ]
+        )
+
+
+def make_job(options: argparse.Namespace) -> Job:
+    """The job of these options, planned. Reads files' names and sizes, and moves no byte of the model.
+
+    Raises ConfigError for an option that cannot be used, BudgetError for what does not fit.
+    """
+    _check(options)
+    torch.manual_seed(options.seed)
+    model = subject(options.model)
+    # With one micro-batch nothing is accumulated: a gradient in its own dtype has all its bits.
+    precision = Precision(
+        compute=options.compute,
+        states=options.states,
+        accumulate="compute" if options.accumulate == 1 else "fp32",
+    )
+    budget = Budget(
+        device=options.budget_device, host=options.budget_host, nvme=_directories(options.budget_nvme)
+    )
+    device = usable_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    text = find_text(options.data)
+    batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)
+    recipe = Recipe(
+        steps=options.steps,
+        accumulate=options.accumulate,
+        learning_rate=options.lr or model.learning_rate,
+        clip=options.clip,
+    )
+    optimizer = make_optimizer(model.model, recipe.learning_rate)
+    planned = plan(
+        model.model,
+        optimizer,
+        budget=budget,
+        precision=precision,
+        example_inputs=model.example_inputs(options.batch, options.seq, "cpu"),
+        device=device,
+    )
+    return Job(
+        subject=model,
+        text=text,
+        batches=batches,
+        recipe=recipe,
+        optimizer=optimizer,
+        budget=budget,
+        precision=precision,
+        device=device,
+        plan=planned,
+        seconds=None if planned.prediction is None else planned.prediction.seconds,
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, message in _LATER.items():
+        if getattr(options, name):
+            raise ConfigError(message, "Leave it out; --export DIR keeps the trained model.")
+    for name in ("steps", "batch", "seq", "accumulate"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(options, name)}.", "Give a number from 1 on.")
+    for name in ("lr", "clip"):
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name} is {value}.", "Give a positive number.")
+    if not 0 <= options.seed < 1 << 63:
+        raise ConfigError(f"--seed is {options.seed}.", "Give a number from 0 to 2^63 - 1.")
+
+
+def _directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:
+    found: dict[str | os.PathLike[str], Size] = {}
+    for each in given or ():
+        path, colon, size = each.rpartition(":")
+        if not colon or not path:
+            raise ConfigError(
+                f"--budget-nvme {each} names no directory and size.",
+                "Give PATH:SIZE, such as /mnt/nvme0:400GiB.",
+            )
+        if path in found:
+            raise ConfigError(f"--budget-nvme names {path} twice.", "Give each directory once.")
+        found[path] = size
+    return found or None
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    cpu = machine.cpu()
+    names = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
+    isa = cpu_adam.runnable_isas()[0]
+    return f"cpu ({min(cpu.allowed, cpu.quota or cpu.allowed):g} cores, {names.get(isa, isa)})"
+
+
+def _describe_engines(budget: Budget) -> list[str]:
+    """The I/O engine of each kind that the directories get."""
+    found = []
+    for path in budget.nvme_bytes:
+        with aio.Engine(path) as engine:
+            found.append(engine.facts.backend)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,52 @@
+"""`infinity plan`: what `infinity train` would do with the same options, without doing it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from infinity import __version__
+from infinity.cli.job import Job, add_options, make_job
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `plan` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="what `train` would do with the same options: where pages go, how fast, what limits it",
+        description="Plan a training run: every tier's bytes, the smallest budgets, seconds per step. "
+        "Measures this machine for a few seconds; allocates nothing for the model.",
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan and print. Returns 0; what does not fit is a BudgetError."""
+    console = Console(stderr=options.json)
+    with console.status("planning"):
+        job = make_job(options)
+    console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}", highlight=False, soft_wrap=True)
+    if options.json:
+        print(json.dumps(_summary(job)))
+    return 0
+
+
+def _summary(job: Job) -> dict[str, Any]:
+    plan = job.plan
+    return {
+        "infinity": __version__,
+        "model": job.subject.name,
+        "parameters": job.subject.parameters,
+        "device": str(job.device),
+        "tiers": plan.rows(),
+        "smallest_budgets": {tier.value: nbytes for tier, nbytes in plan.smallest.items()},
+        "traffic": asdict(plan.traffic),
+        "prediction": None if plan.prediction is None else asdict(plan.prediction),
+        "step_seconds": job.seconds,
+    }

@@ -1,0 +1,117 @@
+"""What a person sees of a run: a line that lives on a terminal, or a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from infinity.lm.training import StepReport
+from infinity.telemetry import Edge
+
+_BARS = "▁▂▃▄▅▆▇"
+_LOSSES = 11
+"""Bars in the curve of losses."""
+_SECONDS_BETWEEN_LINES = 5.0
+_MEMORY = 0.8
+"""How much of a rate is what it was; the rest is the last step's."""
+_EDGES = {
+    Edge.NVME_TO_HOST: "read",
+    Edge.HOST_TO_NVME: "write",
+    Edge.HOST_TO_DEVICE: "up",
+    Edge.DEVICE_TO_HOST: "down",
+}
+
+
+class ProgressLine:
+    """Steps, loss and its curve, tokens per second, bytes per second over each tier edge, stall, time left.
+
+    A context manager. On a terminal the line is redrawn at every step; elsewhere it is printed at the first
+    step, the last, and every five seconds.
+    """
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._losses: list[float] = []
+        self._rates: dict[str, float] = {}
+        self._seconds = 0.0
+        self._printed = -_SECONDS_BETWEEN_LINES
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                BarColumn(bar_width=20), TextColumn("{task.description}"), console=console, transient=True
+            )
+            self._task = self._bar.add_task("the first step", total=steps)
+
+    def __enter__(self) -> ProgressLine:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, report: StepReport) -> None:
+        """One more step is done."""
+        self._losses.append(report.loss)
+        self._average(report)
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=self._line(report))
+            return
+        now = time.monotonic()
+        if report.step in (1, self._steps) or now - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = now
+            self._console.print(self._line(report), highlight=False, soft_wrap=True)
+
+    def _average(self, report: StepReport) -> None:
+        """The first step is left out of averages as soon as there is a second: it finds out the order."""
+        step = report.stats
+        now = {edge.value: step.edges[edge].bytes / report.seconds for edge in Edge}
+        now["tokens"] = report.tokens / report.seconds
+        now["stall"] = min(1.0, step.stall_seconds / report.seconds)
+        keep = _MEMORY if report.step > 2 else 0.0
+        self._rates = {key: keep * self._rates.get(key, 0.0) + (1 - keep) * now[key] for key in now}
+        self._seconds = keep * self._seconds + (1 - keep) * report.seconds
+
+    def _line(self, report: StepReport) -> str:
+        rates = self._rates
+        parts = [f"step {report.step}/{self._steps}", f"loss {report.loss:.2f}"]
+        if "utf" in (self._console.encoding or "").lower():
+            parts.append(curve(self._losses))
+        parts.append(f"{format_rate(rates['tokens'])} tok/s")
+        parts += [
+            f"{name} {rates[edge.value] / 1e9:.1f} GB/s" for edge, name in _EDGES.items() if rates[edge.value]
+        ]
+        parts.append(f"stall {rates['stall']:.0%}")
+        parts.append(f"eta {format_seconds((self._steps - report.step) * self._seconds)}")
+        return "  ".join(parts)
+
+
+def curve(losses: list[float]) -> str:
+    """All losses as at most 11 bars, each the mean of its share, from the lowest to the highest of them."""
+    count = min(_LOSSES, len(losses))
+    cuts = [len(losses) * index // count for index in range(count + 1)]
+    means = [sum(losses[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    if not high - low > 0:  # nor where a loss is NaN
+        return _BARS[-1] * count
+    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+
+
+def format_rate(rate: float) -> str:
+    """Three digits or so: "5.1k", "812"."""
+    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Minutes and seconds, "1:58", or hours before them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,246 @@
+"""`infinity train`: a language model on real text, wherever its states fit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+
+from infinity import __version__, machine
+from infinity.cli.job import Job, add_options, make_job
+from infinity.cli.progress import ProgressLine, format_seconds
+from infinity.config import format_size
+from infinity.errors import storage_error
+from infinity.export import _target as check_destination
+from infinity.lm.sample import generate
+from infinity.lm.training import HeldOut, StepReport, train
+from infinity.offload import carry_out
+from infinity.plan import Plan
+
+_HELD_OUT_SECONDS = 10.0
+_SAMPLE_SECONDS = 10.0
+_SAMPLE_TOKENS = 200
+_TEMPERATURE = 0.7
+_LONGEST_PROMPT = 60
+"""Bytes."""
+_WARM_UP = 2
+"""Steps that are not measured: the first learns the order of pages, and moments are not read yet."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `train` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "train",
+        help="train a language model on real text, wherever its states fit",
+        description="Train a decoder-only transformer on text. The plan comes first; pages that do not fit "
+        "the device go to RAM, and what does not fit there to the directories of --budget-nvme.",
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train and print. Returns 0."""
+    started = time.monotonic()
+    console = Console(stderr=options.json)
+    if options.export:
+        check_destination(options.export)
+    with console.status("planning"):
+        job = make_job(options)
+    console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}\n", highlight=False, soft_wrap=True)
+    with _open_log(options.log) as log, _terminable():
+        outcome = _train(job, console, log, options.export)
+    _print(console, job, outcome, time.monotonic() - started)
+    if options.json:
+        print(json.dumps(_summary(job, outcome, time.monotonic() - started)))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What a run comes to."""
+
+    before: float
+    """Held-out loss before training, in nats per token."""
+    after: float
+    losses: list[float]
+    step_seconds: float
+    """The median, without the first two."""
+    tokens_per_second: float
+    peak: int
+    """Bytes of RAM above what the process had before the model."""
+    moved: dict[str, int]
+    """Bytes over every tier edge."""
+    sample: str
+    exported: str | None
+
+
+def _train(job: Job, console: Console, log: TextIO | None, export: str | None) -> _Outcome:
+    subject = job.subject
+    machine.restart_peak()
+    base = machine.process_memory().resident
+    with console.status("filling the model"):
+        runtime = carry_out(
+            job.plan, subject.model, job.optimizer, budget=job.budget, weights=subject.weights
+        )
+    reports: list[StepReport] = []
+    with runtime:
+        held_out = HeldOut(subject, job.batches, job.device)
+        with console.status("loss on held-out text"):
+            before = held_out.loss(seconds=_HELD_OUT_SECONDS)
+        with ProgressLine(console, job.recipe.steps) as line:
+            for report in train(subject, runtime, job.batches, job.recipe):
+                reports.append(report)
+                line.show(report)
+                _write_log(log, report)
+        with console.status("loss on held-out text, and a sample"):
+            after = held_out.loss()
+            peak = machine.process_memory().peak - base
+            sample = _sample(job)
+        if export is not None:
+            with console.status(f"exporting to {escape(export)}"):
+                runtime.export(export)
+        measured = reports[_WARM_UP:] or reports[-1:]
+        seconds = statistics.median(each.seconds for each in measured)
+        return _Outcome(
+            before=before,
+            after=after,
+            losses=[each.loss for each in reports],
+            step_seconds=seconds,
+            tokens_per_second=reports[0].tokens / seconds,
+            peak=peak,
+            moved={edge.value: each.bytes for edge, each in runtime.stats.edges.items()},
+            sample=sample,
+            exported=export,
+        )
+
+
+def _sample(job: Job) -> str:
+    """The model goes on from a line of held-out text."""
+    text = job.text
+    stretch = text.read(text.held_out.start, min(4096, len(text.held_out)))
+    lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]
+    prompt = (lines or [b""])[0][:_LONGEST_PROMPT].decode("utf-8", errors="ignore")
+    return generate(
+        job.subject,
+        prompt,
+        tokens=_SAMPLE_TOKENS,
+        seconds=_SAMPLE_SECONDS,
+        temperature=_TEMPERATURE,
+        seed=0,
+        device=job.device,
+    )
+
+
+@contextlib.contextmanager
+def _open_log(path: str | None) -> Iterator[TextIO | None]:
+    """A run's log, begun anew. Raises StorageError where it cannot be written."""
+    if path is None:
+        yield None
+        return
+    try:
+        log = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise storage_error("open", path, None, error.errno or 0) from error
+    with log:
+        yield log
+
+
+def _write_log(log: TextIO | None, report: StepReport) -> None:
+    """One line, which is in the file when this returns: whoever follows the run sees whole steps."""
+    if log is None:
+        return
+    line = {
+        "step": report.step,
+        "loss": report.loss,
+        "norm": report.norm,
+        "lr": report.learning_rate,
+        "tokens": report.tokens,
+        "seconds": report.seconds,
+        "stall_seconds": report.stats.stall_seconds,
+        "bytes": {edge.value: each.bytes for edge, each in report.stats.edges.items()},
+    }
+    try:
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+    except OSError as error:
+        raise storage_error("write", os.fspath(log.name), None, error.errno or 0) from error
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: nothing is left on disk."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ram_budget(job: Job) -> int:
+    """Bytes of RAM that the budgets grant; on the CPU the device's are RAM too."""
+    plan = job.plan
+    return sum(
+        nbytes
+        for tier, nbytes in plan.budgets.items()
+        if tier.value == "host" or (tier.value == "device" and plan.device.type == "cpu")
+    )
+
+
+def _planned_ram(plan: Plan) -> int:
+    """Bytes of RAM that the plan takes, activations included where they are in RAM."""
+    if plan.device.type != "cpu":
+        return plan.host_bytes
+    return plan.host_bytes + plan.device_bytes + plan.reserved
+
+
+def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> None:
+    predicted = "unknown" if job.seconds is None else f"{job.seconds:.2f}"
+    parts = [
+        f"done in {format_seconds(seconds)}",
+        f"held-out loss {outcome.before:.2f} -> {outcome.after:.2f}",
+        f"predicted {predicted}, measured {outcome.step_seconds:.2f} s/step",
+        f"host peak {format_size(outcome.peak)} of {format_size(_ram_budget(job))}",
+    ]
+    if job.plan.nvme_bytes:
+        parts.append("swap removed")
+    if outcome.exported is not None:
+        parts.append(f"exported to {outcome.exported}")
+    console.print(f"{outcome.sample}\n", style="dim", markup=False, highlight=False)
+    console.print(" · ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
+    plan = job.plan
+    return {
+        "infinity": __version__,
+        "model": job.subject.name,
+        "parameters": job.subject.parameters,
+        "device": str(job.device),
+        "text": {"files": job.text.files, "bytes": job.text.nbytes},
+        "steps": job.recipe.steps,
+        "seconds": seconds,
+        "held_out_loss": {"before": outcome.before, "after": outcome.after},
+        "losses": outcome.losses,
+        "step_seconds": {"predicted": job.seconds, "measured": outcome.step_seconds},
+        "tokens_per_second": outcome.tokens_per_second,
+        "ram": {"budget": _ram_budget(job), "planned": _planned_ram(plan), "peak": outcome.peak},
+        "nvme": {"planned": plan.nvme_bytes},
+        "bytes_moved": outcome.moved,
+        "sample": outcome.sample,
+        "exported": outcome.exported,
+    }
