@@ -147,22 +147,16 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     target = _target(path)
     entries = _entries(source, as_masters=dtype == "fp32")
     files = _files(entries, limit)
-    with _storing("export to", target), _published(target) as directory:
+    with _storing("export to", target), _published(target) as directory, _Writer() as writer:
         _save_config(source.model, directory, torch.float32 if dtype == "fp32" else source.compute_dtype)
-        with _Writer() as writer:
-            for name, inside in files.items():
-                with _storing("write", target / name), writer.create(directory / name) as file:
-                    file.write(_header(inside))
-                    for entry in inside:
-                        for part in entry.parts():
-                            file.write(part.view(torch.uint8).numpy().data)
-            if len(files) > 1:
-                name = "model.safetensors.index.json"
-                with _storing("write", target / name), writer.create(directory / name) as file:
-                    file.write(_index(entries, files))
-
-
-# --- what is written ---------------------------------------------------------------------------------------
+        contents: dict[str, Iterable[bytes | memoryview]] = {
+            name: _content(inside) for name, inside in files.items()
+        }
+        if len(files) > 1:
+            contents["model.safetensors.index.json"] = [_index(entries, files)]
+        for name, content in contents.items():
+            with _storing("write", target / name):
+                writer.write(directory / name, content)
 
 
 def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
@@ -203,10 +197,10 @@ def _of_parameter(source: Source, name: str, place: Place, as_masters: bool) -> 
 
 
 def _of_buffer(name: str, buffer: torch.Tensor) -> _Entry:
-    if buffer.layout is not torch.strided or buffer.is_quantized:
+    if buffer.layout is not torch.strided:
         raise ConfigError(
-            f"The buffer {name} is quantised or {buffer.layout}: safetensors holds dense numbers alone.",
-            "Make it dense (to_dense(), dequantize()), or register it with persistent=False.",
+            f"The buffer {name} is {buffer.layout}, and safetensors holds dense tensors alone.",
+            "Make it dense (to_dense()), or register it with persistent=False.",
         )
     nbytes = buffer.numel() * buffer.dtype.itemsize
     return _Entry(name, buffer.dtype, tuple(buffer.shape), nbytes, lambda: _in_logical_order(buffer.detach()))
@@ -254,6 +248,14 @@ def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
     }
 
 
+def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
+    """A file's bytes, in order."""
+    yield _header(entries)
+    for entry in entries:
+        for part in entry.parts():
+            yield part.view(torch.uint8).numpy().data
+
+
 def _header(entries: Sequence[_Entry]) -> bytes:
     """A file's bytes before its tensors'. The metadata is what transformers asks for."""
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -281,9 +283,10 @@ def _index(entries: Sequence[_Entry], files: dict[str, list[_Entry]]) -> bytes:
 
 def _save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     """config.json and generation_config.json of a transformers model, as its save_pretrained has them."""
-    config = copy.deepcopy(getattr(model, "config", None))
+    config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
+    config = copy.deepcopy(config)
     said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
     for name, value in said.items():
         if hasattr(config, name):
@@ -301,9 +304,6 @@ def _save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
             ) from error
     for file in directory.rglob("*"):
         _sync(file)
-
-
-# --- how it is written -------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -325,28 +325,31 @@ class _Writer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def begin(self, action: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def write(self, path: Path, content: Iterable[bytes | memoryview]) -> None:
+        """Make a file, which is on the disk at the end. Raises OSError, and whatever `content` raises."""
+        file = self._do(_open(path))
+        last: Future[Any] | None = None
+        try:
+            for data in content:
+                if last is not None:
+                    last.result()
+                last = self._begin(file.write(data))
+            if last is not None:
+                last.result()
+            self._do(_flush(file))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._do(file.close())  # after the write that is under way: the file has a lock
+            raise
+        self._do(file.close())
+
+    def _begin(self, action: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Have the thread do it."""
         return asyncio.run_coroutine_threadsafe(action, self._loop)
 
-    def do(self, action: Coroutine[Any, Any, Any]) -> Any:
+    def _do(self, action: Coroutine[Any, Any, Any]) -> Any:
         """Have the thread do it, and wait."""
-        return self.begin(action).result()
-
-    @contextlib.contextmanager
-    def create(self, path: Path) -> Iterator[_File]:
-        """A new file, which is on the disk at the end. Raises OSError."""
-        content = self.do(_open(path))
-        try:
-            file = _File(self, content)
-            yield file
-            file.wait()
-            self.do(_flush(content))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self.do(content.close())  # after the write that is under way: the file has a lock
-            raise
-        self.do(content.close())
+        return self._begin(action).result()
 
     def _run(self) -> None:
         try:
@@ -362,33 +365,13 @@ class _Writer:
         await self._loop.shutdown_default_executor()
 
 
-class _File:
-    """A file under way."""
-
-    def __init__(self, writer: _Writer, content: Any) -> None:
-        self._writer = writer
-        self._content = content
-        self._last: Future[Any] | None = None
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Begin to write, once what came before is written. Raises OSError of that."""
-        self.wait()
-        self._last = self._writer.begin(self._content.write(data))
-
-    def wait(self) -> None:
-        """Until all is with the system."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-
 async def _open(path: Path) -> Any:
     return await aiofiles.open(path, "xb")
 
 
-async def _flush(content: Any) -> None:
-    await content.flush()
-    await asyncio.to_thread(os.fsync, content.fileno())
+async def _flush(file: Any) -> None:
+    await file.flush()
+    await asyncio.to_thread(os.fsync, file.fileno())
 
 
 def _target(path: str | os.PathLike[str]) -> Path:

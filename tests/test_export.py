@@ -231,7 +231,7 @@ class Odd(nn.Module):
         return self.weight.sum() * self.scale + self.turned.sum()
 
 
-@pytest.mark.parametrize("window", [1, 4, 1 << 20])
+@pytest.mark.parametrize("window", [4, 1 << 20])
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, None])
 def test_odd_tensors(
@@ -243,9 +243,9 @@ def test_odd_tensors(
         runtime.export(out, dtype=dtype)
         expected = seen(model, runtime)
         if dtype == "fp32":
-            values = masters(model, runtime) if optimizer else {k: v.float() for k, v in expected.items()}
+            values = masters(model, runtime) if optimizer else expected
             floating = ("weight", "scale", "nothing", "turned")
-            expected |= {name: values[name] for name in floating}
+            expected |= {name: values[name].float() for name in floating}
     expected["conjugate"] = expected["conjugate"].resolve_conj()
     found = read(out)
     assert differences(found, expected) == []
@@ -487,29 +487,28 @@ def nothing_left(out: Path) -> Iterator[None]:
     before = sorted(files(out.parent)), resources()
     yield
     assert (sorted(files(out.parent)), resources()) == before
-    assert files(out.parent / "swap") != [""]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"dtype": "bf16"}, "export dtype is 'bf16'"),
-        ({"dtype": None}, "export dtype is None"),
-        ({"shard": 0}, "shard size is zero"),
-        ({"shard": "0GiB"}, "shard size is zero"),
-        ({"shard": "4GB"}, "shard size '4GB'"),
-        ({"shard": -1}, "negative"),
-        ({"path": ""}, "path to export to"),
-        ({"path": None}, "path to export to"),
-        ({"path": "a\0b"}, "path to export to"),
-        ({"path": "/proc"}, "/proc is not empty"),
-    ],
-)
-def test_arguments_that_are_none(options: dict[str, Any], said: str, out: Path) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "bf16"}, "export dtype is 'bf16'"),
+    ({"dtype": None}, "export dtype is None"),
+    ({"shard": 0}, "shard size is zero"),
+    ({"shard": "0GiB"}, "shard size is zero"),
+    ({"shard": "4GB"}, "shard size '4GB'"),
+    ({"shard": -1}, "negative"),
+    ({"path": ""}, "path to export to"),
+    ({"path": None}, "path to export to"),
+    ({"path": "a\0b"}, "path to export to"),
+    ({"path": "/proc"}, "/proc is not empty"),
+]
+
+
+def test_arguments_that_are_none(out: Path) -> None:
     with paged(entry("custom").make(), out) as runtime, nothing_left(out):
-        with pytest.raises(ConfigError, match=said) as caught:
-            runtime.export(**({"path": out} | options))
-        assert caught.value.cure
+        for options, said in REFUSED:
+            with pytest.raises(ConfigError, match=said) as caught:
+                runtime.export(**({"path": out} | options))
+            assert caught.value.cure
 
 
 def test_a_target_that_exists(out: Path) -> None:
@@ -531,12 +530,11 @@ def test_a_target_that_exists(out: Path) -> None:
     ("name", "buffer", "said"),
     [
         ("fine", torch.zeros(2, dtype=torch.complex128), "fine is of torch.complex128"),
-        ("sparse", torch.eye(2).to_sparse(), "sparse is quantised or torch.sparse_coo"),
-        ("small", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "small is quantised"),
+        ("sparse", torch.eye(2).to_sparse(), "sparse is torch.sparse_coo"),
         ("__metadata__", torch.zeros(2), "called '__metadata__'"),
         ("half\ud800", torch.zeros(2), "which safetensors cannot store"),
     ],
-    ids=["complex128", "sparse", "quantised", "metadata", "surrogate"],
+    ids=["complex128", "sparse", "metadata", "surrogate"],
 )
 def test_tensors_that_safetensors_cannot_hold(name: str, buffer: torch.Tensor, said: str, out: Path) -> None:
     model = entry("custom").make()
@@ -577,7 +575,7 @@ def test_files_that_cannot_be_written(code: int, out: Path, monkeypatch: pytest.
             runtime.export(out.parent / "well", shard="8KiB")
         count = len(calls)
         assert count > len(files(out.parent / "well")) > 4
-        for failing in {1, 2, count - 2, count - 1, count}:
+        for failing in {1, 2, count - 2, count - 1, count} if code == errno.EIO else {2}:
             calls.clear()
 
             def fsync(descriptor: int, failing: int = failing) -> None:
@@ -608,6 +606,38 @@ def test_a_disk_that_is_full(out: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert caught.value.path == str(out / "model.safetensors")
         assert caught.value.errno == errno.ENOSPC
         del caught
+
+
+def test_every_write_is_asked_for_its_result(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one too, behind which nothing else is written."""
+    real = aiofiles.open
+    calls: list[int] = []
+    failing: list[int] = []
+
+    async def failing_open(path: Path, mode: str) -> Any:
+        file = await real(path, mode)
+        write = file.write
+
+        async def counted(data: Any) -> int:
+            calls.append(1)
+            if len(calls) in failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return await write(data)
+
+        file.write = counted
+        return file
+
+    monkeypatch.setattr(aiofiles, "open", failing_open)
+    with paged(entry("custom").make(), out) as runtime:
+        runtime.export(out.parent / "well")
+        for nth in (1, len(calls)):
+            failing[:] = [nth]
+            calls.clear()
+            with nothing_left(out):
+                with pytest.raises(StorageError) as caught:
+                    runtime.export(out)
+                assert caught.value.errno == errno.EIO
+                del caught
 
 
 def test_a_disk_that_is_full_for_real(out: Path) -> None:
