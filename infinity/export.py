@@ -46,12 +46,12 @@ from infinity.paging import Paging
 from infinity.parameter import PagedParameter, Place
 from infinity.states import StatePage, States
 from infinity.store import Store
-from infinity.weights import _DTYPES, _persistent
+from infinity.weights import DTYPES, persistent
 
 _WINDOW = 1 << 20
 """Elements of a part."""
 
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.uint16: "U16",
     torch.uint32: "U32",
     torch.uint64: "U64",
@@ -144,7 +144,7 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
         raise ConfigError("The shard size is zero.", 'Give the bytes of a file at most, such as "4GiB".')
     if dtype not in _EXPORTED:
         raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
-    target = _target(path)
+    target = check_destination(path)
     entries = _entries(source, as_masters=dtype == "fp32")
     files = _files(entries, limit)
     with _storing("export to", target), _published(target) as directory, _Writer() as writer:
@@ -162,7 +162,7 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
 def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
     """In the order of state_dict. Raises ConfigError for what safetensors cannot hold."""
     entries = []
-    for each in _persistent(source.model).values():
+    for each in persistent(source.model).values():
         name, tensor = each.names[0], each.tensor
         if isinstance(tensor, PagedParameter) and tensor._place.pager is source.paging:
             entry = _of_parameter(source, name, tensor._place, as_masters)
@@ -374,8 +374,9 @@ async def _flush(file: Any) -> None:
     await asyncio.to_thread(os.fsync, file.fileno())
 
 
-def _target(path: str | os.PathLike[str]) -> Path:
-    """The directory to make. Raises ConfigError where something is there already."""
+def check_destination(path: str | os.PathLike[str]) -> Path:
+    """The directory that an export to `path` would make. Raises ConfigError where something is there already,
+    StorageError where that cannot be seen."""
     cure = "Give a directory that does not exist yet, or an empty one."
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
         raise ConfigError(f"The path to export to is {path!r}.", cure)

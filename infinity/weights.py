@@ -20,7 +20,7 @@ from infinity.materialize import Fill, Registered, listed, materialize, register
 _INDEX = ".safetensors.index.json"
 _FILES = ".safetensors"
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -69,12 +69,12 @@ class Weights:
     def dtype(self, name: str) -> torch.dtype:
         """Raises ConfigError for a type that torch has not."""
         entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise ConfigError(
                 f"{name} in {entry.file} is of type {entry.dtype}, which cannot be loaded.",
-                f"Save it as one of {', '.join(_DTYPES)}.",
+                f"Save it as one of {', '.join(DTYPES)}.",
             )
-        return _DTYPES[entry.dtype]
+        return DTYPES[entry.dtype]
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, contiguous, on the CPU, over pages of the file that leave RAM with it: change a copy.
@@ -230,7 +230,7 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
 
     Raises ConfigError naming tensors that have no weight, or one of another shape or type.
     """
-    wanted = _persistent(model)
+    wanted = persistent(model)
     known = set(weights.names)
     found = max((_assign(wanted, known, rename) for rename in _renamings(model, wanted, known)), key=len)
     missing = [entry.names[0] for key, entry in wanted.items() if key not in found]
@@ -262,8 +262,8 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
     return Assignment(tuple(parameters), tuple(buffers), tuple(sorted(unexpected)))
 
 
-def _persistent(model: nn.Module) -> dict[int, Registered]:
-    """Parameters and persistent buffers, by id()."""
+def persistent(model: nn.Module) -> dict[int, Registered]:
+    """Parameters and persistent buffers, by id(), in the order of state_dict."""
     passing = {
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -21,7 +21,7 @@ from infinity.cli.job import Job, add_options, make_job
 from infinity.cli.progress import ProgressLine, format_seconds
 from infinity.config import format_size
 from infinity.errors import storage_error
-from infinity.export import _target as check_destination
+from infinity.export import check_destination
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.offload import carry_out
