@@ -21,11 +21,11 @@ from infinity.cli.job import Job, add_options, make_job
 from infinity.cli.progress import ProgressLine, format_seconds
 from infinity.config import format_size
 from infinity.errors import storage_error
-from infinity.export import check_destination
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.offload import carry_out
 from infinity.plan import Plan
+from infinity.publish import check_destination
 
 _HELD_OUT_SECONDS = 10.0
 _SAMPLE_SECONDS = 10.0

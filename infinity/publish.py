@@ -1,0 +1,165 @@
+"""A directory of files that is there whole or not at all, written by a thread of its own.
+
+[Note: two threads]
+The caller's thread makes the content: the runtime's lock, CUDA's current stream and inference mode are all a
+thread's own. Files are written by an event loop in a thread of its own, so that the caller may be inside of
+another loop. One piece is being written while the next is made, and no more are alive.
+
+[Note: all or nothing]
+Everything is written into a directory beside the target, synced, and renamed. An error or an interrupt before
+the end waits for what is being written, then removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import aiofiles  # type: ignore[import-untyped]
+
+from infinity.errors import ConfigError, StorageError, StorageFull, storage_error
+
+
+class Writer:
+    """Writes files in a thread of its own; see the note on threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="infinity-export")
+
+    def __enter__(self) -> Writer:
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, while the thread starts all the same
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def write(self, path: Path, content: Iterable[bytes | memoryview]) -> None:
+        """Make a file, which is on the disk at the end. Raises OSError, and whatever `content` raises."""
+        file = self._do(_open(path))
+        last: Future[Any] | None = None
+        try:
+            for data in content:
+                if last is not None:
+                    last.result()
+                last = self._begin(file.write(data))
+            if last is not None:
+                last.result()
+            self._do(_flush(file))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._do(file.close())  # after the write that is under way: the file has a lock
+            raise
+        self._do(file.close())
+
+    def _begin(self, action: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Have the thread do it."""
+        return asyncio.run_coroutine_threadsafe(action, self._loop)
+
+    def _do(self, action: Coroutine[Any, Any, Any]) -> Any:
+        """Have the thread do it, and wait."""
+        return self._begin(action).result()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._finish())
+        finally:
+            self._loop.close()
+
+    async def _finish(self) -> None:
+        """Also what nobody waited for: an interrupt may have ended the wait."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
+
+
+async def _open(path: Path) -> Any:
+    return await aiofiles.open(path, "xb")
+
+
+async def _flush(file: Any) -> None:
+    await file.flush()
+    await asyncio.to_thread(os.fsync, file.fileno())
+
+
+def check_destination(path: str | os.PathLike[str]) -> Path:
+    """The directory that an export to `path` would make. Raises ConfigError where something is there already,
+    StorageError where that cannot be seen."""
+    cure = "Give a directory that does not exist yet, or an empty one."
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
+        raise ConfigError(f"The path to export to is {path!r}.", cure)
+    target = Path(os.path.realpath(path))
+    with storing("look at", target):
+        if target.is_dir():
+            if any(target.iterdir()):
+                raise ConfigError(f"{target} is not empty.", cure)
+            if target.is_mount():  # nothing can be renamed to it
+                raise ConfigError(f"{target} is where a file system is mounted.", "Give a directory in it.")
+        elif target.exists():
+            raise ConfigError(f"{target} is no directory.", cure)
+    return target
+
+
+@contextlib.contextmanager
+def published(target: Path) -> Iterator[Path]:
+    """A directory that becomes `target` at the end, and is gone after an error; see the note."""
+    made = [each for each in target.parents if not each.exists()]
+    directory = target.parent / f".infinity-export-{secrets.token_hex(8)}"
+    identity: os.stat_result | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir()
+        identity = directory.stat()
+        yield directory
+        sync(directory)
+        directory.rename(target)
+        for each in (target, *made):
+            sync(each.parent)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if identity is not None and os.path.samestat(identity, target.stat()):
+                shutil.rmtree(target)
+        for each in made:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or a directory's names, last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def storing(operation: str, path: Path) -> Iterator[None]:
+    """Turns what the system raises into StorageError; errors that are ours already pass."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        found = storage_error(operation, str(path), None, error.errno or errno.EIO)
+        if isinstance(found, StorageFull):
+            cure = "Free space on that file system, or export to another one."
+            found = StorageFull(found.cause, cure, path=found.path, errno=found.errno)
+        raise found from error
