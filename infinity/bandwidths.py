@@ -17,9 +17,12 @@ import torch
 from infinity.predict import Bandwidths
 from infinity.profile import disk_speed, link_speed, stream_speed
 
-_DISK_BYTES = 32 << 20
-_DISK_SECONDS = 0.3
+_DISK_BYTES = 128 << 20
+"""Of all paths together; on a virtual disk, 32 MiB went at the speed of a burst."""
+_DISK_SECONDS = 0.6
 """Of all three probes of all paths together, about; the file is written once before them."""
+_DISK_EXPIRES = 300.0
+"""Seconds that a disk's figures are good for: others use it too, and clouds ration it."""
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
 _MATMUL_SECONDS = 0.2
@@ -32,21 +35,28 @@ def cache_path() -> Path:
 
 
 def measure_bandwidths(
-    nvme: Mapping[str, int], device: torch.device, compute_dtype: torch.dtype
+    nvme: Mapping[str, int],
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    *,
+    clock: Callable[[], float] = time.time,
 ) -> Bandwidths:
     """Bandwidths for these directories (bytes that may be used in each), this device and this dtype.
 
-    What the cache does not know is probed, in about 1.5 s altogether, and added to it; remove the file to
-    measure again. Raises StorageError for a directory that cannot be written.
+    What the cache does not know is probed, in about 1.5 s altogether, and added to it: a disk's figures for
+    five minutes of `clock` (seconds), others until the file is removed. Raises StorageError for a directory
+    that cannot be written.
     """
-    figures = _Cache()
+    figures = _Cache(clock)
     disks = [
-        figures.get(f"disk {path}", functools.partial(_disk, path, limit, len(nvme)))
+        figures.get(f"disk {path}", functools.partial(_disk, path, limit, len(nvme)), expires=_DISK_EXPIRES)
         for path, limit in nvme.items()
     ]
     total = {key: sum(disk[key] for disk in disks) if disks else None for key in ("read", "write", "mixed")}
     host = figures.get("stream", lambda: {"rate": stream_speed(repeats=2)})
     where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        where += f" {torch.get_num_threads()} threads"
     flops = figures.get(f"flops {where} {compute_dtype}", lambda: {"rate": _flops(device, compute_dtype)})
     link = None
     if device.type == "cuda":
@@ -65,7 +75,8 @@ def measure_bandwidths(
 class _Cache:
     """The file of figures of this host. One that cannot be read or written costs a probe, not an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._path = cache_path()
         self._changed = False
         self._figures: dict[str, dict[str, float]] = {}
@@ -74,12 +85,16 @@ class _Cache:
             entries = found.items() if isinstance(found, dict) else ()
             self._figures = {key: figures for key, figures in entries if _is_figures(figures)}
 
-    def get(self, what: str, probe: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def get(
+        self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
+    ) -> dict[str, float]:
+        """The figures of `what`, probed if there are none or they are `expires` seconds old."""
         key = f"{platform.node()} {what}"  # home directories are shared between machines
-        if key not in self._figures:
-            self._figures[key] = probe()
+        found, now = self._figures.get(key), self._clock()
+        if found is None or (expires is not None and not 0 <= now - found.get("at", 0.0) < expires):
+            found = self._figures[key] = {**probe(), "at": now}
             self._changed = True
-        return self._figures[key]
+        return found
 
     def save(self) -> None:
         if not self._changed:
@@ -96,7 +111,7 @@ def _is_figures(found: Any) -> bool:
 
 
 def _disk(path: str, limit: int, paths: int) -> dict[str, float]:
-    nbytes = min(limit, _DISK_BYTES) // 4096 * 4096
+    nbytes = min(limit, _DISK_BYTES // paths) // 4096 * 4096
     speed = disk_speed(path, nbytes=max(4096, nbytes), seconds=_DISK_SECONDS / 3 / paths)
     return {"read": speed.read, "write": speed.write, "mixed": speed.mixed}
 

@@ -306,6 +306,28 @@ def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     assert fast_probes[4:] == ["torch.float32"]
 
 
+def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
+    def measure(now: float) -> None:
+        measure_bandwidths({"/a": 4096}, CPU, torch.bfloat16, clock=lambda: now)
+
+    measure(1000.0)
+    measure(1299.0)
+    assert fast_probes == ["/a", "stream", "torch.bfloat16"]
+    measure(1300.0)
+    assert fast_probes[3:] == ["/a"]
+    measure(1599.0)
+    assert fast_probes[4:] == []
+    measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
+    assert fast_probes[4:] == ["/a"]
+
+
+def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatch) -> None:
+    measure_bandwidths({}, CPU, torch.bfloat16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    measure_bandwidths({}, CPU, torch.bfloat16)
+    assert fast_probes == ["stream", "torch.bfloat16", "torch.bfloat16"]
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', "\\x00"])
 def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
     cache_path().parent.mkdir(parents=True)
