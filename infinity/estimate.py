@@ -13,10 +13,10 @@ from torch._subclasses import fake_tensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.config import Precision
+from infinity.operators import Operations
 
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException,
@@ -34,8 +34,8 @@ class StepEstimate:
     """Bytes of all that operations allocated, at the peak; without parameters, inputs and buffers.
 
     A parameter's gradient counts until it is complete: then it goes to its page."""
-    flops: int
-    """Floating-point operations of matrix products, convolutions and attention."""
+    operations: Operations
+    """All operations on tensors, views included."""
 
 
 def estimate_step(
@@ -54,20 +54,20 @@ def estimate_step(
     """
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    count, flops = _LiveBytes(), FlopCounterMode(display=False)
+    watch = _Watch()
     with mode, torch.random.fork_rng(devices=[]):
         state = dict(_fake_state(model, precision, device))
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda each: _fake_input(each, precision, device), (args, kwargs)
         )
         try:
-            with torch.set_grad_enabled(train), count, flops:
+            with torch.set_grad_enabled(train), watch:
                 output = functional_call(model, state, args, kwargs)
                 if train:
                     _backward(output)
         except _UNKNOWABLE:
             return None
-    return StepEstimate(activations=count.peak, flops=flops.get_total_flops())
+    return StepEstimate(activations=watch.peak, operations=watch.operations)
 
 
 def _fake_state(
@@ -107,19 +107,21 @@ def _backward(output: Any) -> None:
         torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made and that still live: now, and at the most."""
+class _Watch(TorchDispatchMode):
+    """Operations, and bytes of the storages that they made and that still live: now, and at the most."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
+        self.operations = Operations()
         self._seen = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
             self._seen[storage] = None  # not made here, or counted before
         result = func(*args, **(kwargs or {}))
+        self.operations.record(func, args, kwargs or {}, result)
         for storage in _storages(result):
             if storage not in self._seen:
                 self._seen[storage] = None

@@ -321,7 +321,7 @@ def plan(
     if estimate is None:
         return draft()
     speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
-    return draft(activations=estimate.activations, flops=estimate.flops, speeds=speeds)
+    return draft(activations=estimate.activations, flops=estimate.operations.flops, speeds=speeds)
 
 
 def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:

@@ -1,0 +1,294 @@
+"""What a step's operations take: each distinct one is recorded without data, and timed alone with data.
+
+A rate of matrix products says little of a step: small products, norms, attention and element-wise work take
+much of it. So every distinct operation (operator, shapes, strides, dtypes) is run on the device of the step.
+What is too large to be run alone, must not be run alone, or comes after the time limit, is estimated by a
+roofline (Williams, Waterman, Patterson 2009) at the rates of those that were timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from infinity import machine
+from infinity.config import round_up
+
+TIME_LIMIT = 2.0
+"""Seconds that `seconds_of` spends on running operations, their operands included."""
+
+MOST_BYTES = 1 << 30
+"""Memory that running operations takes at the most, or a quarter of what is free where that is less: what
+operands are made of, and results."""
+
+_COLD_BYTES = 64 << 20
+"""Operands and results change from run to run over so much memory: no cache has those of a step ready."""
+
+_LONG_RUN = 0.02
+"""Seconds of runs after which an operation is known well enough."""
+
+_MOST_RUNS = 60
+_BATCHES = 3
+"""Of runs; the median counts, so that one during which others had the processor does not."""
+
+_PATTERN = 1 << 16
+_ALIGNMENT = 64
+
+_INDEXING = ("embedding", "nll_loss", "gather", "scatter", "index")
+_ATTENTION = ("_scaled_dot_product", "_efficient_attention", "_flash_attention")
+"""By the starts of their names, operators that take any integers for zeros. Others may read theirs as pivots
+or as a workspace that another operation has filled, and end the process where that is not so."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """All of a tensor but its data; the stride is in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """What a dense tensor is like. Raises RuntimeError for a sparse one."""
+        return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    @property
+    def elements(self) -> int:
+        """Of the memory that it spans."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that it spans."""
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def is_integral(self) -> bool:
+        """Whether its elements could be indices. Those of a mask could not."""
+        return not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator with what it is called with. Equal ones take equally long."""
+
+    operator: torch._ops.OpOverload
+    leaves: tuple[Any, ...]
+    """Of the arguments' tree, in its order; TensorSpecs in place of tensors."""
+    tree: pytree.TreeSpec = field(compare=False)
+    flops: int = field(compare=False)
+    """Floating-point operations of matrix products, convolutions and attention."""
+    result_bytes: int = field(compare=False)
+    """0 for a view."""
+
+    @staticmethod
+    def of(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Operation:
+        """The operation that this call was; its tensors may be fake."""
+        leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+        count = flop_registry.get(operator.overloadpacket)
+        results = (each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor))
+        return Operation(
+            operator,
+            tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+            tree,
+            count(*args, **kwargs, out_val=result) if count else 0,
+            0 if operator.is_view else sum(TensorSpec.of(each).nbytes for each in results),
+        )
+
+    @property
+    def operands(self) -> tuple[TensorSpec, ...]:
+        """The tensors among the arguments."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+    @property
+    def nbytes(self) -> int:
+        """Of operands and results; 0 for a view, which touches neither."""
+        return 0 if self.operator.is_view else sum(each.nbytes for each in self.operands) + self.result_bytes
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether it can be run on made-up operands without harm.
+
+        Only torch's own operators: another's may wait for other ranks or keep what they are given.
+        """
+        if self.operator.namespace != "aten":
+            return False
+        takes_any = self.operator._schema.name.removeprefix("aten::").startswith(_INDEXING + _ATTENTION)
+        return takes_any or not any(each.is_integral for each in self.operands)
+
+    def arguments(self, memory: Memory) -> tuple[Any, Any]:
+        """Positional and keyword arguments with real tensors."""
+        leaves = [memory.tensor(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        return args, kwargs
+
+
+class Memory:
+    """Bytes that operands are made of, one after the other and from the start again."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.device = device
+        generator = torch.Generator("cpu")
+        generator.manual_seed(0)
+        # As bfloat16 these are random in [0.01, 0.11); read as any other floating dtype they are normal too.
+        some = torch.rand(_PATTERN, generator=generator, dtype=torch.float32, device="cpu")
+        some = some.mul_(0.1).add_(0.01).to(device=device, dtype=torch.bfloat16)
+        self._pattern = some.view(torch.uint8)
+        self.nbytes = round_up(nbytes, self._pattern.numel())
+        self._floating = self._pattern.repeat(self.nbytes // self._pattern.numel())
+        self._others = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self._next = 0
+        self._first: int | None = 0
+        """Of the bytes handed out since `renew`; None once they have reached the end."""
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """A tensor of random floating elements, or of zeros. Apart from those since the last `nbytes`."""
+        if self._next + spec.nbytes > self.nbytes:
+            self._next, self._first = 0, None
+        floating = spec.dtype.is_floating_point or spec.dtype.is_complex
+        source = self._floating if floating else self._others
+        memory = source[self._next : self._next + spec.nbytes]
+        self._next += round_up(spec.nbytes, _ALIGNMENT)
+        here = memory.view(spec.dtype).as_strided(spec.shape, spec.stride)
+        return here if spec.device == self.device else here.to(spec.device)
+
+    def renew(self, *, written: bool) -> None:
+        """The next operation is to find random numbers and zeros again, where the last one has written."""
+        if written:
+            every = self._pattern.numel()
+            start = 0 if self._first is None else self._first // every
+            end = None if self._first is None else -(-self._next // every)
+            self._floating.view(-1, every)[start:end] = self._pattern
+            self._others.view(-1, every)[start:end] = 0
+        self._first = self._next
+
+
+class Operations(Counter[Operation]):
+    """How often a step has every distinct operation."""
+
+    def record(self, operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count one call. What only asks for properties of a tensor is no operation."""
+        if operator.namespace != "prim":
+            self[Operation.of(operator, args, kwargs, result)] += 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all of them."""
+        return sum(operation.flops * count for operation, count in self.items())
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What bounds an operation that nobody timed."""
+
+    flops: float
+    """Floating-point operations per second."""
+    bytes: float
+    """Per second, of operands and results."""
+
+    def seconds(self, operation: Operation) -> float:
+        """Of one run."""
+        return max(operation.flops / self.flops, operation.nbytes / self.bytes)
+
+    def learned(self, timed: Mapping[Operation, float], counts: Mapping[Operation, int]) -> Roofline:
+        """The same with rates from seconds that were measured, where there are any."""
+        products = [each for each in timed if each.flops]
+        others = [each for each in timed if each.nbytes and not each.flops]
+
+        def rate(amounts: list[tuple[int, Operation]], default: float) -> float:
+            took = sum(timed[each] * counts[each] for _, each in amounts)
+            return sum(amount * counts[each] for amount, each in amounts) / took if took else default
+
+        return Roofline(
+            flops=rate([(each.flops, each) for each in products], self.flops),
+            bytes=rate([(each.nbytes, each) for each in others], self.bytes),
+        )
+
+
+def seconds_of(
+    operations: Operations, roofline: Roofline, device: torch.device, *, limit: float = TIME_LIMIT
+) -> float:
+    """Seconds that all operations take one after the other on `device`.
+
+    roofline: tells which to time first, and estimates the rest as far as the timed ones do not tell better.
+    limit: seconds for all runs; the one that exceeds it is finished. Random number generators, gradients
+    and dtypes of the caller stay as they are.
+    """
+    order = sorted(operations, key=lambda each: -roofline.seconds(each) * operations[each])
+    room = _room(device)
+    order = [each for each in order if each.runs_alone and each.nbytes <= room // 6]
+    timed: dict[Operation, float] = {}
+    end = time.perf_counter() + limit
+    with _isolated(device):
+        cold = min(_COLD_BYTES, room // 6)
+        memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
+        for operation in order:
+            if time.perf_counter() >= end:
+                break
+            # Made-up operands are not good enough for every operator, and a device's memory may be short.
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+                timed[operation] = _time(operation, memory)
+            memory.renew(written=operation.operator._schema.is_mutable)
+    learned = roofline.learned(timed, operations)
+    return sum(
+        count * (timed[operation] if operation in timed else learned.seconds(operation))
+        for operation, count in operations.items()
+    )
+
+
+@contextlib.contextmanager
+def _isolated(device: torch.device) -> Iterator[None]:
+    """Inside, running an operation leaves no trace in the caller's state, and none of it gets in."""
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        inside.enter_context(torch.no_grad())
+        inside.enter_context(torch._C._DisableAutocast())
+        if device.type == "cuda":
+            inside.enter_context(torch.cuda.device(device))
+        yield
+
+
+def _time(operation: Operation, memory: Memory) -> float:
+    """Seconds of one run among others of its kind on other operands, warm."""
+    most = min(_COLD_BYTES, memory.nbytes // 2)
+    kept: deque[Any] = deque(maxlen=max(1, most // max(1, operation.result_bytes)))
+
+    def run(times: int) -> float:
+        arguments = [operation.arguments(memory) for _ in range(times)]
+        _finish(memory.device)
+        start = time.perf_counter()
+        for args, kwargs in arguments:
+            kept.append(operation.operator(*args, **kwargs))
+        _finish(memory.device)
+        return time.perf_counter() - start
+
+    run(1)
+    once = run(1)
+    if once >= _LONG_RUN:
+        return min(once, run(1))
+    times = max(1, min(_MOST_RUNS, int(_LONG_RUN / max(once, 1e-9))) // _BATCHES)
+    run(min(times * _BATCHES, kept.maxlen or 1))  # results find used memory, as in a second step
+    return statistics.median(run(times) / times for _ in range(_BATCHES))
+
+
+def _room(device: torch.device) -> int:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory().usable
+    return min(MOST_BYTES, free // 4)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
