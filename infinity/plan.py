@@ -16,6 +16,7 @@ from infinity.config import Budget, Precision, format_size, round_up
 from infinity.errors import ConfigError
 from infinity.estimate import estimate_step
 from infinity.layout import ModelLayout, build
+from infinity.operators import Roofline, seconds_of
 from infinity.placement import Homes, Kind, Room, Search
 from infinity.predict import Bandwidths, Prediction, Traffic, predict, traffic
 from infinity.reserve import Reserve
@@ -75,7 +76,11 @@ class Plan:
     """Bytes at the peak of a step, parameters and gradients excluded; None: unknown."""
     reserved: int
     """Bytes of the computing tier's budget that are left to activations and buffers."""
-    prediction: Prediction | None
+    prediction: Prediction | None = None
+    """Of a step of one micro-batch; None: unknown."""
+    speeds: Bandwidths | None = None
+    compute: float | None = None
+    """Seconds that the operations of one forward and backward take; None: unknown."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
@@ -131,7 +136,22 @@ class Plan:
             )
             for unit in self.layout.units
         ]
-        return traffic(self.homes, self._pages, trained, unified=self.unified)
+        return traffic(
+            self.homes,
+            self._pages,
+            trained,
+            unified=self.unified,
+            computes_in_ram=self.device.type == "cpu",
+        )
+
+    def predict(self, micro_batches: int = 1) -> Prediction | None:
+        """What a step of so many forwards and backwards of the example inputs should take.
+
+        None where the plan was made without them, or their computation depends on data.
+        """
+        if self.speeds is None or self.compute is None:
+            return None
+        return predict(self.traffic, self.speeds, self.compute, micro_batches)
 
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dict per tier with its name and bytes. `activations` is None where unknown."""
@@ -223,14 +243,15 @@ def make_plan(
     available: Available,
     speeds: Bandwidths | None = None,
     activations: int | None = None,
-    flops: int | None = None,
+    compute: float | None = None,
 ) -> Plan:
     """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
 
     available: what stands in for a budget that is None. activations: bytes at the peak of a step; they count
     against the tier that computes; where they are unknown, a CUDA device keeps a quarter free for them.
-    flops: of forward and backward; with `speeds` they give the prediction. Raises BudgetError where a budget
-    is too small (`needed`: the smallest that would do), and ConfigError as `infinity.units.survey` does.
+    compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
+    Raises BudgetError where a budget is too small (`needed`: the smallest that would do), and ConfigError as
+    `infinity.units.survey` does.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
@@ -273,11 +294,10 @@ def make_plan(
         smallest=smallest,
         activations=activations,
         reserved=reserve.within(budgets[computes_in]),
-        prediction=None,
+        speeds=speeds,
+        compute=compute,
     )
-    if speeds is None or flops is None:
-        return made
-    return replace(made, prediction=predict(made.traffic, speeds, flops))
+    return replace(made, prediction=made.predict())
 
 
 def plan(
@@ -293,8 +313,9 @@ def plan(
 
     model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
-    knows activations and predicts seconds per step, for which bandwidths are probed once per directory and
-    device (1.5 s) and kept in the cache directory. device: default "cuda" where there is one, else "cpu".
+    knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
+    most), and bandwidths are probed and kept in the cache directory (1.5 s; those of a disk soon expire).
+    device: default "cuda" where there is one, else "cpu".
 
     Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
     for a directory that cannot be probed.
@@ -321,7 +342,9 @@ def plan(
     if estimate is None:
         return draft()
     speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
-    return draft(activations=estimate.activations, flops=estimate.operations.flops, speeds=speeds)
+    roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
+    compute = seconds_of(estimate.operations, roofline, target)
+    return draft(activations=estimate.activations, compute=compute, speeds=speeds)
 
 
 def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:

@@ -1,10 +1,11 @@
-"""How long a step should take: bytes over every edge against what each edge can do. Pure arithmetic."""
+"""How long a step should take: phase by phase, what every resource has to do at its rate. Pure arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from infinity.errors import ConfigError
 from infinity.placement import Homes, Kind
 from infinity.telemetry import Edge, Stats
 from infinity.tiers import Tier
@@ -50,75 +51,142 @@ class Prediction:
         return Prediction(step.seconds, max(parts, key=parts.__getitem__), **parts, measured=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Bytes that one part of a step moves. The parts follow one another; what is in one runs at once."""
+
+    disk_read: int = 0
+    disk_write: int = 0
+    to_device: int = 0
+    to_host: int = 0
+    host: int = 0
+    """Read and written by the update's threads, or by what accumulates gradients."""
+
+    def __add__(self, other: Phase) -> Phase:
+        return Phase(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES})
+
+    def __mul__(self, times: int) -> Phase:
+        return Phase(**{each.name: getattr(self, each.name) * times for each in _EDGES})
+
+
+_EDGES = fields(Phase)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes that one step of training (or one forward, without gradients) moves over every edge."""
 
-    disk_read: int
-    disk_write: int
-    to_device: int
-    to_host: int
-    update: int
-    """Read and written by the update's threads."""
+    compute: Phase
+    """Forward and backward, of the first micro-batch."""
+    accumulation: Phase = Phase()
+    """What every further micro-batch moves beyond the first: gradients are read to be added to."""
+    update: Phase = Phase()
+
+    def computing(self, micro_batches: int) -> Phase:
+        """Forward and backward of all micro-batches of a step."""
+        return self.compute * micro_batches + self.accumulation * (micro_batches - 1)
+
+    @property
+    def disk_read(self) -> int:
+        """Of a step of one micro-batch."""
+        return self.compute.disk_read + self.update.disk_read
+
+    @property
+    def disk_write(self) -> int:
+        """Of a step of one micro-batch."""
+        return self.compute.disk_write + self.update.disk_write
 
 
 def traffic(
-    homes: Homes, pages: Mapping[Kind, Sequence[int]], trained: Sequence[int], *, unified: bool
+    homes: Homes,
+    pages: Mapping[Kind, Sequence[int]],
+    trained: Sequence[int],
+    *,
+    unified: bool,
+    computes_in_ram: bool,
 ) -> Traffic:
     """What follows from where pages rest.
 
-    pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated. A
-    parameter page that is not at home where it is used comes up for forward and for backward, and its
-    trained part goes through the update; gradients are written once and read once; states are read
-    and written.
+    pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
+    computes_in_ram: the device is the CPU, though it may have a budget of its own. A parameter page that is
+    not at home where it is used comes up for forward and for backward, and its trained part goes through
+    the update; gradients are written once and read once; states are read and written.
     """
     training = any(pages[Kind.GRADIENT])
-    read = write = up = down = update = 0
+    compute = accumulation = update = Phase()
     for unit, home in enumerate(homes):
         parameter, gradient, states = (pages[kind][unit] for kind in Kind)
-        uses = (1 + training) * parameter
+        sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
+        for kind, nbytes in sizes.items():
+            written = 0 if kind is Kind.GRADIENT else nbytes
+            if home[kind] is Tier.NVME:
+                update += Phase(disk_read=nbytes, disk_write=written)
+            elif home[kind] is Tier.DEVICE and not unified:
+                update += Phase(to_host=nbytes, to_device=written)
+        if not unified and home[Kind.PARAMETER] is not Tier.DEVICE:
+            compute += Phase(to_device=(1 + training) * parameter)
         if home[Kind.PARAMETER] is Tier.NVME:
-            read += uses + trained[unit]
-            write += trained[unit]
-        if not unified:
-            # New parameters are made on the host; gradients are made on the device.
-            at_home = home[Kind.PARAMETER] is Tier.DEVICE
-            up += trained[unit] if at_home else uses
-            down += trained[unit] if at_home else 0
-            down += gradient
-            if home[Kind.OPTIMIZER] is Tier.DEVICE:
-                up += states
-                down += states
+            compute += Phase(disk_read=(1 + training) * parameter)
         if home[Kind.GRADIENT] is Tier.NVME:
-            read += gradient
-            write += gradient
-        if home[Kind.OPTIMIZER] is Tier.NVME:
-            read += states
-            write += states
-        update += 2 * trained[unit] + gradient + 2 * states
-    return Traffic(read, write, up, down, update)
+            compute += Phase(disk_write=gradient)
+            accumulation += Phase(disk_read=gradient)
+        elif home[Kind.GRADIENT] is Tier.DEVICE and not unified:
+            compute += Phase(to_device=gradient)
+            accumulation += Phase(to_host=gradient)
+        # A fresh gradient is in its parameter's dtype. It is read, stored, and read again for the norm.
+        fresh = trained[unit] if gradient else 0
+        compute += Phase(host=fresh + 2 * gradient, to_host=0 if computes_in_ram else fresh)
+        accumulation += Phase(host=gradient)
+        update += Phase(host=2 * trained[unit] + gradient + 2 * states)
+    return Traffic(compute=compute, accumulation=accumulation, update=update)
 
 
-def predict(moved: Traffic, speeds: Bandwidths, flops: int) -> Prediction:
-    """The step's seconds: the busiest resource's, as all others run beside it.
+def predict(moved: Traffic, speeds: Bandwidths, operations: float, micro_batches: int = 1) -> Prediction:
+    """The step's seconds: forward and backward, then the update, each as long as its busiest resource is.
 
-    flops: floating-point operations of forward and backward. Without a link (on the CPU) compute and update
-    share the CPU and add up. Disk time takes as many bytes as can at the mixed rate, the rest at its own.
+    operations: seconds that those of one forward and backward take. Without a link (on the CPU)
+    compute, update and copies share the CPU and add up. Disk time takes as many bytes as can at the mixed
+    rate, the rest at its own. The step is limited by the resource that its seconds are spent on most. Raises
+    ConfigError for a step without micro-batches.
     """
-    compute = flops / speeds.flops
-    update = moved.update / speeds.host_stream
-    disk = _disk_seconds(moved, speeds)
-    link = max(moved.to_device, moved.to_host) / speeds.link if speeds.link else 0.0
-    busy = {"compute": compute, "update": update, "disk": disk, "link": link}
-    limited_by = max(busy, key=lambda name: busy[name])
-    seconds = busy[limited_by]
-    if speeds.link is None:
-        seconds = max(compute + update, disk)
-        limited_by = "disk" if seconds == disk else "compute" if compute >= update else "update"
-    return Prediction(seconds, limited_by, compute=compute, disk=disk, update=update, link=link)
+    if micro_batches < 1:
+        raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
+    forward_backward = moved.computing(micro_batches)
+    busy = _busy(forward_backward, speeds)
+    # Accumulating takes the trainer's time: it waits for each gradient.
+    busy["compute"] = micro_batches * operations + busy.pop("update")
+    phases = [busy, _busy(moved.update, speeds)]
+    spent = dict.fromkeys(_RESOURCES, 0.0)
+    for phase in phases:
+        for resource, seconds in _spent(phase, together=speeds.link is not None).items():
+            spent[resource] += seconds
+    compute, disk, update, link = (sum(phase.get(each, 0.0) for phase in phases) for each in _RESOURCES)
+    limited_by = max(spent, key=spent.__getitem__)
+    return Prediction(sum(spent.values()), limited_by, compute=compute, disk=disk, update=update, link=link)
 
 
-def _disk_seconds(moved: Traffic, speeds: Bandwidths) -> float:
+_RESOURCES = ("compute", "disk", "update", "link")
+
+
+def _busy(phase: Phase, speeds: Bandwidths) -> dict[str, float]:
+    """Seconds of every resource but compute."""
+    if speeds.link is None:  # a copy in RAM reads and writes
+        link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
+    else:
+        link = max(phase.to_device, phase.to_host) / speeds.link
+    return {"disk": _disk_seconds(phase, speeds), "update": phase.host / speeds.host_stream, "link": link}
+
+
+def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
+    """A phase's seconds, by what they are spent on. together: all resources run beside one another."""
+    longest = max(busy, key=lambda each: busy[each])
+    on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}
+    if together or busy["disk"] >= sum(on_cpu.values()):
+        return {longest: busy[longest]}
+    return on_cpu
+
+
+def _disk_seconds(moved: Phase, speeds: Bandwidths) -> float:
     if speeds.disk_read is None or speeds.disk_write is None or speeds.disk_mixed is None:
         return 0.0
     both = min(moved.disk_read, moved.disk_write)
