@@ -1,0 +1,153 @@
+"""Documents say what is there: the files that they name, and which way the package's imports run."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+PATH = re.compile(r"(?<![\w./-])(?:infinity|csrc|tests|docs|benchmarks|examples|\.ci)/[\w./*-]*")
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+FILE = re.compile(r"`([\w.*-]+\.(?:py|pyi|cpp|hpp|inl|md|toml|yaml|svg)|CMakeLists\.txt|LICENSE|NOTICE)`")
+
+
+def module_of(file: Path) -> str:
+    """Its dotted name."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted((ROOT / "infinity").rglob("*.py"))
+MODULES = {module_of(file): file.relative_to(ROOT).as_posix() for file in FILES}
+NATIVE = {module_of(file) for file in (ROOT / "infinity").rglob("*.pyi")}
+
+
+def table() -> list[str]:
+    """The package's files in the order of the architecture's tables, the topmost first."""
+    return re.findall(r"^\| `(infinity/[\w./]+\.py)` \|", ARCHITECTURE.read_text(), re.MULTILINE)
+
+
+def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import below `node` that runs, also those inside of functions: not those for types only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in child.orelse:
+                yield from imports(ast.Module([other], []))
+        elif isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        else:
+            yield from imports(child)
+
+
+def imported(statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """The package's own modules that a statement names."""
+    if isinstance(statement, ast.Import):
+        names = [alias.name for alias in statement.names]
+    else:
+        assert statement.level == 0, "the package writes its imports in full"
+        whole = [f"{statement.module}.{alias.name}" for alias in statement.names]
+        names = [name if name in MODULES or name in NATIVE else str(statement.module) for name in whole]
+    for name in names:
+        if name.split(".")[0] == "infinity" and name not in NATIVE:
+            assert name in MODULES, name
+            yield name
+
+
+def graph() -> dict[str, set[str]]:
+    """File -> the files that it imports."""
+    return {
+        MODULES[module_of(file)]: {
+            MODULES[name]
+            for statement in imports(ast.parse(file.read_text(), str(file)))
+            for name in imported(statement)
+        }
+        for file in FILES
+    }
+
+
+def paths(text: str) -> set[str]:
+    """Whatever reads as a path from the root of the repository."""
+    return {found.rstrip(".") for found in PATH.findall(text)}
+
+
+def test_the_architecture_names_every_file_of_the_package_exactly_once() -> None:
+    assert sorted(table()) == sorted(MODULES.values())
+
+
+def test_every_file_of_the_package_has_a_noun() -> None:
+    rows = re.findall(r"^\| `infinity/[\w./]+\.py` \| *(.*?) *\|$", ARCHITECTURE.read_text(), re.MULTILINE)
+    assert len(rows) == len(MODULES)
+    assert all(rows) and len(set(rows)) == len(rows), "two files with one noun, or a file without"
+
+
+def test_every_native_module_is_named() -> None:
+    text = ARCHITECTURE.read_text()
+    stubs = {file.relative_to(ROOT).as_posix() for file in (ROOT / "infinity").rglob("*.pyi")}
+    cores = {f"csrc/{folder.name}/" for folder in (ROOT / "csrc").iterdir() if folder.is_dir()}
+    assert stubs | cores <= paths(text)
+
+
+def test_imports_have_no_circle() -> None:
+    TopologicalSorter(graph()).prepare()  # raises CycleError, which names the circle
+
+
+def test_every_file_imports_only_files_below_it() -> None:
+    place = {name: number for number, name in enumerate(table())}
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if place[other] <= place[name]
+    ]
+    assert upwards == []
+
+
+def test_the_graph_of_imports_sees_what_it_must() -> None:
+    edges = graph()
+    assert "infinity/tiers/pool.py" in edges["infinity/tiers/tier.py"], "from a.b.c import name"
+    assert "infinity/__init__.py" in edges["infinity/cli/plan.py"], "from a import name"
+    assert "infinity/cli/train.py" in edges["infinity/cli/__init__.py"], "from a.b import module as module"
+    assert "infinity/cpu_adam/__init__.py" in edges["infinity/update.py"], "from a import package"
+
+
+def test_the_graph_leaves_out_imports_for_types_only() -> None:
+    code = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    from c import d\n"
+    assert [ast.unparse(each) for each in imports(ast.parse(code))] == ["import b", "from c import d"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda each: each.name)
+def test_every_path_that_a_document_names_exists(document: Path) -> None:
+    text = document.read_text()
+    assert [name for name in sorted(paths(text)) if not list(ROOT.glob(name.rstrip("/")))] == []
+    links = LINK.findall(text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda each: each.name)
+def test_every_file_that_a_document_names_by_itself_exists(document: Path) -> None:
+    def there(name: str) -> bool:
+        folders = ("infinity", "csrc", "tests", "docs", "benchmarks", "examples")
+        return any(ROOT.glob(name)) or any(any((ROOT / folder).rglob(name)) for folder in folders)
+
+    assert [name for name in FILE.findall(document.read_text()) if not there(name)] == []
+
+
+def test_notes_that_are_cited_exist() -> None:
+    """`[Note: x] in path`, in any document or source file, is written in that file."""
+    cite = re.compile(r"\[Note: ([^\]]+)\] in `?([\w./]+)`?")
+    sources = [*FILES, *(ROOT / "csrc").rglob("*.*"), *DOCUMENTS]
+    cited = {found for file in sources for found in cite.findall(file.read_text())}
+    assert cited, "the architecture cites notes"
+
+    def written(note: str, path: str) -> bool:
+        target = ROOT / path
+        files = [target] if target.is_file() else list(target.rglob("*.*"))
+        return any(f"[Note: {note}]" in file.read_text() for file in files)
+
+    assert [each for each in sorted(cited) if not written(each[0], each[1].rstrip("."))] == []
