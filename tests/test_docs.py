@@ -2,6 +2,7 @@
 
 import ast
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -151,3 +152,14 @@ def test_notes_that_are_cited_exist() -> None:
         return any(f"[Note: {note}]" in file.read_text() for file in files)
 
     assert [each for each in sorted(cited) if not written(each[0], each[1].rstrip("."))] == []
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda each: each.name)
+def test_a_picture_is_shown_described_and_complete_in_itself(picture: Path) -> None:
+    assert f"]({picture.name})" in ARCHITECTURE.read_text()
+    root = ET.parse(picture).getroot()
+    names = [element.tag.split("}")[1] for element in root.iter()]
+    assert {"title", "desc"} <= set(names)
+    assert not {"image", "script", "foreignObject"} & set(names), "viewers do not load or run these"
+    text = picture.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert "http" not in text and "@import" not in text and "@font-face" not in text
