@@ -122,6 +122,7 @@ def test_the_graph_leaves_out_imports_for_types_only() -> None:
     assert [ast.unparse(each) for each in imports(ast.parse(code))] == ["import b", "from c import d"]
 
 
+@pytest.mark.skipif(not (ROOT / ".ci").exists(), reason="an sdist comes without .ci and results")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda each: each.name)
 def test_every_path_that_a_document_names_exists(document: Path) -> None:
     text = document.read_text()
