@@ -84,7 +84,7 @@ def show(report: dict[str, Any]) -> None:
     print()
     for name, ratio in report["ratios"].items():
         rounds = ", ".join(f"{each:.2f}" for each in ratio["rounds"])
-        print(f"{ratio['median']:.2f} x faster than {name} (rounds: {rounds})")
+        print(f"{ratio['median']:.2f} x the speed of {name} (rounds: {rounds})")
     for name in report["failures"]:
         print(f"{name} failed: see above")
     _show_limit(report)
