@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from infinity.heap import HeapGuard
 from infinity.page import ParameterPage, parameter_version
 
 Pack = Callable[[torch.Tensor], Any]
@@ -65,7 +66,8 @@ class Delegated:
 class SavedBytes:
     """What a forward leaves to backward: bytes of the storages that autograd saves, pages apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, heap: HeapGuard) -> None:
+        self._heap = heap
         self.peak = 0
         """Of all forwards so far."""
         self._seen: dict[int, int] = {}
@@ -76,6 +78,7 @@ class SavedBytes:
     def saved(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._seen[storage.data_ptr()] = storage.nbytes()
+        self._heap.allocated(storage.nbytes())
 
     def forward_ends(self) -> None:
         self.peak = max(self.peak, sum(self._seen.values()))

@@ -13,6 +13,8 @@ from pathlib import Path
 CGROUP_UNLIMITED = 1 << 60
 """cgroup v1 says "no limit" by a number near 2**63; anything from here on means the same."""
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 _OCTAL = re.compile(r"\\([0-7]{3})")
 """How /proc/self/mountinfo writes blanks, tabs, newlines and backslashes."""
 
@@ -88,6 +90,12 @@ def process_memory() -> ProcessMemory:
         if name in ("VmRSS", "VmHWM"):
             found[name] = int(value.split()[0]) * 1024
     return ProcessMemory(resident=found["VmRSS"], peak=found["VmHWM"])
+
+
+def resident_bytes() -> int:
+    """`process_memory().resident` in a few microseconds, some pages out of date."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * _PAGE
 
 
 def restart_peak() -> None:

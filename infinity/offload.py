@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import cpu_adam
+from infinity import cpu_adam, machine
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.gradients import GradientPage, Gradients
+from infinity.heap import HeapGuard
 from infinity.materialize import materialize
 from infinity.memory_order import in_memory_order
 from infinity.optimizer import PagedOptimizer, adopt, retire
@@ -78,6 +79,7 @@ def carry_out(
     weights: str | os.PathLike[str] | None = None,
 ) -> Runtime:
     """`offload` by a plan that was made, and perhaps shown, before: of this model, optimizer and budget."""
+    heap = _guard(plan)
     with ExitStack() as cleanup:
         meter = Meter()
         store = Store(plan, budget, meter)
@@ -87,7 +89,7 @@ def carry_out(
         if optimizer is not None:
             adopt(optimizer, builder.write_state, builder.dtype_in_page)
         threads = cleanup.enter_context(cpu_adam.ThreadPool())
-        runtime = builder.wire(meter, threads)
+        runtime = builder.wire(meter, threads, heap)
         cleanup.pop_all()
     if optimizer is not None:
         _take_over(optimizer, runtime)
@@ -148,14 +150,14 @@ class _Builder:
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
-    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool) -> Runtime:
+    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
         """Convert the parameters and put everything together. Cannot fail for lack of anything."""
         plan, store, states = self.plan, self.store, self.states
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()
         engine = Engine(pages, store, Trace(), meter)
-        paging = Paging(pages, addresses, engine, store)
+        paging = Paging(pages, addresses, engine, store, heap)
         for page in pages:
             for index, parameter in enumerate(page.parameters):
                 adopt_parameter(parameter, Place(paging, page, index))
@@ -224,6 +226,13 @@ class _Builder:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.plan.device:
                     module._buffers[name] = buffer.to(self.plan.device)
+
+
+def _guard(plan: Plan) -> HeapGuard:
+    """With a limit where activations are in RAM, and it is known how large they are."""
+    if plan.device.type != "cpu" or plan.activations is None:
+        return HeapGuard(None)
+    return HeapGuard(machine.process_memory().resident + plan.ram_bytes)
 
 
 def _check_update(update: str) -> None:

@@ -24,6 +24,7 @@ from infinity.activations import PageReference, SavedBytes, saving
 from infinity.calls import OpenCalls
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
+from infinity.heap import HeapGuard
 from infinity.page import ParameterPage, parameter_version
 from infinity.parameter import PagedParameter, Place
 from infinity.prefetch.engine import Engine
@@ -51,13 +52,15 @@ class Paging:
         addresses: dict[int, ParameterPage],
         engine: Engine,
         store: Store,
+        heap: HeapGuard,
     ) -> None:
         self.pages = pages
         self.addresses = addresses
         """Address of a residency -> its page. Entries of memory let go are overwritten, not removed."""
         self.engine = engine
         self.lock = threading.RLock()
-        self.saved_bytes = SavedBytes()
+        self.heap = heap
+        self.saved_bytes = SavedBytes(heap)
         self.forwards = OpenCalls()
         """Of the root module."""
         self.copies = OpenCalls()

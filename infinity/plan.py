@@ -121,6 +121,11 @@ class Plan:
         return self.home_bytes[Tier.HOST] + self.slots * self.slot_bytes + resident
 
     @property
+    def ram_bytes(self) -> int:
+        """Bytes of RAM: the host arena, and where the CPU computes the device's and what is reserved too."""
+        return self.host_bytes + (self.device_bytes + self.reserved if self.device.type == "cpu" else 0)
+
+    @property
     def nvme_bytes(self) -> int:
         """Bytes of pages in slab files."""
         return self.home_bytes[Tier.NVME]

@@ -307,6 +307,7 @@ class Runtime:
             self._refuse()
             gradients = self._training()
             if gradient is not None:
+                self._parts.paging.heap.allocated(gradient.nbytes)
                 gradients.add(place.page.index, place.index, gradient.detach())
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:

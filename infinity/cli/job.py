@@ -102,7 +102,7 @@ class Job:
     device: torch.device
     plan: Plan
     seconds: float | None
-    """Predicted for a step; None where the plan cannot know."""
+    """Predicted for a step with all its micro-batches; None where the plan cannot know."""
 
     @property
     def header(self) -> str:
@@ -155,6 +155,7 @@ def make_job(options: argparse.Namespace) -> Job:
         example_inputs=model.example_inputs(options.batch, options.seq, "cpu"),
         device=device,
     )
+    prediction = planned.predict(options.accumulate)
     return Job(
         subject=model,
         text=text,
@@ -165,7 +166,7 @@ def make_job(options: argparse.Namespace) -> Job:
         precision=precision,
         device=device,
         plan=planned,
-        seconds=None if planned.prediction is None else planned.prediction.seconds,
+        seconds=None if prediction is None else prediction.seconds,
     )
 
 

@@ -24,7 +24,6 @@ from infinity.errors import storage_error
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.offload import carry_out
-from infinity.plan import Plan
 from infinity.publish import check_destination
 
 _HELD_OUT_SECONDS = 10.0
@@ -201,13 +200,6 @@ def _ram_budget(job: Job) -> int:
     )
 
 
-def _planned_ram(plan: Plan) -> int:
-    """Bytes of RAM that the plan takes, activations included where they are in RAM."""
-    if plan.device.type != "cpu":
-        return plan.host_bytes
-    return plan.host_bytes + plan.device_bytes + plan.reserved
-
-
 def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> None:
     predicted = "unknown" if job.seconds is None else f"{job.seconds:.2f}"
     parts = [
@@ -238,7 +230,7 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
         "losses": outcome.losses,
         "step_seconds": {"predicted": job.seconds, "measured": outcome.step_seconds},
         "tokens_per_second": outcome.tokens_per_second,
-        "ram": {"budget": _ram_budget(job), "planned": _planned_ram(plan), "peak": outcome.peak},
+        "ram": {"budget": _ram_budget(job), "planned": plan.ram_bytes, "peak": outcome.peak},
         "nvme": {"planned": plan.nvme_bytes},
         "bytes_moved": outcome.moved,
         "sample": outcome.sample,

@@ -1,0 +1,116 @@
+"""The process of one contender of train.py: builds it, then trains as many steps as its parent asks for.
+
+Not for people. One argument: the descriptor that replies go to, a line of JSON each. The task comes as the
+first line of stdin, then a line for each turn; the end of stdin is the end. It dies with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers.task import Batches, Contender, Task
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    die_with_parent()
+    with os.fdopen(int(sys.argv[1]), "w") as replies:
+
+        def reply(**fields: Any) -> None:
+            print(json.dumps(fields), file=replies, flush=True)
+
+        parent_line = sys.stdin.readline()
+        if not parent_line:
+            return 0
+        task = Task.from_json(parent_line)
+        module = importlib.import_module(f"peers.{task.contender}")
+        before = memory("VmRSS")
+        contender: Contender = module.open_contender(task)
+        batches = Batches(task)
+        reply(torch=torch.__version__, threads=torch.get_num_threads(), rss_before=before, **usage())
+        for line in sys.stdin:
+            reply(**turn(task, contender, batches, **json.loads(line)))
+        contender.close()
+    return 0
+
+
+def turn(task: Task, contender: Contender, batches: Batches, lead: int, steps: int) -> dict[str, Any]:
+    """`lead` steps that nobody times, then `steps` that are.
+
+    So each timed one starts as in an endless run, with what the one before it has fetched ahead.
+    """
+    losses = [contender.step(*batches.next()) for _ in range(lead)]
+    finish(task)
+    before, start = usage(), time.perf_counter()
+    for _ in range(steps):
+        losses.append(contender.step(*batches.next()))
+        finish(task)
+    seconds, after = (time.perf_counter() - start) / max(1, steps), usage()
+    moved = {name: (after[name] - before[name]) // max(1, steps) for name in ("read_bytes", "write_bytes")}
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "bytes": moved,
+        "rss_peak": after["rss_peak"],
+        "device_peak": after["device_peak"],
+        "facts": contender.facts(),
+    }
+
+
+def finish(task: Task) -> None:
+    """Wait for the device."""
+    if task.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def usage() -> dict[str, int]:
+    """Bytes this process has moved to and from storage, and the most memory it and its children have had."""
+    moved = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {
+        "read_bytes": int(moved["read_bytes"]),
+        "write_bytes": int(moved["write_bytes"]),
+        "rss_peak": sum(memory("VmHWM", process) for process in family()),
+        "device_peak": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+    }
+
+
+def memory(field: str, process: str = "self") -> int:
+    """A size from /proc/PID/status, in bytes; 0 if the process is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def family(process: str = "self") -> list[str]:
+    """This process and all that descend from it."""
+    found = [process]
+    for thread in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it ended
+            for child in thread.read_text().split():
+                found += family(child)
+    return found
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, in whatever way."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

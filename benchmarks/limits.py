@@ -1,0 +1,90 @@
+"""What this machine lets a step of training do at best, measured in the run that it is compared with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity import machine, profile
+from infinity.lm.decoder import DecoderConfig
+
+COMPUTE_BYTES = 4
+"""A parameter and its gradient in bf16: what forward and backward in memory need."""
+
+
+@dataclass
+class Speeds:
+    """Bytes per second of the disk under a directory, of the update threads and of the link, over a run."""
+
+    directory: Path
+    device: str
+    quick: bool
+    mixed: list[float] = field(default_factory=list)
+    stream: list[float] = field(default_factory=list)
+    link: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        """Once more; nobody else may be at work."""
+        nbytes, seconds = (16 << 20, 0.02) if self.quick else (128 << 20, 0.5)
+        self.mixed.append(profile.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
+        self.stream.append(profile.stream_speed(repeats=1 if self.quick else 3))
+        if self.device == "cuda":
+            pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+            speed = profile.link_speed(torch.device("cuda"), pinned)
+            self.link.append(min(speed.to_device, speed.to_host))
+
+
+def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[DecoderConfig], float]) -> float:
+    """Seconds of a step's forward and backward with everything in memory.
+
+    measure: the same of one decoder. One that takes more than half of the memory is measured with as many
+    layers as fit, and with half of those, and its time extended by the difference: layers are alike.
+    """
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.memory().usable
+    layers = decoder.layers
+    while layers > 2 and COMPUTE_BYTES * replace(decoder, layers=layers).parameters > free // 2:
+        layers //= 2
+    seconds = measure(replace(decoder, layers=layers))
+    if layers == decoder.layers:
+        return seconds
+    fewer = layers // 2
+    a_layer = (seconds - measure(replace(decoder, layers=fewer))) / (layers - fewer)
+    return seconds + a_layer * (decoder.layers - layers)
+
+
+def limit_of(
+    turns: list[dict[str, Any]], speeds: Speeds, compute: list[float], device: str
+) -> dict[str, Any]:
+    """The limit of one step in seconds, of what it is made, and the speeds behind it (medians).
+
+    turns: of ours. Bytes over the disk are those that the runtime counted; over the other edges, the plan's.
+    """
+    facts = turns[-1]["facts"]
+    traffic = facts["plan"]["traffic"]
+    disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)
+    mixed, stream = statistics.median(speeds.mixed), statistics.median(speeds.stream)
+    parts = {
+        "compute": statistics.median(compute),
+        "update": traffic["update"] / stream,
+        "disk": disk_bytes / mixed,
+    }
+    if device == "cuda":
+        link = statistics.median(speeds.link)
+        parts["link"] = max(traffic["to_device"], traffic["to_host"]) / link
+        seconds = max(parts.values())
+    else:
+        seconds = max(parts["compute"] + parts["update"], parts["disk"])
+    return {
+        "seconds": seconds,
+        **parts,
+        "disk_bytes": disk_bytes,
+        "compute_runs": compute,
+        "mixed_bytes_per_second": speeds.mixed,
+        "stream_bytes_per_second": speeds.stream,
+        "link_bytes_per_second": speeds.link,
+    }

@@ -1,0 +1,114 @@
+"""The parent's side of contender.py: a process that trains when told to, and is gone when its parent is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from peers.task import Task
+
+_CHILD = Path(__file__).parents[1] / "contender.py"
+_LAST_WORDS = 2000
+
+
+class ContenderFailed(Exception):
+    """A contender's process ended, or took too long; the text has its last words."""
+
+
+class Process:
+    """One contender. Use as a context manager: leaving it ends the process, waiting for nothing."""
+
+    def __init__(self, name: str, task: Task, python: str, timeout: float) -> None:
+        self.name = name
+        self._timeout = timeout
+        self._log = Path(task.directory) / "log"
+        reading, writing = os.pipe()
+        # What is compiled when it is first used calls tools by name: those of its own interpreter come first.
+        environment = os.environ | {
+            "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        }
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [python, str(_CHILD), str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[writing],
+                env=environment,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        os.close(writing)
+        self._replies = os.fdopen(reading)
+        self._send(task.to_json())
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the model is built; see contender.py for what comes back."""
+        return self._reply()
+
+    def turn(self, lead: int, steps: int) -> dict[str, Any]:
+        """`lead` untimed steps and `steps` timed ones. Raises ContenderFailed."""
+        self._send(json.dumps({"lead": lead, "steps": steps}))
+        return self._reply()
+
+    def finish(self) -> None:
+        """Let it close what it has, and end. Raises ContenderFailed if it does not, or not with success."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            code = self._process.wait(self._timeout)
+        except subprocess.TimeoutExpired:
+            raise self._failed("did not end") from None
+        if code != 0:
+            raise self._failed(f"ended with {code}")
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        for process in _session(self._process.pid):  # compilers that it started have groups of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._process.wait()
+        self._replies.close()
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("ended") from None
+
+    def _reply(self) -> dict[str, Any]:
+        if not select.select([self._replies], [], [], self._timeout)[0]:
+            raise self._failed(f"did not answer in {self._timeout:.0f} s")
+        line = self._replies.readline()
+        if not line:
+            raise self._failed(f"ended with {self._process.wait()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _failed(self, what: str) -> ContenderFailed:
+        words = self._log.read_text(errors="replace")[-_LAST_WORDS:].strip()
+        return ContenderFailed(f"{self.name} {what}. Its last words:\n{words}")
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended
+            # PID (name) state parent group session; the name may hold anything
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
+                found.append(int(stat.parent.name))
+    return found

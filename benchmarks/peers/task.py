@@ -1,0 +1,98 @@
+"""What every contender is given: sizes, data and where to work. Travels to its process as JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+CLIP = 1.0
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One job for one contender."""
+
+    contender: str
+    """The file in peers/, without its suffix."""
+    mode: str
+    """What the contender understands by it: where DeepSpeed offloads to; whether the plain one updates."""
+    decoder: dict[str, int]
+    """Arguments of DecoderConfig."""
+    decoder_file: str
+    """The file that defines Decoder: it needs torch only."""
+    batch: int
+    seq: int
+    learning_rate: float
+    device: str
+    directory: str
+    """For swap; the contender's own, and removed after the run."""
+    text: str
+    """A file of bytes, the tokens."""
+    budgets: dict[str, str | int | None]
+    """Of ours: device, host (sizes as Budget takes them) and nvme (bytes)."""
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(line: str) -> Task:
+        """The inverse of `to_json`."""
+        return Task(**json.loads(line))
+
+    def model(self) -> torch.nn.Module:
+        """The decoder, built on whatever device is the default one."""
+        module = _load(self.decoder_file)
+        built: torch.nn.Module = module.Decoder(module.DecoderConfig(**self.decoder))
+        return built
+
+
+class Contender(Protocol):
+    """A model that trains."""
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """One training step on int64 (batch, seq); returns the loss, with everything finished."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is to be reported of the last step; JSON."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Batches:
+    """The same tokens for every contender: places in the text by a generator with a fixed seed."""
+
+    def __init__(self, task: Task) -> None:
+        text = bytearray(Path(task.text).read_bytes())
+        self._text = torch.frombuffer(text, dtype=torch.uint8)
+        self._generator = torch.Generator().manual_seed(0)
+        self._task = task
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets, int64 (batch, seq), on the task's device."""
+        batch, seq = self._task.batch, self._task.seq
+        starts = torch.randint(len(self._text) - seq, (batch,), generator=self._generator).tolist()
+        rows = torch.stack([self._text[start : start + seq + 1] for start in starts]).long()
+        rows = rows.to(self._task.device)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _load(path: str) -> ModuleType:
+    """A module by its file alone, without the package around it."""
+    import sys
+
+    spec = importlib.util.spec_from_file_location("benchmarked_decoder", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

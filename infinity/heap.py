@@ -1,0 +1,51 @@
+"""The C library's heap, where the CPU's activations live: what is freed in it is given back in time.
+
+Saved activations and temporaries of a forward alternate in the heap. The holes that temporaries leave are
+split by what comes next, so that resident memory ends up to a third above what is alive. Returning every
+freed block at once (a low mmap threshold) would cost a page fault per 4 KiB of every temporary; giving the
+holes back only when the plan's bytes are reached costs little.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from infinity import machine
+
+_SLACK = 8 << 20
+"""Bytes by which memory must grow after a trim that did not help, before the next."""
+
+
+_BETWEEN_LOOKS = 2 << 20
+
+
+class HeapGuard:
+    """Keeps this process's memory within a limit, as far as that is made of holes in the heap.
+
+    Where the C library cannot give holes back (it is not glibc) it does nothing.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        """limit: bytes of resident memory, of the whole process. None: none, and nothing is done."""
+        self._limit = limit or 0
+        self._next = self._limit
+        self._allocated = 0
+        self._trim: Callable[[int], int] | None = None
+        if limit is not None:
+            self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def allocated(self, nbytes: int) -> None:
+        """So many bytes more are in use; every few MiB memory is looked at."""
+        self._allocated += nbytes
+        if self._allocated >= _BETWEEN_LOOKS:
+            self._allocated = 0
+            self.check()
+
+    def check(self) -> None:
+        """Give holes back if memory is above the limit. Costs a few microseconds otherwise."""
+        if self._trim is None or machine.resident_bytes() <= self._next:
+            return
+        self._trim(0)
+        # Memory that others use does not go away, and is not tried again and again.
+        self._next = max(self._limit, machine.resident_bytes() + _SLACK)

@@ -1,0 +1,97 @@
+"""Holes in the C library's heap are given back where memory is above its limit."""
+
+import ctypes
+
+import pytest
+
+from infinity import heap, machine
+from infinity.heap import HeapGuard
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Memory at each call of malloc_trim."""
+    found: list[int] = []
+
+    class Library:
+        @staticmethod
+        def malloc_trim(pad: int) -> int:
+            found.append(machine.resident_bytes())
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    return found
+
+
+def at(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(machine, "resident_bytes", lambda: nbytes)
+
+
+def test_only_memory_above_the_limit_is_trimmed(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = HeapGuard(100 * MIB)
+    at(monkeypatch, 100 * MIB)
+    guard.check()
+    assert trims == []
+    at(monkeypatch, 101 * MIB)
+    guard.check()
+    assert trims == [101 * MIB]
+
+
+def test_memory_of_others_is_not_tried_again_and_again(
+    trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = HeapGuard(100 * MIB)
+    at(monkeypatch, 200 * MIB)  # and stays there
+    for _ in range(5):
+        guard.check()
+    assert len(trims) == 1
+    at(monkeypatch, 200 * MIB + heap._SLACK + 1)
+    guard.check()
+    assert len(trims) == 2
+
+
+def test_looks_are_as_far_apart_as_allocations_are_large(
+    trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = HeapGuard(100 * MIB)
+    at(monkeypatch, 101 * MIB)
+    guard.allocated(heap._BETWEEN_LOOKS - 1)
+    assert trims == []
+    guard.allocated(1)
+    assert len(trims) == 1
+
+
+def test_without_a_limit_nothing_happens(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    at(monkeypatch, 1 << 50)
+    guard = HeapGuard(None)
+    guard.check()
+    guard.allocated(1 << 40)
+    assert trims == []
+
+
+def test_without_malloc_trim_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    at(monkeypatch, 1 << 50)
+    HeapGuard(1).check()
+
+
+def test_real_holes_are_given_back() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        pytest.skip("the C library has no malloc_trim")
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.free.argtypes = [ctypes.c_void_p]
+    size, count = 100 << 10, 1000  # below any mmap threshold
+    blocks = [library.malloc(size) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    before = machine.process_memory().resident
+    for block in blocks[:-1]:
+        library.free(block)
+    HeapGuard(0).check()
+    after = machine.process_memory().resident
+    library.free(blocks[-1])
+    assert before - after > size * count // 2
