@@ -67,15 +67,16 @@ def limit_of(
     facts = turns[-1]["facts"]
     traffic = facts["plan"]["traffic"]
     disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)
+    phases = (traffic["compute"], traffic["update"])
     mixed, stream = statistics.median(speeds.mixed), statistics.median(speeds.stream)
     parts = {
         "compute": statistics.median(compute),
-        "update": traffic["update"] / stream,
+        "update": traffic["update"]["host"] / stream,
         "disk": disk_bytes / mixed,
     }
     if device == "cuda":
         link = statistics.median(speeds.link)
-        parts["link"] = max(traffic["to_device"], traffic["to_host"]) / link
+        parts["link"] = max(sum(phase[way] for phase in phases) for way in ("to_device", "to_host")) / link
         seconds = max(parts.values())
     else:
         seconds = max(parts["compute"] + parts["update"], parts["disk"])

@@ -21,7 +21,7 @@ def report_of(
             ratios = [peer / mine for peer, mine in pairs]
             found["ratios"][name] = {"median": statistics.median(ratios), "rounds": ratios}
     found["of_limit"] = limit["seconds"] / ours["median_s"]
-    found["plan"] = beside_the_plan(ready["infinity"], ours)
+    found["plan"] = beside_the_plan(ours)
     return found
 
 
@@ -46,22 +46,18 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def beside_the_plan(ready: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+def beside_the_plan(ours: dict[str, Any]) -> dict[str, Any]:
     """What was planned against what was: seconds, and memory."""
     plan = ours["facts"]["plan"]
     predicted = plan["prediction"]
-    # On the CPU a device budget is RAM as well, and so are activations.
-    in_ram = plan["host_bytes"] + (
-        0 if ours["device_peak"] else plan["device_bytes"] + (plan["activations"] or 0)
-    )
-    growth = ours["rss_peak"] - ready["rss_before"]
+    growth = ours["rss_peak"] - plan["rss_base"]
     return {
         "predicted_s": None if predicted is None else predicted["seconds"],
         "predicted_limit": None if predicted is None else predicted["limited_by"],
         "predicted_over_measured": None if predicted is None else predicted["seconds"] / ours["median_s"],
-        "ram_bytes": in_ram,
+        "ram_bytes": plan["ram_bytes"],
         "rss_growth": growth,
-        "growth_over_plan": growth / in_ram,
+        "growth_over_plan": growth / plan["ram_bytes"],
     }
 
 

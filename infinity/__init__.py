@@ -1,5 +1,13 @@
 """infinity: virtual memory for training."""
 
+import os
+
+# Read by GNU's OpenMP when torch loads it: it helps where this package is imported before torch, as the
+# command line does. Threads that spin for long at barriers keep cores from the threads of I/O and update, and
+# a step takes up to 20 times as long where another process is busy. So many turns cost no speed alone.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
 from infinity.config import Budget, Precision
 from infinity.errors import (
     BudgetError,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import infinity
+from infinity import machine
+from infinity.offload import carry_out
 from infinity.telemetry import Edge
 from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
 
@@ -26,21 +29,26 @@ class Ours:
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
-        self.runtime = infinity.offload(
+        budget = infinity.Budget(
+            device=task.budgets["device"],
+            host=task.budgets["host"],
+            nvme={task.directory: task.budgets["nvme"]} if task.budgets["nvme"] else None,
+        )
+        plan = infinity.plan(
             self.model,
             optimizer,
-            budget=infinity.Budget(
-                device=task.budgets["device"],
-                host=task.budgets["host"],
-                nvme={task.directory: task.budgets["nvme"]} if task.budgets["nvme"] else None,
-            ),
+            budget=budget,
             # Exact with one micro-batch a step: nothing is summed.
             precision=infinity.Precision(compute="bf16", accumulate="compute"),
             example_inputs=(tokens, tokens),
             device=task.device,
         )
-        # Before a first step, for later it may be a measurement.
-        self._plan = self._planned()
+        # From here on memory is the plan's: planning has run every operation, so that libraries are loaded.
+        base = machine.process_memory().resident
+        self._plan = planned(plan) | {"rss_base": base}
+        started = time.perf_counter()
+        self.runtime = carry_out(plan, self.model, optimizer, budget=budget)
+        self._plan["filled_seconds"] = time.perf_counter() - started
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.model(tokens, targets)
@@ -70,17 +78,19 @@ class Ours:
     def close(self) -> None:
         self.runtime.close()
 
-    def _planned(self) -> dict[str, Any]:
-        plan = self.runtime.plan
-        return {
-            "prediction": None if plan.prediction is None else asdict(plan.prediction),
-            "traffic": asdict(plan.traffic),
-            "host_bytes": plan.host_bytes,
-            "device_bytes": plan.device_bytes,
-            "nvme_bytes": plan.nvme_bytes,
-            "activations": plan.activations,
-            "table": str(plan),
-        }
+
+def planned(plan: infinity.Plan) -> dict[str, Any]:
+    """The plan's figures, in bytes and seconds."""
+    return {
+        "prediction": None if plan.prediction is None else asdict(plan.prediction),
+        "traffic": asdict(plan.traffic),
+        "host_bytes": plan.host_bytes,
+        "device_bytes": plan.device_bytes,
+        "nvme_bytes": plan.nvme_bytes,
+        "ram_bytes": plan.ram_bytes,
+        "activations": plan.activations,
+        "table": str(plan),
+    }
 
 
 def open_contender(task: Task) -> Ours:
