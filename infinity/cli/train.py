@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     """Train and print. Returns 0."""
     started = time.monotonic()
     console = Console(stderr=options.json)
-    if options.export:
+    if options.export is not None:
         check_destination(options.export)
     with console.status("planning"):
         job = make_job(options)
@@ -95,6 +95,8 @@ def _train(job: Job, console: Console, log: TextIO | None, export: str | None) -
         )
     reports: list[StepReport] = []
     with runtime:
+        if export is not None:  # again: the log or pages may be there now, and all would be for nothing
+            check_destination(export)
         held_out = HeldOut(subject, job.batches, job.device)
         with console.status("loss on held-out text"):
             before = held_out.loss(seconds=_HELD_OUT_SECONDS)
