@@ -154,8 +154,11 @@ def _open_log(path: str | None) -> Iterator[TextIO | None]:
         log = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise storage_error("open", path, None, error.errno or 0) from error
-    with log:
+    try:
         yield log
+    finally:
+        with contextlib.suppress(OSError):  # of a line that could not be written, which was said then
+            log.close()
 
 
 def _write_log(log: TextIO | None, report: StepReport) -> None:
