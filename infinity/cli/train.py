@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -167,8 +168,8 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
         return
     line = {
         "step": report.step,
-        "loss": report.loss,
-        "norm": report.norm,
+        "loss": _finite(report.loss),
+        "norm": _finite(report.norm),
         "lr": report.learning_rate,
         "tokens": report.tokens,
         "seconds": report.seconds,
@@ -180,6 +181,11 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
         log.flush()
     except OSError as error:
         raise storage_error("write", os.fspath(log.name), None, error.errno or 0) from error
+
+
+def _finite(number: float) -> float | None:
+    """None for NaN and infinity (fp16 has steps with them), which JSON has no words for."""
+    return number if math.isfinite(number) else None
 
 
 @contextlib.contextmanager
@@ -239,8 +245,8 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
         "text": {"files": job.text.files, "bytes": job.text.nbytes},
         "steps": job.recipe.steps,
         "seconds": seconds,
-        "held_out_loss": {"before": outcome.before, "after": outcome.after},
-        "losses": outcome.losses,
+        "held_out_loss": {"before": _finite(outcome.before), "after": _finite(outcome.after)},
+        "losses": [_finite(each) for each in outcome.losses],
         "step_seconds": {"predicted": job.seconds, "measured": outcome.step_seconds},
         "tokens_per_second": outcome.tokens_per_second,
         "ram": {"budget": _ram_budget(job), "planned": _planned_ram(plan), "peak": outcome.peak},
