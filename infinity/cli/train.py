@@ -10,6 +10,7 @@ import os
 import signal
 import statistics
 import time
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -231,8 +232,16 @@ def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> Non
         parts.append("swap removed")
     if outcome.exported is not None:
         parts.append(f"exported to {outcome.exported}")
-    console.print(f"{outcome.sample}\n", style="dim", markup=False, highlight=False)
+    console.print(f"{_printable(outcome.sample)}\n", style="dim", markup=False, highlight=False)
     console.print(" · ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a model of bytes writes escape sequences too, which terminals obey."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each
+        for each in text
+    )
 
 
 def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
