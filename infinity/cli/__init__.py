@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from infinity import __version__
 from infinity.cli import doctor as doctor
@@ -25,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(subparsers)
     options = parser.parse_args(arguments)
     try:
-        code: int = options.run(options)
+        with _terminable():
+            code: int = options.run(options)
     except InfinityError as error:
         kind, cure = type(error).__name__, _cure(error, options)
         print(f"{kind}: {error.cause} {cure}", file=sys.stderr)
@@ -35,6 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: nothing is left on disk."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import statistics
 import time
 import unicodedata
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     with console.status("planning"):
         job = make_job(options)
     console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}\n", highlight=False, soft_wrap=True)
-    with _open_log(options.log) as log, _terminable():
+    with _open_log(options.log) as log:
         outcome = _train(job, console, log, options.export)
     _print(console, job, outcome, time.monotonic() - started)
     if options.json:
@@ -187,20 +186,6 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
 def _finite(number: float) -> float | None:
     """None for NaN and infinity (fp16 has steps with them), which JSON has no words for."""
     return number if math.isfinite(number) else None
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: nothing is left on disk."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _ram_budget(job: Job) -> int:
