@@ -63,7 +63,9 @@ def _cure(error: InfinityError, options: argparse.Namespace) -> str:
     size = _enough(error.needed)
     if error.tier == "nvme":
         return f"Give --budget-nvme PATH:{size}."
-    other = "" if options.budget_nvme else ", or add --budget-nvme PATH:SIZE, to which pages can go"
+    other = ""
+    if error.tier == "host" and not options.budget_nvme:
+        other = ", or add --budget-nvme PATH:SIZE, to which pages can go"
     return f"Give --budget-{error.tier} {size}{other}."
 
 
