@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import signal
 import sys
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot encode becomes "?"
+            stream.reconfigure(errors="replace")
     options = parser.parse_args(arguments)
     try:
         with _terminable():
