@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,15 +33,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         with _terminable():
-            code: int = options.run(options)
+            code = _run(options)
+        print(end="", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads has enough, as `head` has
+        if sys.stdout is not None:  # Python flushes it once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The exit code; an error of this package is a paragraph, and the JSON line where that is wanted."""
+    try:
+        code: int = options.run(options)
     except InfinityError as error:
         kind, cure = type(error).__name__, _cure(error, options)
         print(f"{kind}: {error.cause} {cure}", file=sys.stderr)
         if options.json:
             print(json.dumps({"error": kind, "cause": error.cause, "cure": cure}))
         return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
     return code
 
 
