@@ -174,7 +174,7 @@ def make_job(options: argparse.Namespace) -> Job:
 
 def _check(options: argparse.Namespace) -> None:
     for name, message in _LATER.items():
-        if getattr(options, name) not in (None, False):
+        if not any(getattr(options, name) is absent for absent in (None, False)):  # 0 is no absent one
             raise ConfigError(message, "Leave it out; --export DIR keeps the trained model.")
     for name in ("steps", "batch", "seq", "accumulate"):
         if not 1 <= getattr(options, name) <= _MOST:
