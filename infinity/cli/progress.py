@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from types import TracebackType
 
@@ -95,14 +96,19 @@ class ProgressLine:
 
 
 def curve(losses: list[float]) -> str:
-    """All losses as at most 11 bars, each the mean of its share, from the lowest to the highest of them."""
+    """All losses as at most 11 bars, each the mean of its share, from the lowest to the highest of them.
+
+    A mean that is NaN or infinite, as fp16 may have, is as high as the highest.
+    """
     count = min(_LOSSES, len(losses))
     cuts = [len(losses) * index // count for index in range(count + 1)]
     means = [sum(losses[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
-    low, high = min(means), max(means)
-    if not high - low > 0:  # nor where a loss is NaN
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if low == high:
         return _BARS[-1] * count
-    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+    heights = [(mean - low) / (high - low) if math.isfinite(mean) else 1.0 for mean in means]
+    return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in heights)
 
 
 def format_rate(rate: float) -> str:
