@@ -73,10 +73,10 @@ class ProgressLine:
 
     def _average(self, report: StepReport) -> None:
         """The first step is left out of averages as soon as there is a second: it finds out the order."""
-        step = report.stats
-        now = {edge.value: step.edges[edge].bytes / report.seconds for edge in Edge}
+        step = report.stats  # of the first, since the model was filled
+        now = {edge.value: step.edges[edge].bytes / step.seconds for edge in Edge}
         now["tokens"] = report.tokens / report.seconds
-        now["stall"] = min(1.0, step.stall_seconds / report.seconds)
+        now["stall"] = min(1.0, step.stall_seconds / step.seconds)
         keep = _MEMORY if report.step > 2 else 0.0
         self._rates = {key: keep * self._rates.get(key, 0.0) + (1 - keep) * now[key] for key in now}
         self._seconds = keep * self._seconds + (1 - keep) * report.seconds
