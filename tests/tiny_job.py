@@ -85,9 +85,10 @@ class TinyJob:
         """The option for pages in `pages`."""
         return ["--budget-nvme", f"{self.pages}:{size}"]
 
-    def smallest(self, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    def smallest(self, capsys: pytest.CaptureFixture[str], *more: object) -> dict[str, int]:
         """Bytes of the budgets that do with the least memory, by tier."""
-        plan = self.plan(capsys, "--budget-device", "64MiB", "--budget-host", "64MiB", *self.nvme())
+        roomy = ["--budget-device", "64MiB", "--budget-host", "64MiB", *self.nvme()]
+        plan = self.plan(capsys, *roomy, *more)
         found: dict[str, int] = plan["smallest_budgets"]
         return found
 
