@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from infinity import __version__
 from infinity.cli import doctor as doctor
@@ -23,7 +27,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it cannot encode becomes "?"
+            stream.reconfigure(errors="replace")
     options = parser.parse_args(arguments)
+    try:
+        with _terminable():
+            code = _run(options)
+        print(end="", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads has enough, as `head` has
+        if sys.stdout is not None:  # Python flushes it once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    """The exit code; an error of this package is a paragraph, and the JSON line where that is wanted."""
     try:
         code: int = options.run(options)
     except InfinityError as error:
@@ -32,9 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps({"error": kind, "cause": error.cause, "cure": cure}))
         return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
     return code
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: nothing is left on disk."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
@@ -46,7 +80,9 @@ def _cure(error: InfinityError, options: argparse.Namespace) -> str:
     size = _enough(error.needed)
     if error.tier == "nvme":
         return f"Give --budget-nvme PATH:{size}."
-    other = "" if options.budget_nvme else ", or add --budget-nvme PATH:SIZE, to which pages can go"
+    other = ""
+    if error.tier == "host" and not options.budget_nvme:
+        other = ", or add --budget-nvme PATH:SIZE, to which pages can go"
     return f"Give --budget-{error.tier} {size}{other}."
 
 

@@ -31,6 +31,9 @@ _LATER = {
 }
 
 
+_MOST = (1 << 31) - 1
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a job, which `train` and `plan` take alike."""
     model = parser.add_argument_group("model and data")
@@ -152,7 +155,7 @@ def make_job(options: argparse.Namespace) -> Job:
         optimizer,
         budget=budget,
         precision=precision,
-        example_inputs=model.example_inputs(options.batch, options.seq, "cpu"),
+        example_inputs=model.example_inputs(options.batch, options.seq, "meta"),
         device=device,
     )
     prediction = planned.predict(options.accumulate)
@@ -172,11 +175,11 @@ def make_job(options: argparse.Namespace) -> Job:
 
 def _check(options: argparse.Namespace) -> None:
     for name, message in _LATER.items():
-        if getattr(options, name):
+        if not any(getattr(options, name) is absent for absent in (None, False)):  # 0 is no absent one
             raise ConfigError(message, "Leave it out; --export DIR keeps the trained model.")
     for name in ("steps", "batch", "seq", "accumulate"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(options, name)}.", "Give a number from 1 on.")
+        if not 1 <= getattr(options, name) <= _MOST:
+            raise ConfigError(f"--{name} is {getattr(options, name)}.", f"Give a number from 1 to {_MOST}.")
     for name in ("lr", "clip"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):

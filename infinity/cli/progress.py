@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from types import TracebackType
 
@@ -72,10 +73,10 @@ class ProgressLine:
 
     def _average(self, report: StepReport) -> None:
         """The first step is left out of averages as soon as there is a second: it finds out the order."""
-        step = report.stats
-        now = {edge.value: step.edges[edge].bytes / report.seconds for edge in Edge}
+        step = report.stats  # of the first, since the model was filled
+        now = {edge.value: step.edges[edge].bytes / step.seconds for edge in Edge}
         now["tokens"] = report.tokens / report.seconds
-        now["stall"] = min(1.0, step.stall_seconds / report.seconds)
+        now["stall"] = min(1.0, step.stall_seconds / step.seconds)
         keep = _MEMORY if report.step > 2 else 0.0
         self._rates = {key: keep * self._rates.get(key, 0.0) + (1 - keep) * now[key] for key in now}
         self._seconds = keep * self._seconds + (1 - keep) * report.seconds
@@ -95,14 +96,19 @@ class ProgressLine:
 
 
 def curve(losses: list[float]) -> str:
-    """All losses as at most 11 bars, each the mean of its share, from the lowest to the highest of them."""
+    """All losses as at most 11 bars, each the mean of its share, from the lowest to the highest of them.
+
+    A mean that is NaN or infinite, as fp16 may have, is as high as the highest.
+    """
     count = min(_LOSSES, len(losses))
     cuts = [len(losses) * index // count for index in range(count + 1)]
     means = [sum(losses[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
-    low, high = min(means), max(means)
-    if not high - low > 0:  # nor where a loss is NaN
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if low == high:
         return _BARS[-1] * count
-    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+    heights = [(mean - low) / (high - low) if math.isfinite(mean) else 1.0 for mean in means]
+    return "".join(_BARS[round(height * (len(_BARS) - 1))] for height in heights)
 
 
 def format_rate(rate: float) -> str:

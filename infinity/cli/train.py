@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
-import signal
 import statistics
 import time
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -52,12 +53,12 @@ def run(options: argparse.Namespace) -> int:
     """Train and print. Returns 0."""
     started = time.monotonic()
     console = Console(stderr=options.json)
-    if options.export:
+    if options.export is not None:
         check_destination(options.export)
     with console.status("planning"):
         job = make_job(options)
     console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}\n", highlight=False, soft_wrap=True)
-    with _open_log(options.log) as log, _terminable():
+    with _open_log(options.log) as log:
         outcome = _train(job, console, log, options.export)
     _print(console, job, outcome, time.monotonic() - started)
     if options.json:
@@ -94,6 +95,8 @@ def _train(job: Job, console: Console, log: TextIO | None, export: str | None) -
         )
     reports: list[StepReport] = []
     with runtime:
+        if export is not None:  # again: the log or pages may be there now, and all would be for nothing
+            check_destination(export)
         held_out = HeldOut(subject, job.batches, job.device)
         with console.status("loss on held-out text"):
             before = held_out.loss(seconds=_HELD_OUT_SECONDS)
@@ -151,8 +154,11 @@ def _open_log(path: str | None) -> Iterator[TextIO | None]:
         log = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise storage_error("open", path, None, error.errno or 0) from error
-    with log:
+    try:
         yield log
+    finally:
+        with contextlib.suppress(OSError):  # of a line that could not be written, which was said then
+            log.close()
 
 
 def _write_log(log: TextIO | None, report: StepReport) -> None:
@@ -161,8 +167,8 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
         return
     line = {
         "step": report.step,
-        "loss": report.loss,
-        "norm": report.norm,
+        "loss": _finite(report.loss),
+        "norm": _finite(report.norm),
         "lr": report.learning_rate,
         "tokens": report.tokens,
         "seconds": report.seconds,
@@ -176,18 +182,9 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
         raise storage_error("write", os.fspath(log.name), None, error.errno or 0) from error
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: nothing is left on disk."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _finite(number: float) -> float | None:
+    """None for NaN and infinity (fp16 has steps with them), which JSON has no words for."""
+    return number if math.isfinite(number) else None
 
 
 def _ram_budget(job: Job) -> int:
@@ -212,8 +209,16 @@ def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> Non
         parts.append("swap removed")
     if outcome.exported is not None:
         parts.append(f"exported to {outcome.exported}")
-    console.print(f"{outcome.sample}\n", style="dim", markup=False, highlight=False)
+    console.print(f"{_printable(outcome.sample)}\n", style="dim", markup=False, highlight=False)
     console.print(" · ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a model of bytes writes escape sequences too, which terminals obey."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each
+        for each in text
+    )
 
 
 def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
@@ -226,8 +231,8 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
         "text": {"files": job.text.files, "bytes": job.text.nbytes},
         "steps": job.recipe.steps,
         "seconds": seconds,
-        "held_out_loss": {"before": outcome.before, "after": outcome.after},
-        "losses": outcome.losses,
+        "held_out_loss": {"before": _finite(outcome.before), "after": _finite(outcome.after)},
+        "losses": [_finite(each) for each in outcome.losses],
         "step_seconds": {"predicted": job.seconds, "measured": outcome.step_seconds},
         "tokens_per_second": outcome.tokens_per_second,
         "ram": {"budget": _ram_budget(job), "planned": plan.ram_bytes, "peak": outcome.peak},

@@ -1,0 +1,445 @@
+"""`infinity train` from end to end: what it writes and where, how it ends, and that no file is left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_job import JSON_KEYS, SENTENCE, TinyJob, make_tiny, run_error, run_json
+
+import infinity
+from infinity import cli
+from infinity.aio import Faults
+from infinity.lm.batches import Batches
+from infinity.lm.subject import subject
+from infinity.lm.text import find_text
+from infinity.lm.training import HeldOut
+from infinity.store import injected
+
+ENDLESS = 1_000_000
+"""Steps."""
+PATIENCE = 120.0
+"""Seconds after which something counts as hung."""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_tiny(monkeypatch)
+    return TinyJob(tmp_path)
+
+
+def on_disk(job: TinyJob, capsys: pytest.CaptureFixture[str], *more: object) -> list[str]:
+    """The options with which as much as can be is on disk, in a run with these others."""
+    smallest = job.smallest(capsys, *more)
+    memory = ["--budget-device", str(smallest["device"]), "--budget-host", str(smallest["host"])]
+    return [*memory, *job.nvme(smallest["nvme"])]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Inside, the process runs; it does not outlive a failed test."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:
+    """Nothing is cut short or made up: speeds are measured, pages are on disk, the model goes out."""
+    log, out = job.folder / "log", job.folder / "out"
+    sizes = ["--budget-device", "80MiB", "--budget-host", "20MiB", *job.nvme("200MiB")]
+    size = ["--steps", "2", "--batch", "1", "--export", str(out), "--log", str(log), "--json"]
+    process = job.start(*job.arguments("train", *sizes, *size, model="10m"), script=False)
+    with ended(process):
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    summary = json.loads(stdout)
+    assert set(summary) == JSON_KEYS
+    assert summary["parameters"] > 9e6
+    assert summary["nvme"]["planned"] > 40 << 20
+    assert summary["step_seconds"]["predicted"] > 0
+    assert [json.loads(line)["loss"] for line in log.read_text().splitlines()] == summary["losses"]
+    assert load_file(out / "model.safetensors")
+    assert list(job.pages.iterdir()) == []
+    for words in ("infinity ", "smallest budgets", "step 1/2", "step 2/2", "swap removed", f"to {out}"):
+        assert words in stderr
+    assert "\x1b" not in stdout + stderr  # no terminal, no escape sequences
+
+
+def test_the_summary_and_the_log_agree(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    log = job.folder / "log"
+    log.write_text("of another run\n")
+    halves = ["--accumulate", "2"]
+    summary = job.train(capsys, *on_disk(job, capsys, *halves), *halves, "--steps", 5, "--log", log)
+    assert set(summary) == JSON_KEYS
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["loss"] for line in lines] == summary["losses"]
+    assert {line["tokens"] for line in lines} == {2 * 2 * 32}
+    assert all(line["norm"] > 0 and line["seconds"] > 0 for line in lines)
+    assert lines[0]["lr"] == 1e-2
+    moved = {edge: sum(line["bytes"][edge] for line in lines) for edge in summary["bytes_moved"]}
+    assert set(moved) == {"nvme->host", "host->device", "device->host", "host->nvme"}
+    assert all(moved[edge] <= summary["bytes_moved"][edge] for edge in moved)
+    assert all(moved[edge] > 0 for edge in ("nvme->host", "host->nvme", "host->device"))
+    assert summary["text"]["files"] == 8
+    assert summary["steps"] == 5
+    assert summary["exported"] is None
+    assert summary["nvme"]["planned"] > 0
+    assert summary["ram"]["planned"] <= summary["ram"]["budget"]
+    assert summary["sample"].startswith(SENTENCE[:5])
+    assert list(job.pages.iterdir()) == []
+
+
+def test_people_get_the_same_in_lines(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(job.arguments("train", "--steps", 3)) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0].startswith("infinity ")
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
+        "step 1/3",
+        "step 3/3",
+    ]
+    assert lines[-1].startswith("done in ")
+    assert "swap removed" not in lines[-1]  # there was none
+
+
+def test_it_learns(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = job.train(capsys, "--steps", 30)["held_out_loss"]
+    assert loss["before"] > 5  # as good as guessing is log(256), 5.5
+    assert loss["after"] < loss["before"] - 1.5
+
+
+def test_where_pages_are_changes_no_bit(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = on_disk(job, capsys)
+    homes = {
+        "disk": disk,
+        "RAM": ["--budget-device", "64MiB", "--budget-host", "64MiB"],
+        "RAM as the device": ["--budget-host", "64MiB"],
+        "disk, RAM as the device": ["--budget-host", "450KiB", *job.nvme()],
+    }
+    runs = {name: job.train(capsys, *options, "--steps", 4) for name, options in homes.items()}
+    assert {name: run["nvme"]["planned"] > 0 for name, run in runs.items()} == {
+        name: "disk" in name for name in homes
+    }
+    results = [(run["losses"], run["held_out_loss"], run["sample"]) for run in runs.values()]
+    assert results == [results[0]] * len(runs)
+
+
+def test_the_seed_decides(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [job.train(capsys, "--steps", 2, "--seed", seed) for seed in (1, 1, 2)]
+    losses = [run["losses"] for run in runs]
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[2][0]
+
+
+def test_accumulating_halves_learns_as_the_whole_batch_does(
+    job: TinyJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = job.train(capsys, "--steps", 20, "--batch", 4)
+    halves = job.train(capsys, "--steps", 20, "--batch", 2, "--accumulate", 2)
+    assert whole["losses"] != halves["losses"]  # other windows of the text
+    for a, b in zip(whole["losses"], halves["losses"], strict=True):
+        assert a == pytest.approx(b, abs=0.35)
+    assert whole["held_out_loss"]["after"] == pytest.approx(halves["held_out_loss"]["after"], abs=0.1)
+    assert whole["losses"][0] - whole["losses"][-1] > 1
+
+
+def test_an_export_is_the_trained_model(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    out, again = job.folder / "new" / "out", job.folder / "again"
+    summary = job.train(capsys, *on_disk(job, capsys), "--steps", 3, "--export", out)
+    assert summary["exported"] == str(out)
+    tiny = subject("tiny")
+    text = find_text([str(job.folder / "data")])
+    precision = infinity.Precision(compute="bf16")
+    optimizer = torch.optim.AdamW(tiny.model.parameters())
+    with infinity.offload(
+        tiny.model, optimizer, precision=precision, device="cpu", weights=out, budget=roomy()
+    ) as runtime:
+        held_out = HeldOut(tiny, Batches(text, tiny, batch=2, seq=32, seed=0), torch.device("cpu"))
+        assert held_out.loss() == summary["held_out_loss"]["after"]
+        runtime.export(again)
+    first, second = load_file(out / "model.safetensors"), load_file(again / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
+
+
+def roomy() -> infinity.Budget:
+    return infinity.Budget(host="64MiB")
+
+
+@pytest.mark.parametrize("what", ["filled", "a file", "no name"])
+def test_an_export_that_cannot_be_is_refused_before_anything(
+    what: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.train, "make_job", lambda _: pytest.fail("it was planned"))
+    out = job.folder / "out"
+    if what == "filled":
+        out.mkdir()
+        (out / "mine").write_text("kept")
+    elif what == "a file":
+        out.write_text("kept")
+    target = "" if what == "no name" else str(out)
+    run_error(capsys, job.arguments("train", "--json", "--export", target), 2)
+    assert what == "no name" or (out / "mine" if what == "filled" else out).read_text() == "kept"
+
+
+@pytest.mark.parametrize("what", ["log", "pages"])
+def test_an_export_to_where_the_run_itself_writes_is_refused_before_training(
+    what: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.train, "train", lambda *_: pytest.fail("it trained"))
+    log = ["--log", str(job.pages / "log")] if what == "log" else []
+    options = [*(on_disk(job, capsys) if what == "pages" else []), *log, "--export", str(job.pages)]
+    line, _, _ = run_error(capsys, job.arguments("train", "--json", *options), 2)
+    assert "is not empty" in line
+
+
+@pytest.mark.parametrize(("path", "words"), [("absent/log", "Create the directory first"), ("", "ENOENT")])
+def test_a_log_that_cannot_be_opened(
+    path: str, words: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.train, "carry_out", lambda *_, **__: pytest.fail("the model was filled"))
+    target = path and str(job.folder / path)
+    line, _, error = run_error(capsys, job.arguments("train", "--json", "--log", target), 1)
+    assert error["error"] == "StorageError"
+    assert words in line
+
+
+def test_a_log_on_a_full_disk_ends_the_run(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = job.arguments("train", "--json", "--log", "/dev/full", *on_disk(job, capsys))
+    line, _, error = run_error(capsys, arguments, 1)
+    assert error["error"] == "StorageFull"
+    assert "Could not write /dev/full" in line
+    assert list(job.pages.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "nth"), [("read", 1), ("read", 200), ("write", 1), ("write", 200)])
+def test_an_io_error_ends_the_run_and_leaves_nothing(
+    kind: str, nth: int, job: TinyJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = on_disk(job, capsys)
+    faults = Faults()
+    faults.fail(kind, nth, errno.EIO, times=None)
+    with injected(faults):
+        line, everything, error = run_error(
+            capsys, job.arguments("train", "--json", "--steps", 50, *options), 1
+        )
+    assert faults.fired
+    assert error["error"] == "StorageError"
+    assert str(job.pages) in line
+    assert "EIO" in line
+    assert "Traceback" not in everything
+    assert list(job.pages.iterdir()) == []
+
+
+def test_a_loss_that_is_no_number_is_null(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    log = job.folder / "log"
+    wild = ["--compute", "fp16", "--lr", "1e30", "--clip", "1e20"]
+    summary = job.train(capsys, "--steps", 3, *wild, "--log", log)
+    assert summary["losses"][0] > 5
+    assert summary["losses"][1:] == [None, None]
+    assert summary["held_out_loss"]["after"] is None
+    assert all("NaN" not in line and "Infinity" not in line for line in log.read_text().splitlines())
+
+
+def test_bf16_that_diverges_is_an_error(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*on_disk(job, capsys), "--lr", "1e30", "--clip", "1e20"]
+    _, _, error = run_error(capsys, job.arguments("train", "--json", *options), 1)
+    assert error["error"] == "NonFiniteGradient"
+    assert list(job.pages.iterdir()) == []
+
+
+def test_escape_sequences_in_a_sample_are_not_printed(
+    job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = "\x1b]0;mine\x07\x9b2J\r one\n\ttwo 世\u3000界"
+    monkeypatch.setattr(cli.train, "generate", lambda *_, **__: sample)
+    assert cli.main(job.arguments("train", "--steps", 1)) == 0
+    out = capsys.readouterr().out
+    assert not set("\x1b\x07\x9b\r") & set(out)
+    assert " one\n" in out
+    assert "世\u3000界" in out
+    assert job.train(capsys, "--steps", 1)["sample"] == sample
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(
+    number: int, job: TinyJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = job.folder / "log"
+    options = [*on_disk(job, capsys), "--log", str(log), "--steps", str(ENDLESS)]
+    process = job.start(*job.arguments("train", *options))
+    with ended(process):
+        wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, process)
+        assert list(job.pages.iterdir()) != []
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert stderr == ""
+    assert list(job.pages.iterdir()) == []
+    for line in log.read_text().splitlines():
+        json.loads(line)
+
+
+def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
+    """By SIGTERM, while the disk is measured."""
+    process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), script=False)
+    with ended(process):
+        wait_for(lambda: any(job.pages.iterdir()), process)
+        process.terminate()
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert stdout + stderr == ""
+    assert list(job.pages.iterdir()) == []
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
+    """A pseudo terminal: where to read from it, and the arguments of a process on it."""
+    ours, theirs = pty.openpty()
+    environment = {"TERM": "xterm-256color", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
+    try:
+        yield ours, {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": environment}
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def read_to_end(descriptor: int, process: subprocess.Popen[str], ready: Callable[[bytes], None]) -> str:
+    """What the process writes; `ready` gets it as it comes."""
+    found = b""
+    os.set_blocking(descriptor, False)
+    end = time.monotonic() + PATIENCE
+    while True:
+        running = process.poll() is None
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(descriptor, 65536):
+                found += piece
+                ready(found)
+        if not running:
+            return found.decode()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_terminal_sees_a_bar_and_has_its_cursor_back(job: TinyJob) -> None:
+    with terminal() as (ours, where):
+        process = job.start(*job.arguments("train", "--steps", "3"), **where)
+        with ended(process):
+            output = read_to_end(ours, process, lambda _: None)
+    assert process.returncode == 0, output
+    assert "━" in output
+    assert "step 3/3" in output
+    assert "held-out loss" in output.splitlines()[-1]
+    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0
+    assert "Traceback" not in output
+
+
+def test_ctrl_c_on_a_terminal_gives_the_cursor_back(job: TinyJob) -> None:
+    with terminal() as (ours, where):
+        process = job.start(*job.arguments("train", "--steps", str(ENDLESS), *job.nvme()), **where)
+        sent = []
+
+        def interrupt(output: bytes) -> None:
+            if not sent and b"tok/s" in output:
+                sent.append(True)
+                process.send_signal(signal.SIGINT)
+
+        with ended(process):
+            output = read_to_end(ours, process, interrupt)
+    assert process.returncode == 130, output
+    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0
+    assert "Traceback" not in output
+    assert list(job.pages.iterdir()) == []
+
+
+def test_stdout_in_ascii(job: TinyJob) -> None:
+    process = job.start(*job.arguments("train", "--steps", "1"), env={"PYTHONIOENCODING": "ascii"})
+    with ended(process):
+        stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    assert stdout.isascii()
+    assert "smallest budgets that would do: host" in stdout
+    assert "held-out loss" in stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--json", "--data", "/absent"]])
+def test_a_reader_that_leaves_causes_no_traceback(options: list[str], job: TinyJob) -> None:
+    process = job.start(*job.arguments("train", "--steps", "1", *options))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with ended(process):
+        process.stdout.close()
+        stderr = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(PATIENCE) == 1
+    assert "Traceback" not in stderr
+    assert "Broken" not in stderr
+    assert list(job.pages.iterdir()) == []
+
+
+def test_a_model_of_transformers(
+    job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        num_hidden_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=64,
+    )
+    home, out = job.folder / "llama", job.folder / "out"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(home)
+    first = job.train(capsys, "--steps", 2, "--lr", 1e-2, "--export", out, model=str(home))
+    assert first["model"] == "llama"
+    assert first["held_out_loss"]["after"] < first["held_out_loss"]["before"]
+    config.save_pretrained(out)
+    second = job.train(capsys, "--steps", 1, model=str(out))
+    assert second["held_out_loss"]["before"] == first["held_out_loss"]["after"]
+    line, _, _ = run_error(capsys, job.arguments("plan", "--json", "--seq", 64, model=str(home)), 2)
+    assert "Give --seq 63 or less." in line
+
+
+def test_a_folder_that_is_no_model(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    line, _, _ = run_error(capsys, job.arguments("train", "--json", model=str(job.pages)), 2)
+    assert "has no config.json" in line
+
+
+def test_the_json_of_a_plan_is_what_the_run_then_does(
+    job: TinyJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = on_disk(job, capsys)
+    plan, run = job.plan(capsys, *options), job.train(capsys, *options, "--steps", 1)
+    tiers = {each["tier"]: each for each in plan["tiers"]}
+    kinds = ("params", "gradients", "optimizer")
+    assert run["nvme"]["planned"] == sum(tiers["nvme"][kind] for kind in kinds)
+    assert run["ram"]["budget"] == tiers["device"]["budget"] + tiers["host"]["budget"]
+    assert run["step_seconds"]["predicted"] == plan["step_seconds"]
+    assert run_json(capsys, job.arguments("plan", "--json", *options)) == plan

@@ -1,0 +1,242 @@
+"""The loop: its recipe, its schedule, its reports, and what it does to a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_models import ScriptedSubject, preset_of, text_of
+from torch import nn
+
+import infinity
+from infinity.lm.batches import Batches
+from infinity.lm.subject import Subject
+from infinity.lm.text import Text
+from infinity.lm.training import HeldOut, Recipe, StepReport, make_optimizer, train, warm_up_and_cosine
+
+BATCH, SEQ = 4, 16
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Text:
+    content = b"".join(b"%d bottles of beer on the wall.\n" % (each % 99) for each in range(2000))
+    return text_of(tmp_path, [content])
+
+
+def recipe(**changed: Any) -> Recipe:
+    options = {"steps": 4, "accumulate": 1, "learning_rate": 1e-2, "clip": 1.0, **changed}
+    return Recipe(**options)
+
+
+@contextmanager
+def offloaded(subject: Subject, rate: float = 1e-2, **precision: str) -> Iterator[infinity.Runtime]:
+    """In RAM, in fp32 unless told otherwise."""
+    with infinity.offload(
+        subject.model,
+        make_optimizer(subject.model, rate),
+        budget=infinity.Budget(host="64MiB"),
+        precision=infinity.Precision(**{"compute": "fp32", **precision}),
+        device="cpu",
+    ) as runtime:
+        yield runtime
+
+
+def trained(text: Text, how: Recipe, *, batches: Any = None) -> list[StepReport]:
+    tiny = preset_of()
+    batches = batches or Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
+    with offloaded(tiny, how.learning_rate) as runtime:
+        return list(train(tiny, runtime, batches, how))
+
+
+# --- the schedule ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 10, 100, 1000, 5000])
+def test_the_rate_rises_to_its_highest_and_falls_to_a_tenth(steps: int) -> None:
+    warm = min(100, max(1, steps // 10))
+    factors = [warm_up_and_cosine(step, steps) for step in range(steps)]
+    assert factors[:warm] == [(step + 1) / warm for step in range(warm)]
+    assert factors[warm - 1] == max(factors) == 1.0
+    after = factors[warm:]
+    assert after == sorted(after, reverse=True)
+    assert all(0.1 <= each <= 1.0 for each in after)
+    assert warm_up_and_cosine(steps, steps) == pytest.approx(1.0 if steps == warm else 0.1)
+
+
+def test_the_rate_is_half_way_half_way() -> None:
+    assert warm_up_and_cosine(55, 100) == pytest.approx((1 + 0.1) / 2)
+
+
+def test_the_rate_stays_at_its_floor_beyond_the_end() -> None:
+    assert warm_up_and_cosine(500, 100) == pytest.approx(0.1)
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------
+
+
+def test_matrices_alone_decay() -> None:
+    tiny = preset_of()
+    matrices, vectors = make_optimizer(tiny.model, 0.5).param_groups
+    assert {each.dim() for each in matrices["params"]} == {2}
+    assert {each.dim() for each in vectors["params"]} == {1}
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(tiny.model.parameters()))
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert matrices["lr"] == vectors["lr"] == 0.5
+    assert matrices["betas"] == (0.9, 0.95)
+
+
+def test_a_model_of_matrices_alone_has_one_group() -> None:
+    assert len(make_optimizer(nn.Linear(2, 2, bias=False), 0.1).param_groups) == 1
+
+
+# --- the loop --------------------------------------------------------------------------------------------
+
+
+def in_plain_torch(text: Text, how: Recipe) -> list[tuple[float, float, float]]:
+    """Loss, norm and rate of every step, by the book."""
+    tiny = preset_of()
+    model, batches = tiny.model, Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
+    optimizer = make_optimizer(model, how.learning_rate)
+    found = []
+    for step in range(how.steps):
+        rate = how.learning_rate * warm_up_and_cosine(step, how.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        total = 0.0
+        for micro in range(how.accumulate):
+            loss = tiny.loss(batches.training(step, micro)) / how.accumulate
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), how.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm.item(), rate))
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_trains_as_plain_torch_does(accumulate: int, text: Text) -> None:
+    how = recipe(steps=12, accumulate=accumulate, clip=0.5)
+    expected = in_plain_torch(text, how)
+    reports = trained(text, how)
+    got = [(each.loss, each.norm, each.learning_rate) for each in reports]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert [each.step for each in reports] == list(range(1, 13))
+    assert {each.tokens for each in reports} == {accumulate * BATCH * SEQ}
+    assert max(each.norm for each in reports) > 0.5  # something was clipped
+
+
+class Parts:
+    """The batches of others, cut into so many micro-batches."""
+
+    def __init__(self, whole: Batches, count: int) -> None:
+        self._whole = whole
+        self._count = count
+
+    def training(self, step: int, micro: int) -> torch.Tensor:
+        """See Batches."""
+        return self._whole.training(step, 0).chunk(self._count)[micro]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_accumulating_parts_is_training_on_the_whole(count: int, text: Text) -> None:
+    whole = Batches(text, preset_of(), batch=BATCH, seq=SEQ, seed=0)
+    at_once = trained(text, recipe(steps=8), batches=whole)
+    in_parts = trained(text, recipe(steps=8, accumulate=count), batches=Parts(whole, count))
+    for a, b in zip(at_once, in_parts, strict=True):
+        assert (a.loss, a.norm, a.tokens) == pytest.approx((b.loss, b.norm, b.tokens), rel=1e-4)
+
+
+def test_a_step_is_done_when_its_report_is_asked_for(text: Text) -> None:
+    tiny = preset_of()
+    tiny.model.eval()
+    with offloaded(tiny) as runtime:
+        steps = train(tiny, runtime, Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0), recipe())
+        assert runtime.stats.steps == 0
+        first = next(steps)
+        assert runtime.stats.steps == first.step == 1
+        assert first.stats == runtime.stats.last_step
+        assert first.seconds > 0
+        assert tiny.model.training
+        assert all(runtime.grad(each) is None for each in tiny.model.parameters())
+        assert len(list(steps)) == 3
+        assert runtime.stats.steps == 4
+
+
+def test_a_recipe_cannot_change_on_the_way() -> None:
+    with pytest.raises(AttributeError):
+        recipe().steps = 5  # type: ignore[misc]
+
+
+# --- text that is never trained on -----------------------------------------------------------------------
+
+
+class Counting(ScriptedSubject):
+    """Losses 0, 1, 2, ... in evaluation mode, without gradients."""
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See Subject."""
+        assert not torch.is_grad_enabled()
+        assert not self.model.training
+        self.asked += 1
+        return torch.tensor(self.asked - 1.0)
+
+
+def held_out(text: Text, subject: Any) -> HeldOut:
+    return HeldOut(subject, Batches(text, subject, batch=BATCH, seq=SEQ, seed=0), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_held_out_loss_is_the_mean_of_its_batches(training: bool, text: Text) -> None:
+    subject = Counting()
+    subject.model.train(training)
+    assert held_out(text, subject).loss() == 3.5  # of 0 .. 7
+    assert subject.asked == 8
+    assert subject.model.training is training
+
+
+def test_batches_that_took_too_long_are_not_taken_again(text: Text) -> None:
+    subject = Counting()
+    measure = held_out(text, subject)
+    assert measure.loss(seconds=0.0) == 0.0
+    assert subject.asked == 1
+    assert measure.loss() == 1.0
+    assert subject.asked == 2
+    assert measure.loss(seconds=math.inf) == 2.0
+
+
+def test_a_model_that_fails_gets_its_mode_back(text: Text) -> None:
+    class Failing(Counting):
+        def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+            """See Subject."""
+            raise KeyboardInterrupt
+
+    subject = Failing()
+    subject.model.train()
+    with pytest.raises(KeyboardInterrupt):
+        held_out(text, subject).loss()
+    assert subject.model.training
+
+
+def test_training_lowers_the_held_out_loss_and_measuring_changes_nothing(text: Text) -> None:
+    losses = []
+    for measured in (False, True):
+        tiny = preset_of()
+        batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
+        with offloaded(tiny, compute="bf16") as runtime:
+            measure = held_out(text, tiny)
+            before = measure.loss()
+            found = []
+            for report in train(tiny, runtime, batches, recipe(steps=30)):
+                found.append(report.loss)
+                if measured:
+                    measure.loss()
+            assert measure.loss() < before - 1.5
+        losses.append(found)
+    assert losses[0] == losses[1]

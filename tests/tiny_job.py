@@ -1,0 +1,147 @@
+"""`infinity train` and `infinity plan` of a tiny preset, whose speed is not measured.
+
+As a script it is the command line with that preset.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity import cli
+from infinity.lm.decoder import DecoderConfig
+from infinity.lm.presets import PRESETS, Preset
+from infinity.predict import Bandwidths
+
+SPEEDS = Bandwidths(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
+SENTENCE = "The quick brown fox jumps over the lazy dog, and {} of them look on.\n"
+JSON_KEYS = {
+    "infinity",
+    "model",
+    "parameters",
+    "device",
+    "text",
+    "steps",
+    "seconds",
+    "held_out_loss",
+    "losses",
+    "step_seconds",
+    "tokens_per_second",
+    "ram",
+    "nvme",
+    "bytes_moved",
+    "sample",
+    "exported",
+}
+PLAN_KEYS = {
+    "infinity",
+    "model",
+    "parameters",
+    "device",
+    "tiers",
+    "smallest_budgets",
+    "traffic",
+    "prediction",
+    "step_seconds",
+}
+
+
+def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the preset "tiny", and do without measuring the machine and long samples."""
+    planning = sys.modules["infinity.plan"]  # infinity.plan is the function
+    monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
+    monkeypatch.setattr(planning, "seconds_of", functools.partial(planning.seconds_of, limit=0.0))
+    monkeypatch.setattr(planning, "measure_bandwidths", lambda *_: SPEEDS)
+    monkeypatch.setattr(cli.train, "_SAMPLE_TOKENS", 3)
+
+
+class TinyJob:
+    """A folder with text, one for pages, and the options that name them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pages = folder / "pages"
+        self.pages.mkdir()
+        data = folder / "data"
+        data.mkdir()
+        for number in range(8):
+            text = "".join(SENTENCE.format(number * line) for line in range(150))
+            (data / f"{number}.txt").write_text(text)
+        self.options = ["--data", str(data), "--device", "cpu", "--batch", "2", "--seq", "32"]
+
+    def arguments(self, command: str, *more: object, model: str = "tiny") -> list[str]:
+        """Of the command line. What is given twice counts the second time."""
+        return [command, "--model", model, *self.options, *map(str, more)]
+
+    def nvme(self, size: object = "64MiB") -> list[str]:
+        """The option for pages in `pages`."""
+        return ["--budget-nvme", f"{self.pages}:{size}"]
+
+    def smallest(self, capsys: pytest.CaptureFixture[str], *more: object) -> dict[str, int]:
+        """Bytes of the budgets that do with the least memory, by tier."""
+        roomy = ["--budget-device", "64MiB", "--budget-host", "64MiB", *self.nvme()]
+        plan = self.plan(capsys, *roomy, *more)
+        found: dict[str, int] = plan["smallest_budgets"]
+        return found
+
+    def plan(self, capsys: pytest.CaptureFixture[str], *more: object, model: str = "tiny") -> dict[str, Any]:
+        """The JSON of a plan."""
+        return run_json(capsys, self.arguments("plan", "--json", *more, model=model))
+
+    def train(self, capsys: pytest.CaptureFixture[str], *more: object, model: str = "tiny") -> dict[str, Any]:
+        """The JSON of a training."""
+        return run_json(capsys, self.arguments("train", "--json", *more, model=model))
+
+    def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
+        """The command in a process of its own; script: with the preset "tiny"."""
+        program = [__file__] if script else ["-m", "infinity"]
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
+        environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            **how.pop("env", {}),
+        }
+        return subprocess.Popen([sys.executable, *program, *arguments], text=True, env=environment, **how)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> dict[str, Any]:
+    """What a command that succeeds writes to stdout: one JSON object and nothing else."""
+    capsys.readouterr()
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert captured.out.count("\n") == 1
+    found: dict[str, Any] = json.loads(captured.out, parse_constant=_no_json)
+    return found
+
+
+def run_error(
+    capsys: pytest.CaptureFixture[str], arguments: Sequence[str], code: int
+) -> tuple[str, str, dict[str, Any]]:
+    """What a command with --json that fails writes: its last line on stderr, all of stderr, and the JSON."""
+    capsys.readouterr()
+    assert cli.main(arguments) == code
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert set(found) == {"error", "cause", "cure"}
+    last = captured.err.splitlines()[-1]
+    assert last == f"{found['error']}: {found['cause']} {found['cure']}"
+    return last, captured.err, found
+
+
+def _no_json(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+if __name__ == "__main__":
+    make_tiny(pytest.MonkeyPatch())
+    sys.exit(cli.main())
