@@ -340,12 +340,12 @@ def plan(
     )
     if example_inputs is None:
         return draft()
-    draft()  # what cannot fit fails before anything is measured
     estimate = estimate_step(
         model, example_inputs, precision=precision, device=target, train=rule is not None
     )
     if estimate is None:
         return draft()
+    draft(activations=estimate.activations)  # what cannot fit fails before anything is measured
     speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
     compute = seconds_of(estimate.operations, roofline, target)

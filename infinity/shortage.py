@@ -67,7 +67,7 @@ def _striped(nbytes: int, paths: int) -> int:
 
 def _error(tier: Tier, needed: int, what: str, budgets: Mapping[Tier, int]) -> BudgetError:
     cure = f"Give a {tier.value} budget of {format_size(needed)} ({needed} bytes)."
-    if Tier.NVME not in budgets:
+    if tier is Tier.HOST and Tier.NVME not in budgets:
         cure = f"{cure[:-1]}, or add an nvme budget, to which pages can go."
     return BudgetError(
         f"{what} need at least {format_size(needed)} in the {tier.value} tier; the budget is "

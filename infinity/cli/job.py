@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and data")
     model.add_argument(
         "--model",
-        default="30m",
+        default="10m",
         help=f"{', '.join(PRESETS)}, or the directory of a transformers model (default: %(default)s)",
     )
     model.add_argument(
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="files or folders of text (default: the source of this Python's standard library)",
     )
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=150, metavar="N", help="default: %(default)s")
+    training.add_argument("--steps", type=int, default=200, metavar="N", help="default: %(default)s")
     training.add_argument(
         "--batch", type=int, default=8, metavar="N", help="sequences (default: %(default)s)"
     )
