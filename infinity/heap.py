@@ -44,7 +44,12 @@ class HeapGuard:
 
     def check(self) -> None:
         """Give holes back if memory is above the limit. Costs a few microseconds otherwise."""
-        if self._trim is None or machine.resident_bytes() <= self._next:
+        if self._trim is None:
+            return
+        resident = machine.resident_bytes()
+        if resident <= self._limit:
+            self._next = self._limit
+        if resident <= self._next:
             return
         self._trim(0)
         # Memory that others use does not go away, and is not tried again and again.
