@@ -19,7 +19,8 @@ from infinity.errors import (
     UnsupportedOptimizer,
 )
 from infinity.offload import offload
-from infinity.plan import Plan, plan
+from infinity.plan import Plan
+from infinity.planning import plan
 from infinity.runtime import Runtime
 from infinity.telemetry import Stats
 

@@ -7,6 +7,7 @@ copies itself as a function that does nothing: a copied model is a plain one.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -170,3 +171,15 @@ def _tree(model: nn.Module) -> list[int]:
         for parameter in module._parameters.values()
         if parameter is not None
     ]
+
+
+def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """`method`, without keeping its object alive: torch's hooks on gradients are outside of gc's sight."""
+    reference = weakref.WeakMethod(method)
+
+    def call(parameter: torch.Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found(parameter)
+
+    return call

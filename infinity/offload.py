@@ -23,8 +23,9 @@ from infinity.paging import Paging
 from infinity.parameter import PagedParameter, Place
 from infinity.parameter import adopt as adopt_parameter
 from infinity.placement import Kind
-from infinity.plan import Plan, check_kinds
-from infinity.plan import plan as make_plan
+from infinity.plan import Plan
+from infinity.planning import check_kinds
+from infinity.planning import plan as make_plan
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Parts, Runtime

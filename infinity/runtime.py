@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -18,7 +17,7 @@ from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError, InfinityError, NonFiniteGradient
 from infinity.export import Source, export
 from infinity.gradients import Gradients
-from infinity.hooks import ModuleHooks
+from infinity.hooks import ModuleHooks, weakly
 from infinity.optimizer import PagedOptimizer
 from infinity.page import ParameterPage
 from infinity.paging import Paging
@@ -80,7 +79,7 @@ class Runtime:
             check_copy=self._check_copy,
             forward_done=self._forward_done,
         )
-        arrived = _weakly(self._gradient_arrived)
+        arrived = weakly(self._gradient_arrived)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(arrived)
             for page in parts.pages
@@ -392,15 +391,3 @@ class Runtime:
             )
         if self._failure is not None:
             raise self._failure.again()
-
-
-def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """`method`, without keeping its object alive: torch's hooks on gradients are outside of gc's sight."""
-    reference = weakref.WeakMethod(method)
-
-    def call(parameter: torch.Tensor) -> None:
-        found = reference()
-        if found is not None:
-            found(parameter)
-
-    return call

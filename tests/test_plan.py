@@ -12,7 +12,8 @@ from infinity.bandwidths import cache_path, measure_bandwidths
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
 from infinity.placement import Kind
-from infinity.plan import Available, Plan, make_plan, plan
+from infinity.plan import Plan
+from infinity.planning import Available, make_plan, plan
 from infinity.predict import Phase
 from infinity.rules import Rule
 from infinity.tiers import Tier

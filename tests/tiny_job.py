@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from infinity import cli
+from infinity import cli, planning
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
 from infinity.predict import Bandwidths
@@ -56,7 +56,6 @@ PLAN_KEYS = {
 
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add the preset "tiny", and do without measuring the machine and long samples."""
-    planning = sys.modules["infinity.plan"]  # infinity.plan is the function
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
     monkeypatch.setattr(planning, "seconds_of", functools.partial(planning.seconds_of, limit=0.0))
     monkeypatch.setattr(planning, "measure_bandwidths", lambda *_: SPEEDS)

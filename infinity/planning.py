@@ -1,0 +1,219 @@
+"""Making a plan: before a byte is moved, and before what cannot fit is tried. Pure but for `plan` itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import machine
+from infinity.bandwidths import measure_bandwidths
+from infinity.config import Budget, Precision
+from infinity.errors import ConfigError
+from infinity.estimate import estimate_step
+from infinity.layout import build
+from infinity.operators import Roofline, seconds_of
+from infinity.placement import Room, Search
+from infinity.plan import Plan
+from infinity.predict import Bandwidths
+from infinity.reserve import Reserve
+from infinity.rules import Rule
+from infinity.shortage import format_count, shortage, usable_nvme
+from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.tiers.tier import usable_device
+from infinity.units import survey
+
+_MARGIN = 512 << 20
+"""Bytes left to others where no budget is given, or 5% where that is more."""
+
+_UNKNOWN_SHARE = 4
+"""One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that can be had now, less a margin: the budgets of who gives none."""
+
+    device: int
+    host: int
+
+    @staticmethod
+    def now(device: torch.device) -> Available:
+        """What `device` and this machine have free."""
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        return Available(_less_margin(free), _less_margin(machine.memory().usable))
+
+
+def make_plan(
+    model: nn.Module,
+    rule: Rule | None,
+    *,
+    budget: Budget,
+    precision: Precision,
+    device: torch.device,
+    available: Available,
+    speeds: Bandwidths | None = None,
+    activations: int | None = None,
+    compute: float | None = None,
+) -> Plan:
+    """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
+
+    available: what stands in for a budget that is None. activations: bytes at the peak of a step; they count
+    against the tier that computes; where they are unknown, a CUDA device keeps a quarter free for them.
+    compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
+    Raises BudgetError where a budget is too small (`needed`: the smallest that would do), and ConfigError as
+    `infinity.units.survey` does.
+    """
+    unified = device.type == "cpu" and budget.device_bytes is None
+    surveyed = survey(model, precision)
+    budgets = _budgets(budget, available, unified=unified)
+    reserve = Reserve.of(
+        activations, _buffer_bytes(model), unknown=_UNKNOWN_SHARE if device.type == "cuda" else None
+    )
+    computes_in = Tier.HOST if unified else Tier.DEVICE
+    left = {**budgets, computes_in: budgets[computes_in] - reserve.within(budgets[computes_in])}
+    room = Room(
+        device=None if unified else left[Tier.DEVICE],
+        host=left[Tier.HOST],
+        nvme=usable_nvme(budget.nvme_bytes),
+    )
+    search = Search(surveyed, precision, rule)
+    placement = search.place(room)
+    if placement is None:
+        elements = sum(parameter.numel for parameter in surveyed.parameters)
+        raise shortage(
+            search,
+            room,
+            budgets,
+            len(budget.nvme_bytes),
+            f"{format_count(elements)} parameters",
+            reserves={computes_in: reserve},
+        )
+    smallest = search.smallest(unified=unified, nvme=bool(budget.nvme_bytes))
+    smallest[computes_in] = reserve.budget_for(smallest[computes_in])
+    made = Plan(
+        layout=build(surveyed, placement.grouping, placement.chunk_elements),
+        precision=precision,
+        rule=rule,
+        device=device,
+        unified=unified,
+        homes=placement.homes,
+        slot_bytes=placement.slot_bytes,
+        slots=placement.slots,
+        resident_bytes=placement.resident_bytes,
+        budgets=budgets,
+        smallest=smallest,
+        activations=activations,
+        reserved=reserve.within(budgets[computes_in]),
+        speeds=speeds,
+        compute=compute,
+    )
+    return replace(made, prediction=made.predict())
+
+
+def plan(
+    model_or_config: Any,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: Budget | None = None,
+    precision: Precision | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """What `offload` would do with the same arguments, without moving a byte.
+
+    model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
+    for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
+    knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
+    most), and bandwidths are probed and kept in the cache directory (1.5 s; those of a disk soon expire).
+    device: default "cuda" where there is one, else "cpu".
+
+    Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
+    for a directory that cannot be probed.
+    """
+    budget, precision = check_kinds(budget, precision)
+    target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = as_model(model_or_config)
+    rule = None if optimizer is None else Rule.of(optimizer)
+    draft = functools.partial(
+        make_plan,
+        model,
+        rule,
+        budget=budget,
+        precision=precision,
+        device=target,
+        available=Available.now(target),
+    )
+    if example_inputs is None:
+        return draft()
+    estimate = estimate_step(
+        model, example_inputs, precision=precision, device=target, train=rule is not None
+    )
+    if estimate is None:
+        return draft()
+    draft(activations=estimate.activations)  # what cannot fit fails before anything is measured
+    speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
+    roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
+    compute = seconds_of(estimate.operations, roofline, target)
+    return draft(activations=estimate.activations, compute=compute, speeds=speeds)
+
+
+def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:
+    """The two with their defaults. Raises ConfigError for values of another kind."""
+    if not isinstance(budget, Budget | None):
+        raise ConfigError(f"The budget is a {type(budget).__name__}.", "Give infinity.Budget(host=..., ...).")
+    if not isinstance(precision, Precision | None):
+        raise ConfigError(
+            f"The precision is a {type(precision).__name__}.", 'Give infinity.Precision(compute="bf16", ...).'
+        )
+    return budget or Budget(), precision or Precision()
+
+
+def as_model(model_or_config: Any) -> nn.Module:
+    """A module as it is; of a transformers configuration the model (causal where it can be), on meta.
+
+    Raises ConfigError for anything else, and where transformers is not installed.
+    """
+    if isinstance(model_or_config, nn.Module):
+        return model_or_config
+    if not hasattr(model_or_config, "model_type"):
+        raise ConfigError(
+            f"A {type(model_or_config).__name__} was given to plan.",
+            "Give an nn.Module, or a transformers configuration (AutoConfig.from_pretrained).",
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "A transformers configuration was given and transformers is not installed.",
+            "Install transformers, or give the model, built under torch.device('meta').",
+        ) from error
+    causal = transformers.AutoModelForCausalLM._model_mapping
+    kind = transformers.AutoModelForCausalLM if type(model_or_config) in causal else transformers.AutoModel
+    with torch.device("meta"):
+        built: nn.Module = kind.from_config(model_or_config)  # type: ignore[no-untyped-call]
+    return built
+
+
+def _budgets(budget: Budget, available: Available, *, unified: bool) -> dict[Tier, int]:
+    found = {} if unified else {Tier.DEVICE: _or(budget.device_bytes, available.device)}
+    found[Tier.HOST] = _or(budget.host_bytes, available.host)
+    if budget.nvme_bytes:
+        found[Tier.NVME] = sum(budget.nvme_bytes.values())
+    return found
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
+
+
+def _less_margin(nbytes: int) -> int:
+    return max(0, nbytes - max(_MARGIN, nbytes // 20)) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    return sum(buffer.nbytes for buffer in model.buffers())
