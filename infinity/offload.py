@@ -86,7 +86,7 @@ def carry_out(
         store = Store(plan, budget, meter)
         cleanup.callback(store.close)
         builder = _Builder(model, plan, store)
-        builder.fill(weights)
+        builder.fill(weights, heap)
         if optimizer is not None:
             adopt(optimizer, builder.write_state, builder.dtype_in_page)
         threads = cleanup.enter_context(cpu_adam.ThreadPool())
@@ -114,8 +114,8 @@ class _Builder:
         self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
         self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
-    def fill(self, weights: str | os.PathLike[str] | None) -> None:
-        """Write every parameter page, and the masters beside it."""
+    def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
+        """Write every parameter page, and the masters beside it. heap: looked after meanwhile."""
         states = self.states
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -124,6 +124,7 @@ class _Builder:
             flat = in_memory_order(values.detach(), layout.stride).cpu()
             encoded = states.encode(unit, index, flat) if states is not None else flat.to(layout.dtype)
             self.store.patch(self.homes[unit], self.plan.layout.units[unit].start(index), encoded)
+            heap.allocated(values.nbytes)
 
         if weights is not None:
             load(self.model, open_weights(weights), put, self.plan.device)
