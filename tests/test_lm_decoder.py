@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from homes import each_device
 
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.lm.presets import PRESETS
@@ -33,10 +34,11 @@ def test_a_preset_has_the_parameters_that_its_name_says(name: str) -> None:
     assert parameters == pytest.approx(said, rel=0.02)
 
 
-def test_it_learns_a_repeated_pattern_within_a_few_steps() -> None:
-    model = small()
+@each_device
+def test_it_learns_a_repeated_pattern_within_a_few_steps(device: str) -> None:
+    model = small().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.tensor(list(b"abcdefgh" * 5)).view(1, -1)
+    tokens = torch.tensor(list(b"abcdefgh" * 5), device=device).view(1, -1)
     losses = []
     for _ in range(20):
         loss = model(tokens[:, :-1], tokens[:, 1:])

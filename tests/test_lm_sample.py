@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lm_models import ScriptedSubject, preset_of
+from homes import each_device
+from lm_models import ScriptedSubject, preset_of, text_of
 from torch import nn
 
+import infinity
 from infinity.errors import ConfigError
+from infinity.lm.batches import Batches
+from infinity.lm.decoder import DecoderConfig
 from infinity.lm.sample import generate
 
 
@@ -21,6 +26,23 @@ def write(subject: Any, prompt: str = "a", **changed: Any) -> str:
 
 def test_it_goes_on_where_the_prompt_ends() -> None:
     assert write(ScriptedSubject(), "xa") == "xabcdef"
+
+
+@each_device
+def test_a_model_that_was_paged_and_trained_writes_what_it_read(device: str, tmp_path: Path) -> None:
+    text = text_of(tmp_path, [b"0123456789" * 50])
+    tiny = preset_of(DecoderConfig(width=32, layers=2, heads=2, hidden=48))
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=tiny.learning_rate)
+    batches = Batches(text, tiny, batch=4, seq=20, seed=0)
+    with infinity.offload(
+        tiny.model, optimizer, device=device, example_inputs=tiny.example_inputs(4, 20, device)
+    ) as runtime:
+        for step in range(40):
+            tiny.loss(batches.training(step, 0).to(device)).backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+        written = write(tiny, "345", tokens=15, temperature=0.0, device=device)
+    assert written == "345678901234567890"
 
 
 def test_the_seed_decides_and_nothing_else() -> None:
