@@ -1,11 +1,11 @@
 """Training quality: does it matter where the states are, and does mixed precision by pages learn as by hand?
 
-The same preset is trained on the same text from the same seed: all-device (every page in RAM), all-NVMe (as
-little RAM as the plan allows), and in plain PyTorch with a bf16 model, fp32 masters and torch.optim.AdamW.
+The same preset is trained on the same text from the same seed: all-device (every page in RAM), all-NVMe (no
+page rests in RAM), and in plain PyTorch with a bf16 model, fp32 masters and torch.optim.AdamW.
 The first two must agree bit for bit in every step; the third within the noise of rounding, which a fourth
 run shows: plain PyTorch with the foreach instead of the fused AdamW.
 
-    python benchmarks/quality.py --directory DISK [--model 30m --steps 300 --batch 8 --seq 128]
+    python benchmarks/quality.py --directory DISK [--model 30m --steps 300 --batch 4 --seq 128]
         [--results DIR] [--json]
 
 `--results DIR`: writes quality-MODEL.md, .json and .svg there (the plot needs matplotlib). `--json`: the last
@@ -33,9 +33,12 @@ from infinity.lm.batches import Batches
 from infinity.lm.subject import Subject, subject
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
+from infinity.planning import Available, make_plan
+from infinity.tiers import Tier
 
 CLIP = 1.0
 SEED = 0
+MOST_ROOM = 128 << 20
 PRECISION = infinity.Precision(compute="bf16", accumulate="compute")
 
 
@@ -120,19 +123,35 @@ def real(chosen: Subject) -> torch.nn.Module:
     return type(chosen.model)(chosen.model.config)  # type: ignore[arg-type, call-arg]
 
 
-def smallest(options: argparse.Namespace, directory: str) -> infinity.Budget:
-    """The least RAM that does, so that every page that can be on NVMe is there."""
+def all_nvme(options: argparse.Namespace, directory: str) -> infinity.Budget:
+    """The most RAM, by 1 MiB, with which every page still rests on NVMe: the rest is room to work in."""
     chosen, _, recipe = job(options)
-    plan = infinity.plan(
+    optimizer = make_optimizer(chosen.model, recipe.learning_rate)
+    examples = chosen.example_inputs(options.batch, options.seq, "cpu")
+    known = infinity.plan(
         chosen.model,
-        make_optimizer(chosen.model, recipe.learning_rate),
+        optimizer,
         budget=infinity.Budget(nvme={directory: "1TiB"}),
         precision=PRECISION,
-        example_inputs=chosen.example_inputs(options.batch, options.seq, "cpu"),
+        example_inputs=examples,
         device="cpu",
     )
-    sizes = {tier.value: nbytes for tier, nbytes in plan.smallest.items()}
-    return infinity.Budget(host=sizes["host"], nvme={directory: sizes["nvme"] + (64 << 20)})
+    nvme = {directory: known.smallest[Tier.NVME] + (64 << 20)}
+    found = infinity.Budget(host=known.smallest[Tier.HOST], nvme=nvme)
+    for host in range(known.smallest[Tier.HOST], known.smallest[Tier.HOST] + MOST_ROOM, 1 << 20):
+        budget = infinity.Budget(host=host, nvme=nvme)
+        plan = make_plan(
+            chosen.model,
+            known.rule,
+            budget=budget,
+            precision=PRECISION,
+            device=known.device,
+            available=Available.now(known.device),
+            activations=known.activations,
+        )
+        if not plan.home_bytes[Tier.HOST]:
+            found = budget
+    return found
 
 
 def spread(a: Run, b: Run, last: int) -> dict[str, float]:
@@ -204,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="30m")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--directory", required=True, help="on the disk to use")
     parser.add_argument("--results", type=Path)
@@ -218,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
 
     add(lambda: paged("all-device", options, infinity.Budget()))
     with tempfile.TemporaryDirectory(prefix="infinity-quality-", dir=options.directory) as directory:
-        add(lambda: paged("all-NVMe", options, smallest(options, directory)))
+        add(lambda: paged("all-NVMe", options, all_nvme(options, directory)))
     add(lambda: plain("plain PyTorch", options, fused=True))
     add(lambda: plain("plain PyTorch, foreach", options, foreach=True))
     device, nvme, fused, foreach = runs
