@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ from infinity.lm.batches import Batches
 from infinity.lm.subject import Subject, subject
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
-from infinity.planning import Available, make_plan
+from infinity.offload import carry_out
 from infinity.tiers import Tier
 
 CLIP = 1.0
 SEED = 0
-MOST_ROOM = 128 << 20
+NVME = "2GiB"
+WORKING_ROOM = 28 << 20
+"""Bytes of RAM beyond the least that would do: four slots and three resident pages of the 30m preset."""
 PRECISION = infinity.Precision(compute="bf16", accumulate="compute")
 
 
@@ -52,22 +54,33 @@ class Run:
     seconds: float
 
 
-def paged(name: str, options: argparse.Namespace, budget: infinity.Budget) -> Run:
-    """Through `infinity.offload`."""
+def paged(name: str, options: argparse.Namespace, directory: str | None) -> Run:
+    """With pages in RAM, or with all of them on NVMe under `directory`."""
     torch.manual_seed(SEED)
     chosen, batches, recipe = job(options)
     # In RAM from the start, as the plain runs have it: the meta device would draw other random numbers.
     chosen.model = real(chosen)
     optimizer = make_optimizer(chosen.model, recipe.learning_rate)
-    with infinity.offload(
-        chosen.model,
-        optimizer,
-        budget=budget,
-        precision=PRECISION,
-        example_inputs=chosen.example_inputs(options.batch, options.seq, "cpu"),
-        device="cpu",
-    ) as runtime:
-        print(f"{name}\n{runtime.plan}\n", flush=True)
+
+    def planned(budget: infinity.Budget) -> infinity.Plan:
+        return infinity.plan(
+            chosen.model,
+            optimizer,
+            budget=budget,
+            precision=PRECISION,
+            example_inputs=chosen.example_inputs(options.batch, options.seq, "cpu"),
+            device="cpu",
+        )
+
+    if directory is None:
+        budget = infinity.Budget()
+        plan = planned(budget)
+    else:
+        least = planned(infinity.Budget(nvme={directory: NVME})).smallest[Tier.HOST]
+        budget = infinity.Budget(host=least + WORKING_ROOM, nvme={directory: NVME})
+        plan = on_nvme(planned(budget))
+    print(f"{name}\n{plan}\n", flush=True)
+    with carry_out(plan, chosen.model, optimizer, budget=budget) as runtime:
         started = time.perf_counter()
         losses = [report.loss for report in train(chosen, runtime, batches, recipe)]
         seconds = time.perf_counter() - started
@@ -123,35 +136,12 @@ def real(chosen: Subject) -> torch.nn.Module:
     return type(chosen.model)(chosen.model.config)  # type: ignore[arg-type, call-arg]
 
 
-def all_nvme(options: argparse.Namespace, directory: str) -> infinity.Budget:
-    """The most RAM, by 1 MiB, with which every page still rests on NVMe: the rest is room to work in."""
-    chosen, _, recipe = job(options)
-    optimizer = make_optimizer(chosen.model, recipe.learning_rate)
-    examples = chosen.example_inputs(options.batch, options.seq, "cpu")
-    known = infinity.plan(
-        chosen.model,
-        optimizer,
-        budget=infinity.Budget(nvme={directory: "1TiB"}),
-        precision=PRECISION,
-        example_inputs=examples,
-        device="cpu",
+def on_nvme(plan: infinity.Plan) -> infinity.Plan:
+    """The same plan with every page at home on NVMe; what rested in RAM leaves its room empty."""
+    homes = tuple(
+        {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )
-    nvme = {directory: known.smallest[Tier.NVME] + (64 << 20)}
-    found = infinity.Budget(host=known.smallest[Tier.HOST], nvme=nvme)
-    for host in range(known.smallest[Tier.HOST], known.smallest[Tier.HOST] + MOST_ROOM, 1 << 20):
-        budget = infinity.Budget(host=host, nvme=nvme)
-        plan = make_plan(
-            chosen.model,
-            known.rule,
-            budget=budget,
-            precision=PRECISION,
-            device=known.device,
-            available=Available.now(known.device),
-            activations=known.activations,
-        )
-        if not plan.home_bytes[Tier.HOST]:
-            found = budget
-    return found
+    return replace(plan, homes=homes)
 
 
 def spread(a: Run, b: Run, last: int) -> dict[str, float]:
@@ -235,9 +225,9 @@ def main(argv: list[str] | None = None) -> int:
         runs.append(make())
         print(f"{runs[-1].name}: held-out {runs[-1].held_out:.6f}, {runs[-1].seconds:.0f} s\n", flush=True)
 
-    add(lambda: paged("all-device", options, infinity.Budget()))
+    add(lambda: paged("all-device", options, None))
     with tempfile.TemporaryDirectory(prefix="infinity-quality-", dir=options.directory) as directory:
-        add(lambda: paged("all-NVMe", options, all_nvme(options, directory)))
+        add(lambda: paged("all-NVMe", options, directory))
     add(lambda: plain("plain PyTorch", options, fused=True))
     add(lambda: plain("plain PyTorch, foreach", options, foreach=True))
     device, nvme, fused, foreach = runs
