@@ -96,8 +96,13 @@ def plain(name: str, options: argparse.Namespace, **adamw: bool) -> Run:
     masters = real(chosen)
     masters.load_state_dict(model.state_dict())
     chosen.model = model.bfloat16()
-    reference = make_optimizer(masters, recipe.learning_rate)
-    optimizer = torch.optim.AdamW(reference.param_groups, lr=recipe.learning_rate, **adamw)
+    groups = make_optimizer(masters, recipe.learning_rate).param_groups
+    # Not the groups themselves: they name an implementation already.
+    optimizer = torch.optim.AdamW(
+        [{key: group[key] for key in ("params", "weight_decay", "betas")} for group in groups],
+        lr=recipe.learning_rate,
+        **adamw,
+    )
     pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
     losses: list[float] = []
     started = time.perf_counter()
