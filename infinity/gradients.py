@@ -2,7 +2,8 @@
 
 A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
 accumulated in place. Any other is staged in a slot while its parameters' gradients arrive, and goes home when
-the last has, or when the slot is needed; a second micro-batch stages it again with what it holds.
+later ones need the slot: the last of a backward stay, for their updates come first. A second micro-batch
+stages a chunk again with what it holds.
 
 The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
 first element, combined in the order of names. So the norm depends on no unit, chunk or thread.
@@ -31,15 +32,22 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 
 @dataclass(slots=True)
+class Stage:
+    """A chunk of a gradient page in a slot, newer than its home."""
+
+    data: torch.Tensor
+    """uint8, as the chunk at home."""
+    rest: torch.Tensor | None
+    """The rest of the slot; None while an update has it."""
+    waiting: set[int] = field(default_factory=set)
+    """Parameters whose gradient is still expected in this backward."""
+
+
+@dataclass(slots=True)
 class _ChunkState:
     """What is known of one chunk of a gradient page."""
 
-    stage: torch.Tensor | None = None
-    """Elements of the chunk in a slot, newer than its home."""
-    rest: torch.Tensor | None = None
-    """The rest of that slot: room for what comes from the device."""
-    waiting: set[int] = field(default_factory=set)
-    """Parameters whose gradient the stage still expects in this backward."""
+    stage: Stage | None = None
     stored: bool = False
     """Whether the home holds anything of this step."""
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
@@ -103,6 +111,8 @@ class Gradients:
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
+        self._most_kept = store.plan.slots // 2
+        """Stages that wait for nothing and stay all the same; the other slots keep things moving."""
         self._names = sorted(
             (parameter.names[0], unit, index)
             for unit, page in pages.items()
@@ -143,9 +153,12 @@ class Gradients:
         page.content.add(parameter)
 
     def finish(self) -> None:
-        """The end of a backward: stages of which a parameter was not used go home as they are."""
-        for unit, number in list(self._staged):
-            self._take_home(self.pages[unit], number)
+        """The end of a backward: stages of which a parameter was not used wait for it no longer."""
+        for unit, number in self._staged:
+            stage = self.pages[unit].states[number].stage
+            assert stage is not None
+            stage.waiting.clear()
+        self._take_some_home()
 
     def norm(self) -> float:
         """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
@@ -188,12 +201,24 @@ class Gradients:
 
     def chunk_in_place(self, page: GradientPage, number: int) -> torch.Tensor | None:
         """A chunk's elements where they are in host RAM: staged, or at home there; else None."""
-        stage = self.pages[page.index].states[number].stage
+        stage = page.states[number].stage
         if stage is not None:
-            return page.typed(number, stage)
+            return page.typed(number, stage.data)
         if page.home.in_place:
             return page.typed(number, page.home.view(page.offset(number), page.nbytes(number)))
         return None
+
+    def lend_stage(self, unit: int, number: int) -> Stage | None:
+        """A chunk's stage, if it has one, to an update that uses its slot from now on, and reads the data."""
+        stage = self.pages[unit].states[number].stage
+        if stage is None:
+            return None
+        if stage.rest is None:  # an update has had it, and no zero_grad() came since
+            self._take_home(self.pages[unit], number)
+            return None
+        lent = Stage(stage.data, stage.rest)
+        stage.rest = None
+        return lent
 
     def clear(self) -> None:
         """Forget every gradient, and what went wrong with them."""
@@ -234,12 +259,12 @@ class Gradients:
         target = self._target(page, number)[piece.offset : piece.offset + piece.count]
         state = page.states[number]
         # A slot more could be the chunk's own, taken home for it: slots hold a chunk's parameters as well.
-        fresh = self._to_host(fresh, state.rest)
+        fresh = self._to_host(fresh, state.stage.rest if state.stage is not None else None)
         again = piece.parameter in page.content
         state.blocks[piece.parameter, piece.start] = self._accumulate(fresh, target, again=again)
-        state.waiting.discard(piece.parameter)
-        if state.stage is not None and not state.waiting:
-            self._take_home(page, number)
+        if state.stage is not None:
+            state.stage.waiting.discard(piece.parameter)
+            self._take_some_home()
 
     def _accumulate(
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
@@ -260,31 +285,43 @@ class Gradients:
 
     def _target(self, page: GradientPage, number: int) -> torch.Tensor:
         """The chunk's elements in host RAM, with what they held before."""
+        stage = page.states[number].stage
+        if stage is not None and stage.rest is None:
+            self._take_home(page, number)  # an update has had the rest: begin with a slot of its own
         found = self.chunk_in_place(page, number)
         if found is not None:
             if page.states[number].stage is None:
                 page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
             return found
         slot = self._store.slot()
-        stage, rest = slot[: page.nbytes(number)], slot[page.nbytes(number) :]
+        waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
+        stage = Stage(slot[: page.nbytes(number)], slot[page.nbytes(number) :], waiting)
         del slot
         state = page.states[number]
         if state.stored:
             with self._store.meter.stalling(Edge.NVME_TO_HOST):
-                self._store.read(page.home, page.offset(number), stage).wait()
-        state.stage, state.rest = stage, rest
-        state.waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
+                self._store.read(page.home, page.offset(number), stage.data).wait()
+        state.stage = stage
         self._staged[page.index, number] = None
-        return page.typed(number, stage)
+        return page.typed(number, stage.data)
+
+    def _take_some_home(self) -> None:
+        """Stages that wait for nothing go home, but for the latest."""
+        whole = [
+            (unit, number)
+            for unit, number in self._staged
+            if not (stage := self.pages[unit].states[number].stage) or not stage.waiting
+        ]
+        for unit, number in whole[: max(0, len(whole) - self._most_kept)]:
+            self._take_home(self.pages[unit], number)
 
     def _take_home(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
         del self._staged[page.index, number]
-        stage, state.stage, state.rest = state.stage, None, None
-        state.waiting = set()
+        stage, state.stage = state.stage, None
         assert stage is not None
         try:
-            self._store.write(page.home, page.offset(number), stage)
+            self._store.write(page.home, page.offset(number), stage.data)
         except BaseException as error:
             self._lose(error)
             raise

@@ -56,7 +56,8 @@ def offload(
     its own initialisers fill module by module. optimizer: torch.optim's AdamW, Adam, SGD or Adagrad over its
     parameters, whose place `Runtime.optimizer` takes; None: inference only. device: default "cuda" where
     there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
-    example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "auto" chooses.
+    example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "lazy", each
+    unit before its next use, while what comes before that computes; "auto" chooses (lazy).
 
     Raises BudgetError before anything is moved where a budget is too small (`needed`: one that would do),
     UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and
@@ -68,7 +69,7 @@ def offload(
     plan = make_plan(
         model, optimizer, budget=budget, precision=precision, example_inputs=example_inputs, device=device
     )
-    return carry_out(plan, model, optimizer, budget=budget, weights=weights)
+    return carry_out(plan, model, optimizer, budget=budget, weights=weights, update=update)
 
 
 def carry_out(
@@ -78,6 +79,7 @@ def carry_out(
     *,
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
+    update: str = "auto",
 ) -> Runtime:
     """`offload` by a plan that was made, and perhaps shown, before: of this model, optimizer and budget."""
     heap = _guard(plan)
@@ -90,7 +92,7 @@ def carry_out(
         if optimizer is not None:
             adopt(optimizer, builder.write_state, builder.dtype_in_page)
         threads = cleanup.enter_context(cpu_adam.ThreadPool())
-        runtime = builder.wire(meter, threads, heap)
+        runtime = builder.wire(meter, threads, heap, lazy=update != "sync")
         cleanup.pop_all()
     if optimizer is not None:
         _take_over(optimizer, runtime)
@@ -152,7 +154,7 @@ class _Builder:
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
-    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
+    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard, *, lazy: bool) -> Runtime:
         """Convert the parameters and put everything together. Cannot fail for lack of anything."""
         plan, store, states = self.plan, self.store, self.states
         addresses: dict[int, ParameterPage] = {}
@@ -167,7 +169,8 @@ class _Builder:
         gradients, updater = None, None
         if states is not None:
             gradients = Gradients(self._gradient_pages(), store, threads, scale)
-            updater = Updater(pages, gradients, states, store, threads)
+            updater = Updater(engine, gradients, states, store, threads, lazy=lazy)
+            engine.updates = updater
         parts = Parts(
             model=self.model,
             plan=plan,
@@ -238,10 +241,10 @@ def _guard(plan: Plan) -> HeapGuard:
 
 
 def _check_update(update: str) -> None:
-    if update not in ("auto", "sync"):
-        later = update in ("lazy", "eager")
+    if update not in ("auto", "lazy", "sync"):
         raise ConfigError(
-            f"The update {update!r} is {'not there yet' if later else 'not known'}.", 'Give "auto" or "sync".'
+            f"The update {update!r} is {'not there yet' if update == 'eager' else 'not known'}.",
+            'Give "auto", "lazy" or "sync".',
         )
 
 

@@ -228,6 +228,16 @@ class Paging:
             page.acknowledge()
         self._forget_loans(page)
 
+    def exposed(self, unit: int) -> bool:
+        """Whether code outside sees the bytes of a unit's page without asking for them."""
+        page = self.pages[unit]
+        if self.engine.holds(unit):
+            return True
+        if page.residency is None:
+            return page.living() is not None
+        ours = len(page.parameters) + len(self._loans.get(unit, ())) + 2  # the residency, the wrapper here
+        return torch._C._storage_Use_Count(page.residency.untyped_storage()._cdata) > ours
+
     def sync_edits(self) -> None:
         """Take every edit home."""
         for page in self.pages:

@@ -174,6 +174,8 @@ class Runtime:
         parts, compute = self._parts, self._parts.plan.precision.compute_dtype
         with parts.paging.lock:
             self._refuse()
+            if parts.updater is not None:
+                parts.updater.complete_all()
             parts.paging.sync_edits()
             source = Source(parts.model, parts.paging, parts.store, parts.states, compute)
             export(source, path, dtype=dtype, shard=shard)
@@ -198,6 +200,8 @@ class Runtime:
                 for page in parts.pages:
                     ends.callback(page.end)
                 ends.callback(parts.engine.abandon)
+                if parts.updater is not None:
+                    ends.callback(parts.updater.abandon)
                 for handle in self._handles:
                     ends.callback(handle.remove)
                 ends.callback(self._hooks.remove)
@@ -269,6 +273,7 @@ class Runtime:
         place, states = self._place(parameter), self._states()
         with self._parts.paging.lock:
             self._refuse()
+            self._complete(place.page.index)
             found = states.read(place.page.index, place.index)
             layout = place.page.layout.parameters[place.index]
             stepped = states.pages[place.page.index].steps[place.index]
@@ -282,6 +287,7 @@ class Runtime:
         place, states = self._place(parameter), self._states()
         with self._parts.paging.lock:
             self._refuse()
+            self._complete(place.page.index)
             states.write(place.page.index, place.index, state)
             if "master" in state and parameter.dtype != torch.float32:
                 states.restore(place.page.index, place.index, self._values(place), state["master"])
@@ -306,6 +312,7 @@ class Runtime:
             self._refuse()
             gradients = self._training()
             if gradient is not None:
+                self._complete(place.page.index)
                 self._parts.paging.heap.allocated(gradient.nbytes)
                 gradients.add(place.page.index, place.index, gradient.detach())
             backward = torch._C._current_graph_task_id()
@@ -334,10 +341,12 @@ class Runtime:
         """All or poisoned: an update that failed half way cannot be taken back or repeated."""
         parts = self._parts
         assert parts.updater is not None
-        parts.engine.land_all()
+        if not parts.store.device.shares_host:
+            parts.engine.land_all()  # what arrives now would miss the update
         parts.paging.sync_edits()
+        order = parts.engine.next_step()
         try:
-            parts.updater.step(self._group_of)
+            parts.updater.step(self._group_of, order, parts.paging.exposed)
         except BaseException as error:
             self._failure = (
                 error.again()
@@ -348,7 +357,11 @@ class Runtime:
             )
             raise
         parts.paging.updated()
-        parts.engine.step_done()
+        parts.engine.look_ahead()
+
+    def _complete(self, unit: int) -> None:
+        assert self._parts.updater is not None
+        self._parts.updater.complete(unit)
 
     def _group_of(self, unit: int, parameter: int) -> Mapping[str, Any] | None:
         index = self._groups.get((unit, parameter))
@@ -389,5 +402,7 @@ class Runtime:
                 "The runtime of this model is closed, and its parameters are gone with it.",
                 "Use the model before runtime.close(); copy its state_dict() if it is wanted afterwards.",
             )
-        if self._failure is not None:
-            raise self._failure.again()
+        updater = self._parts.updater
+        failure = self._failure or (updater.failure if updater is not None else None)
+        if failure is not None:
+            raise failure.again()

@@ -62,6 +62,8 @@ class Flight:
     end: int
     writes: bool
     transfer: Transfer
+    lost: Callable[[InfinityError], None] | None = None
+    """Told if a write failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,14 +111,19 @@ class Home:
         except InfinityError as error:
             if flight.writes:
                 self.failure = error.again()
+                if flight.lost is not None:
+                    flight.lost(error)
             raise
         finally:
             if flight in self.flights and flight.transfer.done():
                 self.flights.remove(flight)
 
     def renew(self) -> None:
-        """The bytes count for nothing any more: wait for what is under way, and forget what failed."""
-        for flight in list(self.flights):
+        """The bytes count for nothing any more: wait for writes under way, and forget what failed.
+
+        Not for reads: an update that is due may still take what the bytes were.
+        """
+        for flight in [each for each in self.flights if each.writes]:
             with contextlib.suppress(InfinityError):
                 self.finish(flight)
         self.failure = None
@@ -224,16 +231,23 @@ class Store:
             transfer = self.copy_down(into, home.view(offset, into.nbytes))
         return transfer
 
-    def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
+    def write(
+        self,
+        home: Home,
+        offset: int,
+        source: torch.Tensor,
+        lost: Callable[[InfinityError], None] | None = None,
+    ) -> Transfer:
         """Take host bytes home. `source` (uint8, contiguous) must not change until the transfer is done.
 
-        An error that the caller does not wait for comes out of a later `slot`, `poll` or `settle`.
+        An error that the caller does not wait for comes out of a later `slot`, `poll` or `settle`. lost: told
+        of it then.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         if home.extent is not None:
             assert self.nvme is not None
             transfer: Transfer = self.nvme.write(home.extent, source, offset=offset)
-            flight = Flight(offset, offset + source.nbytes, True, transfer)
+            flight = Flight(offset, offset + source.nbytes, True, transfer, lost)
             home.flights.append(flight)
             self._writes.append((home, flight))
             self.meter.moved(Edge.HOST_TO_NVME, source.nbytes)

@@ -1,275 +1,221 @@
-"""The update: streams every chunk through host RAM once, the next ones being read while one is computed.
+"""The update: which chunks a step changes, and when each is changed before anybody uses it again.
 
-A chunk's parameter slice, gradient and states are used where they are, if that is host RAM, and come through
-one slot otherwise. The jobs of one step are independent; their order is the units'. Whatever a page's views
-see afterwards is what its home has (see the note in infinity/page.py).
+`step` decides everything - which parameters, with which hyper-parameters, scale and gradients - and the
+chunks then stream through host RAM in the order in which the next forward uses them: some are read while one
+is computed and others are written, and all of it while the model computes. Whoever wants a unit meanwhile
+(`complete`) waits for its chunks only. What rests in host RAM as a whole is updated at once where the CPU
+computes the model too: there is nothing to overlap.
+
+[Note: errors]
+A read that fails changes nothing: its chunk is due again, and is read again when somebody waits for it, who
+is told if that fails as well. An outcome that cannot be written is gone: `failure` says so, for good.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from infinity import cpu_adam
-from infinity.config import round_up
+from infinity.chunk_update import ChunkUpdate, Due, gather
 from infinity.errors import InfinityError
 from infinity.gradients import Gradients
-from infinity.layout import Chunk, Piece
-from infinity.page import ParameterPage
+from infinity.layout import Piece
+from infinity.page import ParameterPage, Presence
+from infinity.prefetch.engine import Engine
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.telemetry import Edge
-from infinity.tiers import PAGE_ALIGNMENT
-from infinity.tiers.link import Transfer
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
 """The live param group of (unit, parameter), or None where the optimizer does not have it."""
 
-_MOST_JOBS = 8
-"""In flight; more would only lengthen queues."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """One chunk's update under way."""
-
-    page: ParameterPage
-    state: StatePage
-    number: int
-    pieces: list[Piece]
-    parameter: torch.Tensor
-    """uint8, the chunk's slice of the parameter page."""
-    gradient: torch.Tensor
-    """The chunk's elements."""
-    states: torch.Tensor
-    """uint8, the chunk of the optimizer page."""
-    parameter_at_home: bool
-    states_at_home: bool
-    reads: list[Transfer] = field(default_factory=list)
-    ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
-
-    @property
-    def chunk(self) -> Chunk:
-        return self.page.layout.chunks[self.number]
-
-    @property
-    def byte_offset(self) -> int:
-        """Of the chunk in the parameter page."""
-        return self.page.layout.chunk_start(self.number)
+_MOST_RUNNING = 8
+"""Updates under way that need no slot; more would only lengthen queues."""
 
 
 class Updater:
-    """Runs the update of one step over all chunks that have gradients."""
+    """All updates of a runtime that are due or under way. Called under the runtime's lock."""
 
     def __init__(
         self,
-        pages: list[ParameterPage],
+        engine: Engine,
         gradients: Gradients,
         states: States,
         store: Store,
         threads: cpu_adam.ThreadPool,
+        *,
+        lazy: bool,
     ) -> None:
-        self._pages = pages
+        """lazy: whether updates may end after `step` has returned."""
+        self.lazy = lazy
+        self.failure: InfinityError | None = None
+        """Why there are parameters that nobody has any more."""
+        self._engine = engine
+        self._pages = engine.pages
         self._gradients = gradients
         self._states = states
         self._store = store
         self._threads = threads
-        self._group_of: GroupOf = _no_group
-        self._jobs: deque[_Job] = deque()
-        store.reclaimers.append(self._finish_oldest)
+        self._shares_cpu = store.plan.device.type == "cpu"
+        self._due: dict[int, deque[Due]] = {}
+        """Unit -> its chunks that nobody has begun, in the order of use."""
+        self._running: list[ChunkUpdate] = []
+        self._left: dict[int, int] = {}
+        """Unit -> how many of its chunks are due or running."""
+        self._copies: deque[ChunkUpdate] = deque()
+        """Of which only the copy up to the device is under way, from their slots."""
+        store.reclaimers.append(self._free_a_slot)
 
-    def step(self, group_of: GroupOf) -> None:
-        """Update every parameter that has a gradient and a group.
+    def step(self, group_of: GroupOf, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
+        """Update every parameter that has a gradient and a group: now, or before its next use.
 
-        Raises StorageError; some chunks are updated then and others not, and nothing is under way any more.
+        order: units as the next forward is expected to use them. exposed: whether code outside sees a unit's
+        bytes, which is then updated before this returns. Raises StorageError; some chunks are updated then
+        and others not.
         """
-        self._group_of = group_of
+        self.complete_all()  # of units that nobody used since the last step
         self._store.link.drain()
-        try:
-            for page, state, number, pieces in self._due():
-                # No name for the job here: it would keep the job's slot from the next one.
-                self._jobs.append(self._start(page, state, number, pieces))
-                self._advance()
-                if len(self._jobs) > _MOST_JOBS:
-                    self._finish_oldest()
-            while self._finish_oldest():
-                pass
+        found = {page.index: due for page in self._pages if (due := self._due_of(page, group_of))}
+        first = {unit: place for place, unit in reversed(list(enumerate(order)))}
+        for unit in sorted(found, key=lambda each: first.get(each, len(order) + each)):
+            self._due[unit] = deque(found[unit])
+            self._left[unit] = len(found[unit])
+        self._conclude(group_of)
+        if not self.lazy:
+            self.complete_all()
             self._store.settle()
-        except BaseException:
-            self._abandon()
-            raise
-        self._conclude()
+            return
+        for unit in found:
+            if exposed(unit):
+                self.complete(unit)
+        self.advance()
+        if self._shares_cpu:
+            self._update_in_place()
 
-    def _due(self) -> Iterator[tuple[ParameterPage, StatePage, int, list[Piece]]]:
-        """(page, its states, chunk, pieces to update) of this step."""
-        for page in self._pages:
-            state = self._states.pages[page.index]
-            for number, chunk in enumerate(page.layout.chunks):
-                pieces = [
-                    piece
-                    for piece in self._gradients.with_content(page.index, chunk)
-                    if self._group_of(page.index, piece.parameter) is not None
-                ]
-                if pieces:
-                    yield page, state, number, pieces
+    def pending(self, unit: int) -> bool:
+        """Whether the unit's parameters are not yet what the last step makes of them."""
+        return unit in self._left
 
-    def _start(self, page: ParameterPage, state: StatePage, number: int, pieces: list[Piece]) -> _Job:
-        """Find or fetch what the job needs. Where nothing is in place, all of it shares one slot."""
-        store, chunk = self._store, page.layout.chunks[number]
-        region = page.layout.regions[chunk.region]
-        first = page.layout.chunk_start(number)
-        nbytes = round_up(chunk.count * region.dtype.itemsize, PAGE_ALIGNMENT)
-        gradients = self._gradients.pages[page.index]
-        slot: torch.Tensor | None = None
-        used = 0
-        reads: list[Transfer] = []
+    def begun(self, unit: int) -> bool:
+        """Whether the unit is pending, and something for it under way."""
+        return unit in self._left and any(each.due.unit == unit for each in self._running)
 
-        def room(size: int) -> torch.Tensor:
-            nonlocal slot, used
-            if slot is None:
-                slot = store.slot()
-            used += size
-            return slot[used - size : used]
+    def complete(self, unit: int) -> None:
+        """Bring the updates of a unit to their end, but for writes. Raises StorageError; see the note."""
+        while unit in self._left:
+            while self._begin_next(unit, self._store.try_slot):
+                pass
+            running = next((each for each in self._running if each.due.unit == unit), None)
+            if running is None:
+                self._begin_next(unit, self._store.slot)
+            else:
+                self._end(running)
 
-        parameter = self._parameter_in_place(page, first, nbytes)
-        at_home = page.home.in_place
-        if parameter is None:
-            parameter = room(nbytes)
-            reads.append(store.read(page.home, first, parameter))
-        else:
-            page.home.settle(first, first + nbytes, writing=True)
-        gradient = self._gradients.chunk_in_place(gradients, number)
-        if gradient is None:
-            data = room(gradients.nbytes(number))
-            reads.append(store.read(gradients.home, gradients.offset(number), data))
-            gradient = gradients.typed(number, data)
-        size = state.formats[number].nbytes
-        if state.home.in_place:
-            states = state.home.view(state.offset(number), size)
-        else:
-            states = room(size)
-            wanted = size if state.begun[number] else state.master_bytes(number)
-            if wanted:
-                reads.append(store.read(state.home, state.offset(number), states[:wanted]))
-        return _Job(
-            page, state, number, pieces, parameter, gradient, states, at_home, state.home.in_place, reads
-        )
+    def complete_all(self) -> None:
+        """`complete` every unit."""
+        for unit in list(self._left):
+            self.complete(unit)
 
-    def _parameter_in_place(self, page: ParameterPage, first: int, nbytes: int) -> torch.Tensor | None:
-        if page.home.in_place:
-            return page.home.view(first, nbytes)
-        living = page.living() if self._store.device.shares_host else None
-        return None if living is None else living[first : first + nbytes]
+    def release(self, unit: int) -> None:
+        """The unit's page is about to leave or to come anew: nothing runs in its present bytes afterwards.
 
-    def _advance(self) -> None:
-        for job in self._jobs:
-            if job.ticket is None and all(each.done() for each in job.reads):
-                self._submit(job)
-        while self._jobs and self._jobs[0].ticket is not None and self._jobs[0].ticket.done():
-            self._finish_oldest()
+        Reads that fail raise nothing here.
+        """
+        for running in [each for each in self._running if each.due.unit == unit]:
+            self._end_quietly(running)
 
-    def _submit(self, job: _Job) -> None:
-        if job.reads:
-            with self._store.meter.stalling(Edge.NVME_TO_HOST):
-                for read in job.reads:
-                    read.wait()
-        arrays = self._prepared(job)
-        hypers: dict[tuple[int, int, bool], int] = {}
-        found: list[cpu_adam.Hyper] = []
-        segments: list[cpu_adam.Segment] = []
-        rule = self._states.rule
-        for piece in job.pieces:
-            group = self._group_of(job.page.index, piece.parameter)
-            assert group is not None
-            step = job.state.steps[piece.parameter] + 1
-            first = piece.parameter not in job.state.has_moments
-            key = (id(group), step, first)
-            if key not in hypers:
-                hypers[key] = len(found)
-                found.append(rule.hyper(group, step, first))
-            segments.append(cpu_adam.Segment(piece.offset, piece.count, hypers[key]))
-        job.ticket = self._threads.submit(
-            cpu_adam.Update(
-                grad=job.gradient,
-                segments=segments,
-                hypers=found,
-                scale=self._gradients.unscale,
-                first_moment=arrays.get(rule.first_moment or ""),
-                second_moment=arrays.get(rule.second_moment or ""),
-                **self._masters(job, arrays),
+    def advance(self) -> None:
+        """Move on what needs no waiting, and begin what has room."""
+        while self._copies and self._copies[0].copied:
+            self._copies.popleft()
+        for running in list(self._running):
+            if running.ticket is None and not running.failed and running.arrived:
+                self._submit_quietly(running)
+            if running.ticket is not None and (self._shares_cpu or running.ticket.done()):
+                self._take_home(running)
+            if running.copied:
+                self._forget(running)
+        for unit in list(self._due):
+            if not self._can_begin(unit):
+                return
+            while unit in self._due:
+                if len(self._running) >= _MOST_RUNNING and self._due[unit][0].in_place:
+                    return
+                if not self._begin_next(unit, self._store.try_slot):
+                    return
+
+    def abandon(self) -> None:
+        """Forget what is due, and wait until nothing is under way."""
+        self._due.clear()
+        self._left.clear()
+        for running in self._running:
+            running.end()
+        self._running.clear()
+        for running in self._copies:
+            running.end()
+        self._copies.clear()
+
+    # --- what is due ------------------------------------------------------------------------------------
+
+    def _due_of(self, page: ParameterPage, group_of: GroupOf) -> list[Due]:
+        """The updates of a unit in this step."""
+        found = []
+        state, gradients = self._states.pages[page.index], self._gradients.pages[page.index]
+        for number, chunk in enumerate(page.layout.chunks):
+            pieces = [
+                (piece, group)
+                for piece in self._gradients.with_content(page.index, chunk)
+                if (group := group_of(page.index, piece.parameter)) is not None
+            ]
+            if not pieces:
+                continue
+            segments, hypers = self._segments(state, pieces)
+            found.append(
+                Due(
+                    page=page,
+                    state=state,
+                    gradients=gradients,
+                    number=number,
+                    segments=segments,
+                    hypers=hypers,
+                    scale=self._gradients.unscale,
+                    begun=state.begun[number],
+                    edited=[each for each in chunk.pieces if each.parameter in state.edited],
+                    stage=self._gradients.lend_stage(page.index, number),
+                )
             )
-        )
+        return found
 
-    def _prepared(self, job: _Job) -> dict[str, torch.Tensor]:
-        """The state arrays, with moments that begin now and masters that follow an edit."""
-        if not job.state.begun[job.number]:
-            self._states.fill(job.state, job.number, job.states)
-        arrays = job.state.arrays(job.number, job.states)
-        for piece in job.chunk.pieces:
-            if piece.parameter in job.state.edited:
-                place = slice(piece.offset, piece.offset + piece.count)
-                if "remainder" in arrays:
-                    arrays["remainder"][place] = 0
-                elif "master" in arrays:
-                    arrays["master"][place] = self._typed(job)[place]
-        return arrays
+    def _segments(
+        self, state: StatePage, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
+    ) -> tuple[list[cpu_adam.Segment], list[cpu_adam.Hyper]]:
+        known: dict[tuple[int, int, bool], int] = {}
+        hypers: list[cpu_adam.Hyper] = []
+        segments = []
+        for piece, group in pieces:
+            step, first = state.steps[piece.parameter] + 1, piece.parameter not in state.has_moments
+            key = (id(group), step, first)
+            if key not in known:
+                known[key] = len(hypers)
+                hypers.append(self._states.rule.hyper(group, step, first))
+            segments.append(cpu_adam.Segment(piece.offset, piece.count, known[key]))
+        return segments, hypers
 
-    def _typed(self, job: _Job) -> torch.Tensor:
-        dtype = job.page.layout.regions[job.chunk.region].dtype
-        return job.parameter[: job.chunk.count * dtype.itemsize].view(dtype)
-
-    def _masters(self, job: _Job, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        parameter = self._typed(job)
-        if "remainder" in arrays:
-            return {"parameter": parameter, "remainder": arrays["remainder"]}
-        if "master" in arrays:
-            return {"parameter": arrays["master"], "copy": parameter}
-        return {"parameter": parameter}
-
-    def _finish_oldest(self) -> bool:
-        """Bring one job to its end; False if there is none."""
-        if not self._jobs:
-            return False
-        job = self._jobs.popleft()
-        try:
-            if job.ticket is None:
-                self._submit(job)
-            assert job.ticket is not None
-            started = time.perf_counter()
-            job.ticket.result()
-            self._store.meter.updating(time.perf_counter() - started)
-        except BaseException:
-            self._jobs.appendleft(job)
-            raise
-        self._take_home(job)
-        return True
-
-    def _take_home(self, job: _Job) -> None:
-        store, page = self._store, job.page
-        if not job.states_at_home and job.states.nbytes:
-            store.write(job.state.home, job.state.offset(job.number), job.states)
-        if not job.parameter_at_home:
-            store.write(page.home, job.byte_offset, job.parameter)
-        living = page.living()
-        if living is not None and not store.device.shares_host and not page.permanent:
-            into = living[job.byte_offset : job.byte_offset + job.parameter.nbytes]
-            store.copy_up(into, job.parameter).wait()
-
-    def _conclude(self) -> None:
+    def _conclude(self, group_of: GroupOf) -> None:
+        """From here on every count says that the step was."""
         with torch._C.DisableTorchFunctionSubclass():
             for page in self._pages:
                 content = self._gradients.pages[page.index].content
-                updated = [index for index in content if self._group_of(page.index, index) is not None]
+                updated = [index for index in content if group_of(page.index, index) is not None]
                 if updated:
-                    self._count(page, self._states.pages[page.index], updated)
+                    self._count(page, self._states.pages[page.index], updated, group_of)
 
-    def _count(self, page: ParameterPage, state: StatePage, updated: list[int]) -> None:
+    def _count(self, page: ParameterPage, state: StatePage, updated: list[int], group_of: GroupOf) -> None:
         touched = set(updated)
         for number, chunk in enumerate(page.layout.chunks):
             if any(piece.parameter in touched for piece in chunk.pieces):
@@ -277,24 +223,124 @@ class Updater:
         state.edited -= touched
         for index in updated:
             state.steps[index] += 1
-            group = self._group_of(page.index, index)
+            group = group_of(page.index, index)
             if group is not None and self._states.rule.written(group):
                 state.has_moments.add(index)
             torch.autograd.graph.increment_version(page.parameters[index])
         page.acknowledge()
 
-    def _abandon(self) -> None:
-        """Wait until nothing touches the jobs' memory any more."""
-        for job in self._jobs:
-            for read in job.reads:
-                with contextlib.suppress(InfinityError):
-                    read.wait()
-            if job.ticket is not None:
-                job.ticket.wait()
-        self._jobs.clear()
-        with contextlib.suppress(InfinityError):
-            self._store.settle()
+    # --- what is under way ------------------------------------------------------------------------------
+
+    def _update_in_place(self) -> None:
+        """Run what rests in host RAM as a whole, between reads that go on."""
+        for due in [each for queue in self._due.values() for each in queue if each.in_place]:
+            if due in self._due.get(due.unit, ()):
+                self._begin(due, _no_slot)
+                self._end(self._running[-1])
+                self.advance()
+
+    def _can_begin(self, unit: int) -> bool:
+        """Whether a unit's parameters are where an update ahead of time should take them from."""
+        page = self._pages[unit]
+        if not self._store.device.shares_host or page.home.in_place:
+            return True
+        return page.presence is not Presence.AWAY or page.living() is not None
+
+    def _begin_next(self, unit: int, acquire: Callable[[], torch.Tensor | None]) -> bool:
+        """Begin the next chunk of a unit; False if there is none, or no slot for it."""
+        return unit in self._due and self._begin(self._due[unit][0], acquire)
+
+    def _begin(self, due: Due, acquire: Callable[[], torch.Tensor | None]) -> bool:
+        # No name for the update here: it would keep its slot from the next one.
+        found = gather(due, self._store, self._engine.incoming(due.unit), acquire)
+        if found is None:
+            return False
+        self._running.append(found)
+        queue = self._due[due.unit]
+        queue.remove(due)
+        if not queue:
+            del self._due[due.unit]
+        return True
+
+    def _submit_quietly(self, running: ChunkUpdate) -> None:
+        """Reads have ended: go on, or note that it did not go well; whoever waits for it tries again."""
+        try:
+            running.finish_reads()
+        except InfinityError:
+            running.failed = True
+            return
+        running.submit(self._states, self._threads)
+
+    def _end(self, running: ChunkUpdate) -> None:
+        """Bring one update to its end, but for its writes. Raises StorageError; see the note."""
+        if running.failed:
+            self._put_back(running)
+            return
+        if running.ticket is None:
+            try:
+                with self._store.meter.stalling(Edge.NVME_TO_HOST):
+                    running.finish_reads()
+            except InfinityError:
+                self._put_back(running)
+                raise
+            running.submit(self._states, self._threads)
+        self._take_home(running)
+        assert running.copy is not None
+        self._store.link.fence(running.copy)
+        if not running.copied:
+            self._copies.append(running)
+        self._forget(running)
+
+    def _take_home(self, running: ChunkUpdate) -> None:
+        """Wait for the update itself, and send the outcome on its way."""
+        if running.copy is not None:
+            return
+        assert running.ticket is not None
+        started = time.perf_counter()
+        running.ticket.result()
+        self._store.meter.updating(time.perf_counter() - started)
+        try:
+            running.take_home(self._store, self._lose)
+        except InfinityError as error:
+            self._lose(error)
+            raise
+
+    def _end_quietly(self, running: ChunkUpdate) -> None:
+        try:
+            self._end(running)
+        except InfinityError:
+            if running in self._running:
+                raise
+
+    def _put_back(self, running: ChunkUpdate) -> None:
+        """A read failed and nothing was changed: the chunk is due again."""
+        running.give_up()
+        self._running.remove(running)
+        unit = running.due.unit
+        queue = self._due.pop(unit, deque())
+        queue.appendleft(running.due)
+        self._due = {unit: queue, **self._due}
+
+    def _forget(self, running: ChunkUpdate) -> None:
+        self._running.remove(running)
+        unit = running.due.unit
+        self._left[unit] -= 1
+        if not self._left[unit]:
+            del self._left[unit]
+
+    def _lose(self, error: InfinityError) -> None:
+        self.failure = self.failure or error.again()
+
+    def _free_a_slot(self) -> bool:
+        """Bring the oldest update, or copy up, to its end; False if there is none."""
+        if self._copies:
+            self._copies.popleft().end()
+            return True
+        if not self._running:
+            return False
+        self._end_quietly(self._running[0])
+        return True
 
 
-def _no_group(unit: int, parameter: int) -> None:
+def _no_slot() -> None:
     return None

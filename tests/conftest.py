@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from infinity import machine
 
 # Before anything uses cuBLAS: without a workspace of its own it may order sums differently each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# A shell's background job ignores Ctrl-C, and so would all that it starts: tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models of the tests are tiny: a second thread computes nothing sooner, and on a busy machine it spins.
 torch.set_num_threads(1)

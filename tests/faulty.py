@@ -131,6 +131,11 @@ def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], 
             check_refuses(model, runtime, code, directory)
         else:
             faults.clear()
+            try:
+                model.state_dict()
+            except StorageError as error:  # of a page that was read ahead for a step that never came
+                check_error(error, code, directory)
+                trained.failures += 1
             trained.parameters = copied(model.state_dict())
             trained.optimizer = tensors_copied(runtime.optimizer.state_dict())
     return trained

@@ -50,6 +50,8 @@ def held(runtime: Any) -> dict[str, Any]:
     """What is held: leased bytes and leases by pool, descriptors, threads, objects of the package by type."""
     gc.collect()
     store, homes = runtime._parts.store, [page.home for page in runtime._parts.pages]
+    if runtime._parts.updater is not None:
+        runtime._parts.updater.complete_all()
     runtime._parts.engine.abandon()
     store.settle()
     for home in homes:

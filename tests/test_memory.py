@@ -46,10 +46,12 @@ def step(model: nn.Module, runtime: Any) -> None:
 
 
 @contextlib.contextmanager
-def opened(home: str, directory: Path, model: nn.Module) -> Iterator[Any]:
+def opened(home: str, directory: Path, model: nn.Module, update: str = "auto") -> Iterator[Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     budget = budget_for(home, model, optimizer, directory, FP32)
-    with infinity.offload(model, optimizer, budget=budget, precision=FP32, device="cpu") as runtime:
+    with infinity.offload(
+        model, optimizer, budget=budget, precision=FP32, device="cpu", update=update
+    ) as runtime:
         check_homes(home, runtime.plan)
         assert len(runtime.plan.layout.units) == L
         yield runtime
@@ -64,20 +66,23 @@ def away(runtime: Any) -> list[int]:
 
 
 def settle(runtime: Any) -> None:
-    """Nothing is under way any more: no read ahead, no write back."""
+    """Nothing is due or under way any more: no update, no read ahead, no write back."""
     parts = runtime._parts
     with parts.paging.lock:
+        parts.updater.complete_all()
         parts.engine.land_all()
         parts.store.settle()
         parts.store.poll()
 
 
 def check_resting(runtime: Any) -> None:
-    """What holds whenever nothing is under way: homes hold all pages, nothing is left in a slot."""
+    """What holds whenever nothing is under way: homes hold all pages, slots the last gradients at most."""
     plan, store = runtime.plan, runtime._parts.store
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
-    assert store.pools["staging"].counters.leased == 0
+    staged = len(runtime._parts.gradients._staged)
+    assert staged <= plan.slots // 2
+    assert store.pools["staging"].counters.leased == staged * plan.slot_bytes
     nvme = store.nvme
     assert (nvme.budget - nvme.free_bytes if nvme else 0) == plan.home_bytes[Tier.NVME] == plan.nvme_bytes
     present = [
@@ -146,7 +151,7 @@ def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, i
 @pytest.mark.parametrize("bias", [False, True], ids=["", "a chunk of two parameters"])
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
 def test_bytes_moved_where_everything_is_on_disk(home: str, bias: bool, tmp_path: Path) -> None:
-    """From the third step on, with room for one resident page:
+    """From the third step on, with room for one resident page, updates before step() returns:
 
     nvme -> host   2 (L - 1) P   forward and backward each find one page left by what came before
                  + L T           parameters for the update; unified, the resident page is used in place
@@ -155,7 +160,7 @@ def test_bytes_moved_where_everything_is_on_disk(home: str, bias: bool, tmp_path
     host -> device 2 (L - 1) P + T, the update of the resident page, where the device has its own memory
     """
     model = blocks(bias=bias)
-    with opened(home, tmp_path, model) as runtime:
+    with opened(home, tmp_path, model, "sync") as runtime:
         plan = runtime.plan
         p, g, s = (plan.page_bytes(0, kind) for kind in Kind)
         t = p  # one region, all of it trained
@@ -174,9 +179,26 @@ def test_bytes_moved_where_everything_is_on_disk(home: str, bias: bool, tmp_path
         assert moved[Edge.HOST_TO_NVME] == plan.traffic.disk_write
 
 
+def test_an_update_under_the_next_forward_shares_its_read_of_the_parameters(tmp_path: Path) -> None:
+    """Unified, all on disk: the L T that an update reads by itself are forward's, but for the last step."""
+    model, steps = blocks(), 4
+    with opened("unified-nvme", tmp_path, model) as runtime:
+        p, g, s = (runtime.plan.page_bytes(0, kind) for kind in Kind)
+        bytes_of_a_step(runtime, model, 2)
+        before = runtime.stats.edges
+        for _ in range(steps):
+            step(model, runtime)
+        settle(runtime)
+        after = runtime.stats.edges
+    read, written = (after[e].bytes - before[e].bytes for e in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
+    assert written == steps * L * (p + g + s)
+    shared = steps * (2 * (L - 1) * p + L * g + L * s)
+    assert shared <= read <= shared + L * p + (steps + 1) * p
+
+
 def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
     model = blocks()
-    with opened("nvme", tmp_path, model) as runtime:
+    with opened("nvme", tmp_path, model, "sync") as runtime:
         p, g, _ = (runtime.plan.page_bytes(0, kind) for kind in Kind)
         # Nothing is resident yet, so the first forward reads every page; the last reads ahead none.
         assert bytes_of_a_step(runtime, model, 1)[Edge.NVME_TO_HOST] == (2 * L - 1) * p + L * p + L * g

@@ -54,13 +54,13 @@ class Arrival:
         self._store = store
         self._todo = deque(range(0, page.nbytes, store.slot_bytes))
         self._pieces: deque[_Piece] = deque()
-        self._final: Transfer | None = None
+        self.final: Transfer | None = None
         """The last transfer into the residency."""
         self._failure: InfinityError | None = None
         """Why the page does not come: whoever demands it is told by `finish`."""
         if store.device.shares_host:
             self._todo.clear()
-            self._final = store.read(page.home, 0, self.residency)
+            self.final = store.read(page.home, 0, self.residency)
         elif page.home.in_place:
             self._todo.clear()
             self._send_up(0, page.home.view(0, page.nbytes))
@@ -114,17 +114,17 @@ class Arrival:
             self.advance(block=True)
         if self._failure is not None:
             raise self._failure.again()
-        if self._final is not None:
+        if self.final is not None:
             if self._store.device.shares_host:
-                self._final.wait()
-            self._store.link.fence(self._final)
+                self.final.wait()
+            self._store.link.fence(self.final)
         return self.residency
 
     def abandon(self) -> None:
         """Wait until nothing writes to the bytes any more, whatever became of it."""
         self._todo.clear()
         transfers = [each.transfer for each in self._pieces]
-        for transfer in (*transfers, *([self._final] if self._final is not None else [])):
+        for transfer in (*transfers, *([self.final] if self.final is not None else [])):
             try:
                 transfer.wait()
             except InfinityError:
@@ -138,8 +138,8 @@ class Arrival:
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
         into = self.residency[start : start + source.nbytes]
-        self._final = self._store.copy_up(into, source, self._last_return)
-        return self._final
+        self.final = self._store.copy_up(into, source, self._last_return)
+        return self.final
 
 
 class Keeper(Protocol):
@@ -150,6 +150,44 @@ class Keeper(Protocol):
 
     def reclaim(self) -> None:
         """Let go of bytes that are kept only in case somebody edits them."""
+
+
+class Updates(Protocol):
+    """Whoever changes parameters between their uses."""
+
+    def pending(self, unit: int) -> bool:
+        """Whether the unit must be completed before anybody uses it."""
+
+    def begun(self, unit: int) -> bool:
+        """Whether it is on its way to being completed."""
+
+    def complete(self, unit: int) -> None:
+        """Make the unit's parameters what they should be. Raises StorageError."""
+
+    def release(self, unit: int) -> None:
+        """Bring to an end what runs in the unit's present bytes."""
+
+    def advance(self) -> None:
+        """Move on what needs no waiting."""
+
+
+class NoUpdates:
+    """Of a model that is not trained."""
+
+    def pending(self, unit: int) -> bool:
+        return False
+
+    def begun(self, unit: int) -> bool:
+        return False
+
+    def complete(self, unit: int) -> None:
+        return None
+
+    def release(self, unit: int) -> None:
+        return None
+
+    def advance(self) -> None:
+        return None
 
 
 class Engine:
@@ -168,8 +206,11 @@ class Engine:
         """Unit -> how many hold it."""
         self._current: tuple[int, ...] = ()
         """The units and kind of the last demand."""
+        self._deferred = False
+        """Whether a page should be fetched as soon as its home has what it is to be."""
         self.keeper: Keeper
         """Set before the first demand."""
+        self.updates: Updates = NoUpdates()
         store.reclaimers.append(self._free_a_slot)
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
@@ -179,8 +220,10 @@ class Engine:
         StorageError where a page cannot be read; the pages that are missing then stay AWAY.
         """
         if self._current == (*units, kind) and self.present(units):
-            for arrival in self._arrivals.values():
-                arrival.advance(block=False)
+            if self._deferred:
+                self._look_ahead(units, {*units, *self._held})
+            else:
+                self._advance()
             return
         self._current = (*units, kind)
         self.store.link.mark(self.store.resident.counters.returns)
@@ -188,7 +231,7 @@ class Engine:
         for unit in units:
             self.trace.record(Access(unit, kind))
             self._touch(unit)
-            self.meter.accessed(self.pages[unit].presence is not Presence.AWAY)
+            self.meter.accessed(self.pages[unit].presence is not Presence.AWAY or self.updates.begun(unit))
         pinned = {*units, *self._held}
         for _ in range(2):  # once more where the last one's room was made at the first one's cost
             for unit in units:
@@ -199,6 +242,7 @@ class Engine:
         self._look_ahead(units, pinned)
         for unit in units:
             self._land(unit)
+            self.updates.complete(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
         """Make all `units` PRESENT together, and keep them so until `let_go`. Raises as `demand`."""
@@ -213,9 +257,22 @@ class Engine:
             if not self._held[unit]:
                 del self._held[unit]
 
+    def holds(self, unit: int) -> bool:
+        """Whether somebody does."""
+        return unit in self._held
+
     def present(self, units: Sequence[int]) -> bool:
-        """Whether all are PRESENT."""
-        return all(self.pages[unit].presence is Presence.PRESENT for unit in units)
+        """Whether all are PRESENT, and as the last step left them."""
+        return all(
+            self.pages[unit].presence is Presence.PRESENT and not self.updates.pending(unit) for unit in units
+        )
+
+    def incoming(self, unit: int) -> tuple[torch.Tensor, Transfer] | None:
+        """The bytes of an ARRIVING page and what brings them, where the host can use them there."""
+        arrival = self._arrivals.get(unit)
+        if arrival is None or arrival.final is None or not self.store.device.shares_host:
+            return None
+        return arrival.residency, arrival.final
 
     def land_all(self) -> None:
         """Wait for every arrival. Raises as `demand`."""
@@ -224,8 +281,17 @@ class Engine:
 
     def step_done(self) -> None:
         """The step is over: the trace starts anew, and so does looking ahead."""
+        self.next_step()
+        self.look_ahead()
+
+    def next_step(self) -> list[int]:
+        """The trace starts anew; returns the units in the order of their first use, as it expects them."""
         self.trace.step_done()
         self._current = ()
+        return list(dict.fromkeys(access.unit for access in self.trace.learned))
+
+    def look_ahead(self) -> None:
+        """Start to fetch what comes first."""
         self._look_ahead((), set(self._held))
 
     def abandon(self) -> None:
@@ -246,6 +312,10 @@ class Engine:
     def _start(self, unit: int, pinned: set[int]) -> None:
         """AWAY -> ARRIVING, with whatever has to leave for it."""
         page = self.pages[unit]
+        if self.store.device.shares_host:
+            self.updates.release(unit)
+        else:
+            self.updates.complete(unit)
         ghost = page.living()
         if ghost is not None:
             page.arrive()
@@ -283,6 +353,7 @@ class Engine:
 
     def _evict(self, unit: int) -> None:
         page = self.pages[unit]
+        self.updates.release(unit)
         if page.presence is Presence.ARRIVING:
             self._turn_back(unit)
         elif page.presence is Presence.PRESENT:
@@ -301,16 +372,25 @@ class Engine:
         plan = schedule(self._upcoming(units), self._sizes, self._resident, pinned, pool.nbytes)
         for unit in plan.evict:
             self._evict(unit)
+        self._deferred = False
         for unit in plan.fetch:
             page = self.pages[unit]
-            if page.presence is not Presence.AWAY or page.home.busy(0, page.nbytes, writing=False):
+            if page.presence is not Presence.AWAY:
+                continue
+            outdated = not self.store.device.shares_host and self.updates.pending(unit)
+            if outdated or page.home.busy(0, page.nbytes, writing=False):
+                self._deferred = True
                 continue
             if page.living() is None and pool.largest_free < page.nbytes:
                 break  # aliases or fragments hold the room: only a demand may press further
             if page.home.failure is None:
                 self._start(unit, pinned)
+        self._advance()
+
+    def _advance(self) -> None:
         for under_way in self._arrivals.values():
             under_way.advance(block=False)
+        self.updates.advance()
 
     def _lease(self, unit: int, pinned: set[int]) -> Lease:
         """Room for a page. Presses harder and harder: by the schedule, all others, all of the pinned."""
