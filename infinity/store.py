@@ -13,6 +13,7 @@ nobody knows: the home is lost from then on, and every later use raises the writ
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections import deque
@@ -202,6 +203,7 @@ class Store:
                 return found
             if self._finish_oldest_write() or any(reclaim() for reclaim in self.reclaimers):
                 continue
+            gc.collect()  # views in reference cycles, as tracebacks leave them
             with self.slots.lease(self.slot_bytes) as lease:
                 return lease.residency()
 

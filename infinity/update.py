@@ -332,14 +332,18 @@ class Updater:
         self.failure = self.failure or error.again()
 
     def _free_a_slot(self) -> bool:
-        """Bring the oldest update, or copy up, to its end; False if there is none."""
+        """Bring the oldest update, or copy up, to its end; False if there is none.
+
+        Before one is under way, begin one whose gradient has kept its slot.
+        """
         if self._copies:
             self._copies.popleft().end()
             return True
-        if not self._running:
-            return False
-        self._end_quietly(self._running[0])
-        return True
+        if self._running:
+            self._end_quietly(self._running[0])
+            return True
+        staged = next((due for queue in self._due.values() for due in queue if due.stage is not None), None)
+        return staged is not None and self._begin(staged, _no_slot)
 
 
 def _no_slot() -> None:

@@ -61,7 +61,8 @@ def sweep(
             continue
         assert differences(trained.result, expected.result) == [], nth
         outcomes["repeated" if trained.failures else "unnoticed"] += 1
-    assert outcomes["poisoned"] and outcomes["repeated"]
+    assert outcomes["repeated"]
+    assert outcomes["poisoned"] or kind == "read"  # an update whose reads fail is still to come
     return outcomes
 
 
