@@ -67,9 +67,15 @@ def offload(
     _check_update(update)
     _check(model, optimizer)
     plan = make_plan(
-        model, optimizer, budget=budget, precision=precision, example_inputs=example_inputs, device=device
+        model,
+        optimizer,
+        budget=budget,
+        precision=precision,
+        example_inputs=example_inputs,
+        device=device,
+        update=update,
     )
-    return carry_out(plan, model, optimizer, budget=budget, weights=weights, update=update)
+    return carry_out(plan, model, optimizer, budget=budget, weights=weights)
 
 
 def carry_out(
@@ -79,7 +85,6 @@ def carry_out(
     *,
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
-    update: str = "auto",
 ) -> Runtime:
     """`offload` by a plan that was made, and perhaps shown, before: of this model, optimizer and budget."""
     heap = _guard(plan)
@@ -92,7 +97,7 @@ def carry_out(
         if optimizer is not None:
             adopt(optimizer, builder.write_state, builder.dtype_in_page)
         threads = cleanup.enter_context(cpu_adam.ThreadPool())
-        runtime = builder.wire(meter, threads, heap, lazy=update != "sync")
+        runtime = builder.wire(meter, threads, heap)
         cleanup.pop_all()
     if optimizer is not None:
         _take_over(optimizer, runtime)
@@ -154,7 +159,7 @@ class _Builder:
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
-    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard, *, lazy: bool) -> Runtime:
+    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
         """Convert the parameters and put everything together. Cannot fail for lack of anything."""
         plan, store, states = self.plan, self.store, self.states
         addresses: dict[int, ParameterPage] = {}
@@ -169,7 +174,7 @@ class _Builder:
         gradients, updater = None, None
         if states is not None:
             gradients = Gradients(self._gradient_pages(), store, threads, scale)
-            updater = Updater(engine, gradients, states, store, threads, lazy=lazy)
+            updater = Updater(pages, engine.incoming, gradients, states, store, threads, lazy=plan.lazy)
             engine.updates = updater
         parts = Parts(
             model=self.model,

@@ -23,7 +23,7 @@ from infinity.rules import Rule, state_format
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.units import Grouping, Survey
 
-_CHUNKS = tuple(4 << 20 >> shift for shift in range(0, 11, 2))
+_CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Elements, most useful first; the last is the smallest there is."""
 
 _LARGEST_UNIT = 1 << 30
@@ -66,12 +66,17 @@ class Comfort:
     nvme: bool = True
     share: float = 1.0
     """The most of the host tier that slots may take."""
+    chunks: int = len(_CHUNKS)
+    """How many of the lengths of chunks will do: short ones cost work by the piece."""
 
 
 LEAST = Comfort(1, 1)
 _COMFORTS = (
     Comfort(4, 3, nvme=False),
     Comfort(2, 2, nvme=False),
+    Comfort(16, 3, share=0.25, chunks=1),
+    Comfort(16, 3, share=0.25, chunks=2),
+    Comfort(8, 3, share=0.5, chunks=2),
     Comfort(4, 3, share=0.5),
     Comfort(4, 2, share=0.5),
     Comfort(4, 1, share=0.5),
@@ -270,7 +275,7 @@ class Search:
     def place(self, room: Room) -> Placement | None:
         """The first placement that fits: comfort first, then large units, then large chunks."""
         for comfort in _COMFORTS:
-            for candidate in self._candidates():
+            for candidate in self._candidates(comfort.chunks):
                 placement = candidate.place(room, comfort)
                 if placement is not None:
                     return placement
@@ -302,8 +307,9 @@ class Search:
         needed = self.needed(tier, room) if enough else None
         return enough if needed is None else needed
 
-    def _candidates(self) -> Iterator[Candidate]:
-        for grouping, chunk in itertools.product(range(len(self._groupings)), range(len(self._chunks))):
+    def _candidates(self, chunks: int = len(_CHUNKS)) -> Iterator[Candidate]:
+        lengths = range(min(chunks, len(self._chunks)))
+        for grouping, chunk in itertools.product(range(len(self._groupings)), lengths):
             if (grouping, chunk) not in self._measured:
                 self._measured[grouping, chunk] = Candidate(
                     self._surveyed,

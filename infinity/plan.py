@@ -51,6 +51,8 @@ class Plan:
     speeds: Bandwidths | None = None
     compute: float | None = None
     """Seconds that the operations of one forward and backward take; None: unknown."""
+    lazy: bool = True
+    """Whether updates run under the next forward; else each step waits for its own."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
@@ -115,6 +117,8 @@ class Plan:
             self.homes,
             self._pages,
             trained,
+            resident=self.resident_bytes,
+            lazy=self.lazy,
             unified=self.unified,
             computes_in_ram=self.device.type == "cpu",
         )

@@ -59,6 +59,7 @@ def make_plan(
     speeds: Bandwidths | None = None,
     activations: int | None = None,
     compute: float | None = None,
+    lazy: bool = True,
 ) -> Plan:
     """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
 
@@ -111,6 +112,7 @@ def make_plan(
         reserved=reserve.within(budgets[computes_in]),
         speeds=speeds,
         compute=compute,
+        lazy=lazy,
     )
     return replace(made, prediction=made.predict())
 
@@ -123,6 +125,7 @@ def plan(
     precision: Precision | None = None,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
+    update: str = "auto",
 ) -> Plan:
     """What `offload` would do with the same arguments, without moving a byte.
 
@@ -147,6 +150,7 @@ def plan(
         precision=precision,
         device=target,
         available=Available.now(target),
+        lazy=update != "sync",
     )
     if example_inputs is None:
         return draft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -76,25 +77,35 @@ _EDGES = fields(Phase)
 class Traffic:
     """Bytes that one step of training (or one forward, without gradients) moves over every edge."""
 
-    compute: Phase
-    """Forward and backward, of the first micro-batch."""
+    forward: Phase = Phase()
+    backward: Phase = Phase()
+    """Of the first micro-batch."""
     accumulation: Phase = Phase()
-    """What every further micro-batch moves beyond the first: gradients are read to be added to."""
+    """What the backward of every further micro-batch moves beyond that: gradients are read to be added to."""
     update: Phase = Phase()
+    """If it is lazy, what it moves beyond the forward under which it runs."""
+    lazy: bool = True
+    """Whether the update runs under the first forward; else it follows the last backward."""
 
-    def computing(self, micro_batches: int) -> Phase:
-        """Forward and backward of all micro-batches of a step."""
-        return self.compute * micro_batches + self.accumulation * (micro_batches - 1)
+    def phases(self, micro_batches: int) -> list[tuple[Phase, int, int]]:
+        """A step's parts that follow one another: bytes, forwards, backwards."""
+        more = micro_batches - 1
+        backwards = self.backward * micro_batches + self.accumulation * more
+        if self.lazy:
+            first = (self.forward + self.update, 1, 0)
+            return [first, (self.forward * more + backwards, more, micro_batches)]
+        computing = self.forward * micro_batches + backwards
+        return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
 
     @property
     def disk_read(self) -> int:
         """Of a step of one micro-batch."""
-        return self.compute.disk_read + self.update.disk_read
+        return self.forward.disk_read + self.backward.disk_read + self.update.disk_read
 
     @property
     def disk_write(self) -> int:
         """Of a step of one micro-batch."""
-        return self.compute.disk_write + self.update.disk_write
+        return self.forward.disk_write + self.backward.disk_write + self.update.disk_write
 
 
 def traffic(
@@ -102,63 +113,87 @@ def traffic(
     pages: Mapping[Kind, Sequence[int]],
     trained: Sequence[int],
     *,
+    resident: int,
+    lazy: bool,
     unified: bool,
     computes_in_ram: bool,
 ) -> Traffic:
     """What follows from where pages rest.
 
     pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
-    computes_in_ram: the device is the CPU, though it may have a budget of its own. A parameter page that is
-    not at home where it is used comes up for forward and for backward, and its trained part goes through
-    the update; gradients are written once and read once; states are read and written.
+    resident: bytes of parameter pages, not at home where they are used, that forward and backward each find
+    there; lazy: see Traffic; computes_in_ram: the device is the CPU, though it may have a budget of its own. Any other such page
+    comes up for forward and for backward, and its trained part goes through the update; gradients are written
+    once and read once; states are read and written.
     """
     training = any(pages[Kind.GRADIENT])
-    compute = accumulation = update = Phase()
+    near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
+    away = sum(
+        nbytes
+        for nbytes, home in zip(pages[Kind.PARAMETER], homes, strict=True)
+        if home[Kind.PARAMETER] not in near
+    )
+    missing = 1 - min(1.0, resident / away) if away else 0.0
+    forward = backward = accumulation = update = Phase()
     for unit, home in enumerate(homes):
         parameter, gradient, states = (pages[kind][unit] for kind in Kind)
+        come_up = math.ceil(parameter * missing)
+        parameter_home = home[Kind.PARAMETER]
+        brought = Phase(
+            disk_read=come_up if parameter_home is Tier.NVME else 0,
+            to_device=come_up if not unified and parameter_home is not Tier.DEVICE else 0,
+        )
+        forward += brought
+        if training:
+            backward += brought
         sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
         for kind, nbytes in sizes.items():
             written = 0 if kind is Kind.GRADIENT else nbytes
             if home[kind] is Tier.NVME:
-                update += Phase(disk_read=nbytes, disk_write=written)
+                # In unified memory a lazy one takes the parameters that come up for forward.
+                shared = lazy and unified and kind is Kind.PARAMETER
+                update += Phase(disk_read=0 if shared else nbytes, disk_write=written)
             elif home[kind] is Tier.DEVICE and not unified:
                 update += Phase(to_host=nbytes, to_device=written)
-        if not unified and home[Kind.PARAMETER] is not Tier.DEVICE:
-            compute += Phase(to_device=(1 + training) * parameter)
-        if home[Kind.PARAMETER] is Tier.NVME:
-            compute += Phase(disk_read=(1 + training) * parameter)
         if home[Kind.GRADIENT] is Tier.NVME:
-            compute += Phase(disk_write=gradient)
+            backward += Phase(disk_write=gradient)
             accumulation += Phase(disk_read=gradient)
         elif home[Kind.GRADIENT] is Tier.DEVICE and not unified:
-            compute += Phase(to_device=gradient)
+            backward += Phase(to_device=gradient)
             accumulation += Phase(to_host=gradient)
         # A fresh gradient is in its parameter's dtype. It is read, stored, and read again for the norm.
         fresh = trained[unit] if gradient else 0
-        compute += Phase(host=fresh + 2 * gradient, to_host=0 if computes_in_ram else fresh)
+        backward += Phase(host=fresh + 2 * gradient, to_host=0 if computes_in_ram else fresh)
         accumulation += Phase(host=gradient)
         update += Phase(host=2 * trained[unit] + gradient + 2 * states)
-    return Traffic(compute=compute, accumulation=accumulation, update=update)
+    return Traffic(forward=forward, backward=backward, accumulation=accumulation, update=update, lazy=lazy)
+
+
+_FORWARD_SHARE = 1 / 3
+"""Of the operations of a forward and its backward, which has two products of matrices for each one."""
 
 
 def predict(moved: Traffic, speeds: Bandwidths, operations: float, micro_batches: int = 1) -> Prediction:
-    """The step's seconds: forward and backward, then the update, each as long as its busiest resource is.
+    """The step's seconds: part by part, each as long as its busiest resource is.
 
-    operations: seconds that those of one forward and backward take. Without a link (on the CPU)
-    compute, update and copies share the CPU and add up. Disk time takes as many bytes as can at the mixed
-    rate, the rest at its own. The step is limited by the resource that its seconds are spent on most. Raises
+    operations: seconds that those of one forward and backward take. Without a link (on the CPU) compute,
+    update and copies share the CPU and add up. Disk time takes as many bytes as can at the mixed rate, the
+    rest at its own. The step is limited by the resource that its seconds are spent on most. Raises
     ConfigError for a step without micro-batches.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
-    forward_backward = moved.computing(micro_batches)
-    busy = _busy(forward_backward, speeds)
-    # Accumulating takes the trainer's time: it waits for each gradient.
-    busy["compute"] = micro_batches * operations + busy.pop("update")
-    phases = [busy, _busy(moved.update, speeds)]
+    forward_share = 1.0 if moved.backward == Phase() else _FORWARD_SHARE
+    phases = []
+    for phase, forwards, backwards in moved.phases(micro_batches):
+        busy = _busy(phase, speeds)
+        busy["compute"] = operations * (forwards * forward_share + backwards * (1 - forward_share))
+        if backwards:  # accumulating takes the trainer's time: it waits for each gradient
+            busy["compute"] += busy.pop("update")
+        phases.append(busy)
     spent = dict.fromkeys(_RESOURCES, 0.0)
-    for phase in phases:
-        for resource, seconds in _spent(phase, together=speeds.link is not None).items():
+    for busy in phases:
+        for resource, seconds in _spent(busy, together=speeds.link is not None).items():
             spent[resource] += seconds
     compute, disk, update, link = (sum(phase.get(each, 0.0) for phase in phases) for each in _RESOURCES)
     limited_by = max(spent, key=spent.__getitem__)

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 
 from infinity import cpu_adam
-from infinity.chunk_update import ChunkUpdate, Due, gather
+from infinity.chunk_update import ChunkUpdate, Due, Incoming, gather
 from infinity.errors import InfinityError
 from infinity.gradients import Gradients
 from infinity.layout import Piece
 from infinity.page import ParameterPage, Presence
-from infinity.prefetch.engine import Engine
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.telemetry import Edge
@@ -43,7 +42,8 @@ class Updater:
 
     def __init__(
         self,
-        engine: Engine,
+        pages: Sequence[ParameterPage],
+        incoming: Callable[[int], Incoming | None],
         gradients: Gradients,
         states: States,
         store: Store,
@@ -51,12 +51,12 @@ class Updater:
         *,
         lazy: bool,
     ) -> None:
-        """lazy: whether updates may end after `step` has returned."""
+        """incoming: see chunk_update.gather, of a unit. lazy: whether updates may end after `step` returned."""
         self.lazy = lazy
         self.failure: InfinityError | None = None
         """Why there are parameters that nobody has any more."""
-        self._engine = engine
-        self._pages = engine.pages
+        self._pages = pages
+        self._incoming = incoming
         self._gradients = gradients
         self._states = states
         self._store = store
@@ -252,7 +252,7 @@ class Updater:
 
     def _begin(self, due: Due, acquire: Callable[[], torch.Tensor | None]) -> bool:
         # No name for the update here: it would keep its slot from the next one.
-        found = gather(due, self._store, self._engine.incoming(due.unit), acquire)
+        found = gather(due, self._store, self._incoming(due.unit), acquire)
         if found is None:
             return False
         self._running.append(found)

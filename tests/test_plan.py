@@ -240,7 +240,9 @@ def test_steps_move_what_rests_elsewhere() -> None:
     expected_write = nvme["params"] + nvme["gradients"] + nvme["optimizer"]
     assert nvme["optimizer"] > 0
     assert made.traffic.disk_write == expected_write
-    assert made.traffic.disk_read == expected_write + 2 * nvme["params"]
+    # What forward reads is updated as well; both ways find what the other left in the pool.
+    read = nvme["gradients"] + nvme["optimizer"] + 2 * (nvme["params"] - made.resident_bytes)
+    assert 0 <= made.traffic.disk_read - read < 2 * len(made.layout.units)
 
 
 def test_a_meta_model_prints_a_table() -> None:

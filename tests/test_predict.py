@@ -1,5 +1,7 @@
 """Seconds from bytes and rates, against sums made by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,66 +24,90 @@ def check(found: Prediction, seconds: float, limited_by: str, **busy: float) -> 
     assert not found.measured
 
 
-def test_the_phases_follow_one_another() -> None:
+def test_a_lazy_update_runs_under_the_first_forward() -> None:
     moved = Traffic(
-        compute=Phase(disk_read=6 * GB, disk_write=1 * GB), update=Phase(disk_read=3 * GB, disk_write=3 * GB)
+        forward=Phase(disk_read=1 * GB),
+        backward=Phase(disk_read=2 * GB, disk_write=1 * GB),
+        update=Phase(disk_read=3 * GB, disk_write=3 * GB),
+    )
+    # Forward: 6 GB mixed and 1 GB read alone. Backward: 2 GB mixed and 1 GB read alone, under 3 s of compute.
+    first = 6 / 1.5 + 0.5
+    check(predict(moved, CPU, 4.5), first + 3.0, "disk", compute=4.5, disk=first + 2 / 1.5 + 0.5)
+
+
+def test_an_update_in_step_follows_forward_and_backward() -> None:
+    moved = Traffic(
+        forward=Phase(disk_read=2 * GB),
+        backward=Phase(disk_read=4 * GB, disk_write=1 * GB),
+        update=Phase(disk_read=3 * GB, disk_write=3 * GB),
+        lazy=False,
     )
     # Forward and backward: 2 GB mixed (4/3 s) and 5 GB read alone (2.5 s); the update: 6 GB mixed.
-    check(predict(moved, CPU, 1.0), 2 / 1.5 + 2.5 + 4.0, "disk", compute=1.0, disk=2 / 1.5 + 2.5 + 4.0)
+    found = predict(moved, CPU, 1.0)
+    check(found, 2 / 1.5 + 2.5 + 4.0, "disk", compute=1.0, disk=2 / 1.5 + 2.5 + 4.0)
 
 
 def test_compute_hides_the_disk_in_its_own_phase_only() -> None:
-    moved = Traffic(compute=Phase(disk_read=2 * GB), update=Phase(disk_write=3 * GB, host=4 * GB))
-    check(predict(moved, CPU, 5.0), 5.0 + 3.0, "compute", compute=5.0, disk=1.0 + 3.0, update=1.0)
+    moved = Traffic(backward=Phase(disk_read=2 * GB), update=Phase(disk_write=3 * GB, host=4 * GB))
+    # Forward takes 2 s and the update 1 s, which are as long as the disk takes; backward hides its second.
+    check(predict(moved, CPU, 6.0), 3.0 + 4.0, "compute", compute=6.0, disk=1.0 + 3.0, update=1.0)
 
 
 def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
     moved = Traffic(
-        compute=Phase(disk_read=2 * GB, to_device=2 * GB, host=4 * GB),
+        forward=Phase(to_device=1 * GB),
+        backward=Phase(disk_read=2 * GB, to_device=1 * GB, host=4 * GB),
         update=Phase(host=16 * GB, to_host=2 * GB),
     )
-    # Compute 1 s, accumulating 1 s and copying 1 s; then updating 4 s and copying 1 s.
-    check(predict(moved, CPU, 1.0), 3.0 + 5.0, "update", compute=2.0, link=2.0, update=4.0, disk=1.0)
+    # Forward 0.5 s, updating 4 s and copying 1.5 s; then backward 1 s, accumulating 1 s, copying 0.5 s.
+    check(predict(moved, CPU, 1.5), 6.0 + 2.5, "update", compute=2.5, link=2.0, update=4.0, disk=1.0)
 
 
 def test_a_link_runs_beside_compute_and_update() -> None:
     moved = Traffic(
-        compute=Phase(to_device=3 * GB, to_host=1 * GB), update=Phase(host=8 * GB, to_host=1 * GB)
+        forward=Phase(to_device=3 * GB),
+        backward=Phase(to_device=3 * GB, to_host=1 * GB),
+        update=Phase(host=8 * GB, to_host=1 * GB),
     )
-    check(predict(moved, GPU, 1.0), 3.0 + 2.0, "link", compute=1.0, link=4.0, update=2.0)
+    check(predict(moved, GPU, 1.0), 3.0 + 3.0, "link", compute=1.0, link=6.0, update=2.0)
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
     speeds = Bandwidths(host_stream=4e9, flops=1e11)
-    check(
-        predict(Traffic(compute=Phase(), update=Phase(host=4 * GB)), speeds, 0.5),
-        1.5,
-        "update",
-        compute=0.5,
-        update=1,
-    )
+    moved = Traffic(backward=Phase(to_device=0), update=Phase(host=4 * GB))
+    check(predict(moved, speeds, 0.5), 1.5, "update", compute=0.5, update=1)
 
 
 def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() -> None:
     moved = Traffic(
-        compute=Phase(disk_read=2 * GB, host=4 * GB),
+        forward=Phase(disk_read=1 * GB),
+        backward=Phase(disk_read=1 * GB, host=4 * GB),
         accumulation=Phase(disk_read=1 * GB, host=2 * GB),
         update=Phase(disk_write=1 * GB),
+        lazy=False,
     )
     # Disk: 3 x 2 + 2 x 1 GB read, then 1 GB written; compute: 3 x (0.5 + 1) + 2 x 0.5.
-    check(predict(moved, CPU, 0.5, 3), 5.5 + 1.0, "compute", compute=5.5, disk=4.0 + 1.0)
+    found = predict(moved, CPU, 0.5, 3)
+    check(found, 5.5 + 1.0, "compute", compute=5.5, disk=4.0 + 1.0)
     with pytest.raises(ConfigError, match="0 micro-batches"):
         predict(moved, CPU, 0.5, 0)
+
+
+def test_inference_is_all_forward() -> None:
+    check(predict(Traffic(forward=Phase(disk_read=2 * GB)), CPU, 3.0), 3.0, "compute", compute=3.0, disk=1.0)
 
 
 sizes = st.integers(0, 100 * GB)
 phases = st.builds(Phase, disk_read=sizes, disk_write=sizes, to_device=sizes, to_host=sizes, host=sizes)
 plain_rates = st.floats(1e8, 1e11)
+some = phases.map(lambda each: each + Phase(host=1))  # a backward moves something
+traffics = st.builds(Traffic, forward=phases, backward=some, accumulation=phases, update=phases)
 
 
 @given(
-    moved=st.builds(Traffic, compute=phases, accumulation=phases, update=phases),
-    more=st.builds(Traffic, compute=phases, accumulation=phases, update=phases),
+    moved=traffics,
+    more=traffics,
+    lazy=st.booleans(),
     link=st.none() | plain_rates,
     read=plain_rates,
     write=plain_rates,
@@ -89,17 +115,22 @@ plain_rates = st.floats(1e8, 1e11)
     seconds=st.floats(0, 100),
     micro_batches=st.integers(1, 5),
 )
-def test_more_bytes_never_take_less(*, moved, more, link, read, write, share, seconds, micro_batches) -> None:
+def test_more_bytes_never_take_less(
+    *, moved, more, lazy, link, read, write, share, seconds, micro_batches
+) -> None:
     # A disk that reads and writes at once is no faster than the two would be beside one another.
     mixed = min(read, write) * (1 + share)
     speeds = Bandwidths(
         disk_read=read, disk_write=write, disk_mixed=mixed, host_stream=5e9, link=link, flops=1e11
     )
     both = Traffic(
-        compute=moved.compute + more.compute,
+        forward=moved.forward + more.forward,
+        backward=moved.backward + more.backward,
         accumulation=moved.accumulation + more.accumulation,
         update=moved.update + more.update,
+        lazy=lazy,
     )
+    moved = replace(moved, lazy=lazy)
     less = predict(moved, speeds, seconds, micro_batches).seconds
     assert predict(both, speeds, seconds, micro_batches).seconds >= less * (1 - 1e-9)
     assert predict(moved, speeds, seconds + 1, micro_batches).seconds >= less * (1 - 1e-9)
@@ -109,29 +140,51 @@ def test_more_bytes_never_take_less(*, moved, more, link, read, write, share, se
 PAGES = {Kind.PARAMETER: [100, 100], Kind.GRADIENT: [40, 40], Kind.OPTIMIZER: [300, 300]}
 
 
-def moved_with(tier: Tier, *, unified: bool, computes_in_ram: bool) -> Traffic:
-    homes = tuple(dict.fromkeys(Kind, tier) for _ in range(2))
-    return traffic(homes, PAGES, [80, 80], unified=unified, computes_in_ram=computes_in_ram)
+def moved_with(
+    tier: Tier, *, unified: bool, computes_in_ram: bool, resident: int = 0, lazy: bool = True
+) -> Traffic:
+    return traffic(
+        tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
+        PAGES,
+        [80, 80],
+        resident=resident,
+        lazy=lazy,
+        unified=unified,
+        computes_in_ram=computes_in_ram,
+    )
 
 
 def test_traffic_of_pages_on_disk() -> None:
     moved = moved_with(Tier.NVME, unified=True, computes_in_ram=True)
-    assert moved.compute == Phase(disk_read=400, disk_write=80, host=2 * (80 + 80))
+    assert moved.forward == Phase(disk_read=200)
+    assert moved.backward == Phase(disk_read=200, disk_write=80, host=2 * (80 + 80))
     assert moved.accumulation == Phase(disk_read=80, host=80)
-    assert moved.update == Phase(disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600))
-    assert (moved.disk_read, moved.disk_write) == (400 + 840, 80 + 760)
+    # The parameters that forward reads are those that are updated.
+    assert moved.update == Phase(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    assert (moved.disk_read, moved.disk_write) == (400 + 680, 80 + 760)
     apart = moved_with(Tier.NVME, unified=False, computes_in_ram=False)
-    assert (apart.compute.to_device, apart.compute.to_host) == (400, 160)
+    assert (apart.forward.to_device, apart.backward.to_device, apart.backward.to_host) == (200, 200, 160)
+    by_itself = moved_with(Tier.NVME, unified=True, computes_in_ram=True, lazy=False)
+    assert by_itself.update == Phase(disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    assert apart.update.disk_read == by_itself.update.disk_read
+
+
+def test_resident_pages_need_not_come_up_again() -> None:
+    moved = moved_with(Tier.NVME, unified=True, computes_in_ram=True, resident=100)
+    assert (moved.forward.disk_read, moved.backward.disk_read) == (100, 100)
+    all_of_them = moved_with(Tier.HOST, unified=False, computes_in_ram=True, resident=300)
+    assert (all_of_them.forward.to_device, all_of_them.backward.to_device) == (0, 0)
 
 
 def test_traffic_of_pages_on_the_device() -> None:
     moved = moved_with(Tier.DEVICE, unified=False, computes_in_ram=True)
-    assert moved.compute == Phase(to_device=80, host=2 * (80 + 80))
+    assert moved.forward == Phase()
+    assert moved.backward == Phase(to_device=80, host=2 * (80 + 80))
     assert moved.update == Phase(to_host=840, to_device=760, host=2 * (160 + 40 + 600))
     assert moved.accumulation == Phase(to_host=80, host=80)
 
 
 def test_traffic_of_pages_in_unified_memory_is_the_update_s_alone() -> None:
     moved = moved_with(Tier.HOST, unified=True, computes_in_ram=True)
-    for phase in (moved.compute, moved.accumulation, moved.update):
+    for phase in (moved.forward, moved.backward, moved.accumulation, moved.update):
         assert phase == Phase(host=phase.host)
