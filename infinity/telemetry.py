@@ -344,7 +344,12 @@ class Meter:
             self._now.misses += not hit
 
     def updating(self, seconds: float) -> None:
-        """Until now the training thread spent `seconds` on updates or waited for one; stalls not included."""
+        """Until now the training thread spent `seconds` on updates or waited for one; stalls not included.
+
+        Inside of a stall of the same thread it counts nothing: that one has the time.
+        """
+        if self._thread.waits:
+            return
         with self._lock:
             self._now.update_seconds += seconds
         if (recorder := self._recorder) is not None:

@@ -205,6 +205,7 @@ class Updater:
                 **self._masters(job, arrays),
             )
         )
+        self._store.meter.submitted(job.ticket, sum(each.count for each in segments))
 
     def _prepared(self, job: _Job) -> dict[str, torch.Tensor]:
         """The state arrays, with moments that begin now and masters that follow an edit."""

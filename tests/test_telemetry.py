@@ -215,6 +215,15 @@ def test_a_wait_inside_a_wait_counts_once() -> None:
     assert edges[Edge.HOST_TO_DEVICE].stall_seconds == 0
 
 
+def test_an_update_that_a_stall_waits_for_is_the_stalls() -> None:
+    meter = Meter()
+    with meter.stalling(Edge.NVME_TO_HOST):
+        meter.updating(1.0)
+    assert meter.snapshot().update_seconds == 0
+    meter.updating(1.0)
+    assert meter.snapshot().update_seconds == 1.0
+
+
 def test_waits_for_demanded_units_are_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0, 30.0, 38.0])
     monkeypatch.setattr("infinity.telemetry.time.perf_counter", lambda: next(clock))
