@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import signal
 import time
 import warnings
 from collections import defaultdict
@@ -20,8 +21,9 @@ from homes import each_device, needs_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 from small_runtime import TIED, loss_of, opened, train_step
+from tiny_job import TinyJob, make_tiny, run_error
 
-from infinity import timeline
+from infinity import cli, timeline
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.store import injected
@@ -566,3 +568,80 @@ def test_copies_on_cuda_have_the_hosts_time() -> None:
     slack = 100_000
     """Nanoseconds that the two clocks may be apart."""
     assert before - slack <= times[0] < times[1] <= after + slack
+
+
+# --- the command line -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_tiny(monkeypatch)
+    return TinyJob(tmp_path)
+
+
+def test_train_writes_a_timeline(job: TinyJob, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, log = tmp_path / "out.json", tmp_path / "log"
+    found = job.train(capsys, "--steps", 3, "--trace", path, "--log", log, *job.nvme())
+    events = load(path)
+    check_rows(events)
+    steps = rows_of(events)["step"]
+    assert [each["name"] for each in steps] == ["step 1", "step 2", "step 3"]
+    assert [each["args"]["loss"] for each in steps] == found["losses"]
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    for edge in Edge:  # the loop alone: the log's first step has the filling of the model, too
+        last = sum(each["args"][f"bytes {edge.value}"] for each in steps[1:])
+        assert last == sum(line["bytes"][edge.value] for line in logged[1:])
+    assert cli.main(job.arguments("train", "--steps", 1, "--trace", path)) == 0
+    assert f"timeline in {path}" in " ".join(capsys.readouterr().out.split("\n"))
+
+
+@pytest.mark.parametrize("where", ["absent/out.json", "/dev/full"])
+def test_a_timeline_that_cannot_be_is_refused_before_the_plan(
+    where: str,
+    job: TinyJob,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def planned(*_: object) -> None:
+        raise AssertionError("this comes after the refusal")
+
+    monkeypatch.setattr(cli.train, "make_job", planned)
+    path = str(tmp_path / where)
+    line, everything, error = run_error(capsys, job.arguments("train", "--json", "--trace", path), 1)
+    assert error["error"] in ("StorageError", "StorageFull")
+    assert path in error["cause"]
+    assert everything.strip() == line
+
+
+def test_a_disk_that_fills_up_does_not_end_the_run(
+    job: TinyJob, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    full_after(monkeypatch, 2)
+    with pytest.warns(RuntimeWarning, match="The timeline ends here"):
+        assert cli.main(job.arguments("train", "--steps", 3, "--trace", path)) == 0
+    assert "the timeline broke off: Could not write" in capsys.readouterr().out.replace("\n", " ")
+    load(path)
+
+
+def test_a_run_that_is_ended_leaves_its_timeline(job: TinyJob, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    process = job.start(*job.arguments("train", "--trace", path, "--steps", 1_000_000, *job.nvme()))
+    try:
+        hung = time.monotonic() + 120.0
+        while not path.exists() or "step 3 ends" not in path.read_text():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < hung
+            time.sleep(0.01)
+        if_killed = lines_of(path.read_text())
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120.0)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    for events in (if_killed, load(path)):
+        check_rows(events)
+        assert [each["name"] for each in rows_of(events)["step"]][:3] == ["step 1", "step 2", "step 3"]
