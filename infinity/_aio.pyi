@@ -23,8 +23,18 @@ Bytes = Buffer | TensorLike | tuple[int, int, object]
 """Memory to read into or write from: a C-contiguous buffer (bytearray, memoryview, numpy array), a CPU tensor
 of any dtype, or (address, nbytes, owner), where owner is whatever keeps the memory alive."""
 
+class Timing:
+    """When one request began and ended. It holds nothing of the request's memory."""
+
+    def times(self) -> tuple[int, int] | None:
+        """(asked for, last byte landed), in nanoseconds of time.monotonic_ns(); None while under way."""
+
 class Future:
     """The result of one request. Once done, nothing touches its buffer any more."""
+
+    @property
+    def timing(self) -> Timing:
+        """When it began, and when it ended, whoever asks when."""
 
     def done(self) -> bool:
         """Whether all of it has landed, well or not. Never blocks, never raises the request's error."""

@@ -31,6 +31,7 @@ from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import AccessKind
 from infinity.scaling import LossScale
 from infinity.store import Store
+from infinity.telemetry import Phase
 
 
 @dataclass(slots=True)
@@ -121,6 +122,7 @@ class Paging:
         """The root module's forward begins, called in the frame `caller`."""
         if not self.forwards:
             self.saved_bytes.forward_begins()
+            self.engine.meter.entered(Phase.FORWARD)
         self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes))
 
     def end_forward(self) -> None:
@@ -128,6 +130,7 @@ class Paging:
         self.forwards.end()
         if not self.forwards:
             self.saved_bytes.forward_ends()
+            self.engine.meter.entered(Phase.BETWEEN)
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
@@ -338,6 +341,7 @@ class Paging:
         with self.lock:
             self.refuse()
             page = reference.page
+            self.engine.meter.entered(Phase.BACKWARD)
             self.engine.demand([page.index], AccessKind.BACKWARD)
             assert page.residency is not None
             with torch.inference_mode(False), torch.no_grad():

@@ -28,7 +28,8 @@ from infinity.prefetch.engine import Engine
 from infinity.scaling import LossScale
 from infinity.states import States
 from infinity.store import Store
-from infinity.telemetry import Meter, Stats
+from infinity.telemetry import Meter, Phase, Stats
+from infinity.timeline import Timeline
 from infinity.update import Updater
 
 
@@ -116,6 +117,19 @@ class Runtime:
         for name, pool in store.pools.items():
             self._parts.meter.peak(name, pool.counters.peak)
         return self._parts.meter.snapshot()
+
+    @contextmanager
+    def timeline(self, to: str | os.PathLike[str] | Timeline) -> Iterator[Timeline]:
+        """Inside, what the runtime does is recorded, for Perfetto: in a file of that path, or a Timeline.
+
+        infinity/timeline.py says what is shown; `Timeline.annotate(loss=...)` adds to the last step.
+        Raises StorageError, StorageFull where the file cannot be written, ConfigError inside of another.
+        """
+        with ExitStack() as inside:
+            timeline = to if isinstance(to, Timeline) else inside.enter_context(Timeline(to))
+            inside.enter_context(self._parts.store.link.timed())
+            inside.enter_context(self._parts.meter.recording(timeline))
+            yield timeline
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
@@ -224,6 +238,7 @@ class Runtime:
         parts, gradients = self._parts, self._training()
         with parts.paging.lock:
             self._refuse()
+            parts.meter.entered(Phase.STEP)
             parts.store.settle()  # here a gradient that did not reach its home costs this step only
             if not gradients.any:
                 raise ConfigError(
@@ -245,6 +260,7 @@ class Runtime:
                 parts.meter.scaled(parts.scale.value)
             now = time.perf_counter()
             parts.meter.stepped(now - self._last_step)
+            parts.meter.entered(Phase.BETWEEN)
             self._last_step = now
 
     def zero_grad(self) -> None:
@@ -318,6 +334,7 @@ class Runtime:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
                 self._backward = backward
+                self._parts.meter.entered(Phase.BACKWARD)
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._backward_done)
 
@@ -326,6 +343,7 @@ class Runtime:
             self._backward = -1
             if not self._closed:
                 self._training().finish()
+            self._parts.meter.entered(Phase.BETWEEN)
 
     def _forward_done(self) -> None:
         if self._parts.gradients is None:

@@ -26,7 +26,7 @@ from infinity.aio import Faults
 from infinity.config import Budget, round_up
 from infinity.errors import BudgetError, InfinityError
 from infinity.plan import Plan
-from infinity.telemetry import Edge, Meter
+from infinity.telemetry import Edge, Meter, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.link import ARRIVED, Transfer, open_link
 
@@ -225,7 +225,7 @@ class Store:
             assert self.nvme is not None
             transfer: Transfer = self.nvme.read(home.extent, into, offset=offset)
             home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
-            self.meter.moved(Edge.NVME_TO_HOST, into.nbytes)
+            self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
             into.copy_(home.view(offset, into.nbytes))
             transfer = ARRIVED
@@ -252,7 +252,7 @@ class Store:
             flight = Flight(offset, offset + source.nbytes, True, transfer, lost)
             home.flights.append(flight)
             self._writes.append((home, flight))
-            self.meter.moved(Edge.HOST_TO_NVME, source.nbytes)
+            self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
         elif home.in_place:
             home.view(offset, source.nbytes).copy_(source)
             transfer = ARRIVED
@@ -263,15 +263,17 @@ class Store:
 
     def copy_up(self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0) -> Transfer:
         """Copy host bytes up. last_return: of the lease over `into`; see infinity/tiers/link.py."""
-        self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes)
-        with self.meter.stalling(Edge.HOST_TO_DEVICE):
-            return self.link.to_device(into, source, last_return)
+        with self.meter.stalling(Edge.HOST_TO_DEVICE, Wait.COPY):
+            transfer = self.link.to_device(into, source, last_return)
+        self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes, transfer)
+        return transfer
 
     def copy_down(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Copy device bytes to the host, as compute will have left them."""
-        self.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes)
-        with self.meter.stalling(Edge.DEVICE_TO_HOST):
-            return self.link.to_host(into, source)
+        with self.meter.stalling(Edge.DEVICE_TO_HOST, Wait.COPY):
+            transfer = self.link.to_host(into, source)
+        self.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes, transfer)
+        return transfer
 
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
         """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""
@@ -324,7 +326,7 @@ class Store:
     def _finish_oldest_write(self) -> bool:
         if not self._writes:
             return False
-        with self.meter.stalling(Edge.HOST_TO_NVME):
+        with self.meter.stalling(Edge.HOST_TO_NVME, Wait.SLOT):
             self._finish_write()
         return True
 

@@ -1,4 +1,9 @@
-"""What a run measures of itself: bytes over tier edges, stalls, hits, and what limited a step."""
+"""What a run measures of itself: bytes over tier edges, stalls, hits, and what limited a step.
+
+The seconds of a step are the training thread's: those in which it waited for a transfer (`stall_seconds`, of
+which `fault_seconds` for pages that were demanded and not there), those in which it worked on updates or
+waited for them (`update_seconds`), and all others (`compute_seconds`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from infinity.config import format_size
+from infinity.errors import ConfigError
+from infinity.tiers.link import Transfer
 
 
 class Edge(Enum):
@@ -21,14 +29,48 @@ class Edge(Enum):
     HOST_TO_NVME = "host->nvme"
 
 
+class Wait(Enum):
+    """What the training thread waits for when it waits for a transfer."""
+
+    FAULT = "page fault"
+    """A unit that was demanded and was not there, prefetched too late or not at all."""
+    SLOT = "staging slot"
+    """A write has to land before its slot can be used again."""
+    COPY = "copy"
+    """The copy between host and device is being made (by the CPU) or queued (CUDA)."""
+    OTHER = "gradients or states"
+    """Pages that an update works on, gradients that are added to, writes that must be done."""
+
+
+class Phase(Enum):
+    """What the training thread is in when it computes."""
+
+    FORWARD = "forward"
+    """The root module's forward."""
+    BACKWARD = "backward"
+    """From the first saved page or gradient of a backward to its end callback."""
+    STEP = "step"
+    """`optimizer.step()`."""
+    BETWEEN = "between"
+    """The training loop's own code: data, the loss outside of the model, clipping."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EdgeStats:
     """What crossed one edge."""
 
     bytes: int = 0
+    """Of all transfers that were asked for."""
     transfers: int = 0
     stall_seconds: float = 0.0
-    """Seconds that the training thread waited for it."""
+    """Seconds that the training thread waited for it, for any reason."""
+    fault_seconds: float = 0.0
+    """Those of them in which it waited for a unit that was demanded and was not there."""
+
+    @property
+    def other_seconds(self) -> float:
+        """Stalls that were no page faults: for a slot, a write, a copy, gradients or states of an update."""
+        return self.stall_seconds - self.fault_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +96,10 @@ class Stats:
     """Wall time of the finished steps."""
 
     update_seconds: float
-    """Seconds that the training thread spent on updates or waited for them."""
+    """Seconds that the training thread spent on updates or waited for them, stalls not included."""
 
     compute_seconds: float
-    """Wall time of the finished steps less their stalls and updates."""
+    """Wall time of the finished steps less their stalls and updates: forward, backward, the loop's own."""
 
     step_seconds: float | None
     """Wall time of the last finished step; None before one."""
@@ -82,6 +124,11 @@ class Stats:
         return sum(edge.stall_seconds for edge in self.edges.values())
 
     @property
+    def fault_seconds(self) -> float:
+        """Seconds stalled for units that were demanded and were not there, over all edges."""
+        return sum(edge.fault_seconds for edge in self.edges.values())
+
+    @property
     def limited_by(self) -> str | None:
         """The largest share of the last step: "compute", "update" or an edge's name; None before one."""
         step = self.last_step or self
@@ -92,12 +139,14 @@ class Stats:
         return max(shares, key=shares.__getitem__)
 
     def __str__(self) -> str:
-        rows = [("edge", "moved", "transfers", "stalled")]
+        rows = [["edge", "moved", "transfers", "stalled", "for faults"]]
         for edge, stats in self.edges.items():
             if stats != EdgeStats():
-                moved, stalled = format_size(stats.bytes), f"{stats.stall_seconds:.3f} s"
-                rows.append((edge.value, moved, str(stats.transfers), stalled))
-        lines = [f"{name:<14}{moved:>10}{count:>12}{stalled:>12}" for name, moved, count, stalled in rows]
+                seconds = [f"{each:.3f} s" for each in (stats.stall_seconds, stats.fault_seconds)]
+                rows.append([edge.value, format_size(stats.bytes), str(stats.transfers), *seconds])
+        lines = [
+            f"{name:<14}{moved:>10}" + "".join(f"{each:>12}" for each in more) for name, moved, *more in rows
+        ]
         if self.last_step is not None:
             lines.append(self.last_step._step_line())
         counts = [f"steps {self.steps}" + (f" ({self.skipped_steps} skipped)" if self.skipped_steps else "")]
@@ -115,7 +164,8 @@ class Stats:
     def _step_line(self) -> str:
         return (
             f"last step {self.seconds:.3f} s: compute {self.compute_seconds:.3f} s, "
-            f"update {self.update_seconds:.3f} s, stalls {self.stall_seconds:.3f} s · "
+            f"update {self.update_seconds:.3f} s, stalls {self.stall_seconds:.3f} s "
+            f"({self.fault_seconds:.3f} s for page faults) · "
             f"limited by {self.limited_by}"
         )
 
@@ -125,6 +175,13 @@ class _EdgeTally:
     bytes: int = 0
     transfers: int = 0
     stall_seconds: float = 0.0
+    fault_seconds: float = 0.0
+
+    def add(self, other: _EdgeTally) -> None:
+        self.bytes += other.bytes
+        self.transfers += other.transfers
+        self.stall_seconds += other.stall_seconds
+        self.fault_seconds += other.fault_seconds
 
 
 @dataclass
@@ -151,10 +208,7 @@ class _Tally:
 
     def add(self, other: _Tally) -> None:
         for edge, theirs in other.edges.items():
-            mine = self.edges[edge]
-            mine.bytes += theirs.bytes
-            mine.transfers += theirs.transfers
-            mine.stall_seconds += theirs.stall_seconds
+            self.edges[edge].add(theirs)
         self.accesses += other.accesses
         self.misses += other.misses
         self.steps += other.steps
@@ -168,23 +222,46 @@ class _Tally:
     def freeze(
         self, *, step_seconds: float | None, loss_scale: float | None, last_step: Stats | None
     ) -> Stats:
-        return Stats(
-            edges={
-                edge: EdgeStats(bytes=e.bytes, transfers=e.transfers, stall_seconds=e.stall_seconds)
-                for edge, e in self.edges.items()
-            },
-            accesses=self.accesses,
-            misses=self.misses,
-            steps=self.steps,
-            skipped_steps=self.skipped_steps,
-            seconds=self.seconds,
-            update_seconds=self.update_seconds,
-            compute_seconds=self.compute_seconds,
-            step_seconds=step_seconds,
-            loss_scale=loss_scale,
-            peaks=dict(self.peaks),
-            last_step=last_step,
-        )
+        sums = {
+            **vars(self),
+            "edges": {edge: EdgeStats(**asdict(tally)) for edge, tally in self.edges.items()},
+            "peaks": dict(self.peaks),
+        }
+        return Stats(**sums, step_seconds=step_seconds, loss_scale=loss_scale, last_step=last_step)
+
+
+class Job(Protocol):
+    """An update under way on threads of its own."""
+
+    def done(self) -> bool:
+        """Whether it is over. Never blocks."""
+
+
+class Recorder(Protocol):
+    """Is told of everything when it happens. Times are nanoseconds of time.perf_counter_ns()."""
+
+    def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
+        """A transfer was asked for; None: it is over."""
+
+    def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
+        """The training thread did not compute: it waited for an edge, or (None) for updates."""
+
+    def entered(self, phase: Phase) -> None:
+        """The training thread is in this phase from now on."""
+
+    def submitted(self, job: Job, parameters: int) -> None:
+        """The update of so many parameters was handed to its threads."""
+
+    def stepped(self, number: int, step: Stats) -> None:
+        """A step is over, the `number`th of the run, from 1 on."""
+
+    def ended(self) -> None:
+        """Nothing more will be told."""
+
+
+class _ThreadState(threading.local):
+    waits = False
+    faults = False
 
 
 class Meter:
@@ -192,40 +269,73 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread = threading.local()
+        self._thread = _ThreadState()
         self._finished = _Tally()
         self._now = _Tally()
         self._loss_scale: float | None = None
         self._last_step: Stats | None = None
+        self._recorder: Recorder | None = None
 
-    def moved(self, edge: Edge, nbytes: int) -> None:
-        """One transfer of `nbytes` over `edge` is done."""
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Inside, `recorder` is told of everything. Raises ConfigError inside of another recording."""
+        if self._recorder is not None:
+            raise ConfigError(
+                "A timeline of this runtime is being recorded already.", "Record one at a time."
+            )
+        self._recorder = recorder
+        recorder.entered(Phase.BETWEEN)
+        try:
+            yield
+        finally:
+            self._recorder = None
+            recorder.ended()
+
+    def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None = None) -> None:
+        """`nbytes` are on their way over `edge`, or were moved (transfer: None)."""
         with self._lock:
             tally = self._now.edges[edge]
             tally.bytes += nbytes
             tally.transfers += 1
+        if (recorder := self._recorder) is not None:
+            recorder.moved(edge, nbytes, transfer)
 
-    def stalled(self, edge: Edge, seconds: float) -> None:
-        """The training thread waited `seconds` for a transfer over `edge`."""
+    def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
+        """The training thread waited until now, for `seconds`, for a transfer over `edge`."""
         with self._lock:
-            self._now.edges[edge].stall_seconds += seconds
+            tally = self._now.edges[edge]
+            tally.stall_seconds += seconds
+            if wait is Wait.FAULT:
+                tally.fault_seconds += seconds
+        if (recorder := self._recorder) is not None:
+            recorder.waited(edge.value, wait, *_until_now(seconds))
 
     @contextmanager
-    def stalling(self, edge: Edge) -> Iterator[None]:
+    def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
         """What runs inside is a wait of the training thread for `edge`, also if it raises.
 
         Inside another one of the same thread it counts nothing: that one has the time.
         """
-        if getattr(self._thread, "waits", False):
+        state = self._thread
+        if state.waits:
             yield
             return
-        self._thread.waits = True
+        state.waits = True
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._thread.waits = False
-            self.stalled(edge, time.perf_counter() - start)
+            state.waits = False
+            self.stalled(edge, time.perf_counter() - start, Wait.FAULT if state.faults else wait)
+
+    @contextmanager
+    def faulting(self) -> Iterator[None]:
+        """Whatever this thread waits for inside, it waits for a unit that was demanded and is not there."""
+        before, self._thread.faults = self._thread.faults, True
+        try:
+            yield
+        finally:
+            self._thread.faults = before
 
     def accessed(self, hit: bool) -> None:
         """A unit is used; a `hit` if it was there or on its way."""
@@ -234,9 +344,26 @@ class Meter:
             self._now.misses += not hit
 
     def updating(self, seconds: float) -> None:
-        """The training thread spent `seconds` on updates, or waited so long for one; stalls not included."""
+        """Until now the training thread spent `seconds` on updates or waited for one; stalls not included.
+
+        Inside of a stall of the same thread it counts nothing: that one has the time.
+        """
+        if self._thread.waits:
+            return
         with self._lock:
             self._now.update_seconds += seconds
+        if (recorder := self._recorder) is not None:
+            recorder.waited("update", None, *_until_now(seconds))
+
+    def submitted(self, job: Job, parameters: int) -> None:
+        """The update of so many parameters was handed to its threads. Counts nothing; timelines show it."""
+        if (recorder := self._recorder) is not None:
+            recorder.submitted(job, parameters)
+
+    def entered(self, phase: Phase) -> None:
+        """The training thread is in this phase from now on. Counts nothing; timelines show it."""
+        if (recorder := self._recorder) is not None:
+            recorder.entered(phase)
 
     def peak(self, pool: str, nbytes: int) -> None:
         """`nbytes` of the pool of this name were in use at once."""
@@ -259,7 +386,11 @@ class Meter:
             step, self._now = self._now, _Tally()
             step.finish(seconds)
             self._finished.add(step)
-            self._last_step = step.freeze(step_seconds=seconds, loss_scale=self._loss_scale, last_step=None)
+            last = step.freeze(step_seconds=seconds, loss_scale=self._loss_scale, last_step=None)
+            self._last_step = last
+            number = self._finished.steps
+        if (recorder := self._recorder) is not None:
+            recorder.stepped(number, last)
 
     def snapshot(self) -> Stats:
         """All up to now, with the step that is not finished."""
@@ -273,3 +404,9 @@ class Meter:
                 loss_scale=self._loss_scale,
                 last_step=last,
             )
+
+
+def _until_now(seconds: float) -> tuple[int, int]:
+    """(start, end) of a span that ends now."""
+    now = time.perf_counter_ns()
+    return now - round(seconds * 1e9), now

@@ -259,6 +259,46 @@ def test_futures(backend: str, tmp_path: Path) -> None:
 
 
 @each_backend
+def test_a_request_ended_when_it_landed(backend: str, tmp_path: Path) -> None:
+    path = make_file(tmp_path / "file", 4 * BLOCK)
+    faults = aio.Faults()
+    with engine(path, backend, faults=faults) as e, e.open(str(path)) as file:
+        faults.delay("read", 2, 0.3)
+        before = time.monotonic_ns()
+        slow = file.read(memory(4 * BLOCK), 0)
+        timing = slow.timing
+        assert timing.times() is None
+        slow.wait()
+        seen = time.monotonic_ns()
+        times = timing.times()
+        assert times is not None
+        assert before <= times[0] < times[1] <= seen
+        assert times[1] - times[0] >= 300_000_000, "the delay of its second block is in it"
+        assert slow.timing.times() == times
+        faults.fail("read", 1, errno.EIO)
+        failed = file.read(memory(PAGE), 0)
+        assert failed.exception() is not None
+        assert failed.timing.times() is not None
+        nothing = file.read(bytearray(), 0).timing.times()
+        assert nothing is not None and nothing[0] == nothing[1]
+
+
+@each_backend
+def test_times_keep_no_buffer(backend: str, tmp_path: Path) -> None:
+    path = make_file(tmp_path / "file", 4 * BLOCK)
+    with engine(path, backend) as e, e.open(str(path)) as file:
+        target, owner = np.zeros(PAGE, dtype=np.uint8), Owner()
+        gone = weakref.ref(owner)
+        future = file.read((target.ctypes.data, PAGE, owner), 0)
+        timing = future.timing
+        del owner
+        future.wait()
+        del future
+        assert gone() is None
+        assert timing.times() is not None
+
+
+@each_backend
 def test_reads_go_ahead_of_writes(backend: str, tmp_path: Path) -> None:
     """One block at a time, each held a while: the order in which requests end is that of their deadlines."""
     path = make_file(tmp_path / "file", 64 * PAGE)

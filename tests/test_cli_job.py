@@ -81,8 +81,6 @@ REFUSED: list[tuple[list[Any], str]] = [
     (["--every", 10], "--every: durable commits are not there yet"),
     (["--every", 0], "--every: durable commits are not there yet"),
     (["--resume"], "--resume: durable commits are not there yet"),
-    (["--trace", "x"], "--trace: the timeline is not there yet"),
-    (["--trace", ""], "--trace: the timeline is not there yet"),
     (["--steps", 0], "--steps is 0."),
     (["--steps", -3], "--steps is -3."),
     (["--batch", 0], "--batch is 0."),

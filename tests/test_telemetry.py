@@ -1,11 +1,16 @@
 """Telemetry adds up, tells steps apart and names what limited the last one."""
 
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
+from small_runtime import TIED, loss_of, opened, train_step
 
-from infinity.telemetry import Edge, EdgeStats, Meter, Stats
+from infinity.aio import Faults
+from infinity.store import injected
+from infinity.telemetry import Edge, EdgeStats, Meter, Stats, Wait
 
 
 def busy_step(meter: Meter, factor: int = 1) -> None:
@@ -168,7 +173,8 @@ def test_the_text_is_a_short_table() -> None:
     meter = Meter()
     assert str(meter.snapshot()).splitlines()[1:] == ["steps 0"]
     meter.moved(Edge.NVME_TO_HOST, 3 << 20)
-    meter.stalled(Edge.NVME_TO_HOST, 0.75)
+    meter.stalled(Edge.NVME_TO_HOST, 0.25)
+    meter.stalled(Edge.NVME_TO_HOST, 0.5, Wait.FAULT)
     for place in range(8):
         meter.accessed(hit=place > 0)
     meter.peak("host", 5 << 20)
@@ -176,9 +182,10 @@ def test_the_text_is_a_short_table() -> None:
     meter.scaled(65536.0)
     meter.stepped(1.0)
     assert str(meter.snapshot()).splitlines() == [
-        "edge               moved   transfers     stalled",
-        "nvme->host         3 MiB           1     0.750 s",
-        "last step 1.000 s: compute 0.250 s, update 0.000 s, stalls 0.750 s · limited by nvme->host",
+        "edge               moved   transfers     stalled  for faults",
+        "nvme->host         3 MiB           1     0.750 s     0.500 s",
+        "last step 1.000 s: compute 0.250 s, update 0.000 s, stalls 0.750 s (0.500 s for page faults) · "
+        "limited by nvme->host",
         "steps 1 (1 skipped) · accesses 8, 87.5% hits · loss scale 65536",
         "peak host 5 MiB",
     ]
@@ -206,3 +213,68 @@ def test_a_wait_inside_a_wait_counts_once() -> None:
     edges = meter.snapshot().edges
     assert edges[Edge.NVME_TO_HOST].stall_seconds > 0
     assert edges[Edge.HOST_TO_DEVICE].stall_seconds == 0
+
+
+def test_an_update_that_a_stall_waits_for_is_the_stalls() -> None:
+    meter = Meter()
+    with meter.stalling(Edge.NVME_TO_HOST):
+        meter.updating(1.0)
+    assert meter.snapshot().update_seconds == 0
+    meter.updating(1.0)
+    assert meter.snapshot().update_seconds == 1.0
+
+
+def test_waits_for_demanded_units_are_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0, 30.0, 38.0])
+    monkeypatch.setattr("infinity.telemetry.time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    with meter.stalling(Edge.NVME_TO_HOST):
+        pass
+    with meter.faulting():
+        with meter.stalling(Edge.NVME_TO_HOST), meter.stalling(Edge.HOST_TO_NVME, Wait.SLOT):
+            pass
+        with meter.faulting(), meter.stalling(Edge.HOST_TO_DEVICE, Wait.COPY):
+            pass
+    with meter.stalling(Edge.HOST_TO_DEVICE, Wait.COPY):
+        pass
+    meter.stepped(20.0)
+    stats = meter.snapshot().last_step
+    assert stats is not None
+    assert stats.edges[Edge.NVME_TO_HOST] == EdgeStats(stall_seconds=3.0, fault_seconds=2.0)
+    assert stats.edges[Edge.HOST_TO_DEVICE] == EdgeStats(stall_seconds=12.0, fault_seconds=4.0)
+    assert stats.edges[Edge.HOST_TO_DEVICE].other_seconds == 8.0
+    assert (stats.stall_seconds, stats.fault_seconds, stats.compute_seconds) == (15.0, 6.0, 5.0)
+
+
+def test_faults_are_those_of_a_thread() -> None:
+    meter = Meter()
+
+    def wait() -> None:
+        with meter.stalling(Edge.NVME_TO_HOST):
+            pass
+
+    with meter.faulting():
+        other = Thread(target=wait)
+        other.start()
+        other.join()
+    stats = meter.snapshot()
+    assert stats.stall_seconds > 0
+    assert stats.fault_seconds == 0
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
+def test_a_runtime_tells_faults_from_other_stalls(home: str, tmp_path: Path) -> None:
+    """Every read is slow: those of pages that a forward demands are faults, those of the update are not."""
+    model, faults = TIED.make(), Faults()
+    with injected(faults), opened(model, tmp_path, home=home) as runtime:
+        train_step(model, runtime)
+        faults.delay("read", 1, 0.002, times=None)
+        before = runtime.stats
+        with torch.no_grad():
+            loss_of(model)
+        demanded = runtime.stats
+        assert demanded.fault_seconds >= before.fault_seconds + 0.002
+        for _ in range(2):
+            train_step(model, runtime)
+        edge = runtime.stats.edges[Edge.NVME_TO_HOST]
+        assert edge.other_seconds >= demanded.edges[Edge.NVME_TO_HOST].other_seconds + 0.002

@@ -36,6 +36,25 @@ namespace {
 // Threads that have released the GIL in a wait; leave() at exit lets them come back first.
 std::atomic<int> waiters{0};
 
+// When a request began and ended. Without its memory: who keeps this keeps no buffer taken.
+class PyTiming {
+  public:
+    explicit PyTiming(std::shared_ptr<Future> future) : future_(std::move(future)) {}
+
+    std::optional<std::pair<int64_t, int64_t>> times() const {
+        if (!future_->done()) return std::nullopt;
+        return std::pair(nanoseconds(future_->submitted()), nanoseconds(future_->landed()));
+    }
+
+  private:
+    static int64_t nanoseconds(TimePoint point) {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(point.time_since_epoch())
+            .count();
+    }
+
+    std::shared_ptr<Future> future_;
+};
+
 class PyFuture {
   public:
     PyFuture(std::shared_ptr<Future> future, nb::object owner,
@@ -49,6 +68,7 @@ class PyFuture {
     }
 
     bool done() const { return future_->done(); }
+    PyTiming timing() const { return PyTiming(future_); }
 
     // False after the time limit. Throws what a signal handler throws.
     bool landed_by(TimePoint until) {
@@ -404,8 +424,10 @@ void bind_faults(nb::module_& m) {
 }
 
 void bind_future(nb::module_& m) {
+    nb::class_<PyTiming>(m, "Timing").def("times", &PyTiming::times);
     nb::class_<PyFuture>(m, "Future")
         .def("done", &PyFuture::done)
+        .def_prop_ro("timing", &PyFuture::timing)
         .def(
             "wait",
             [](PyFuture& self, std::optional<double> timeout) {

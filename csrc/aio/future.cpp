@@ -35,6 +35,7 @@ std::string describe_errno(const std::string& call, int error) {
 void Future::land() noexcept {
     // acq_rel: the last part publishes the failure that another part's thread has written.
     if (parts_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    landed_ = Clock::now();
     if (word_.exchange(finished, std::memory_order_acq_rel) == awaited)
         futex(&word_, FUTEX_WAKE, INT_MAX, nullptr);
 }

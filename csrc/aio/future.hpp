@@ -20,7 +20,10 @@ class Future {
     enum class Wait { done, timeout, interrupted };
 
     explicit Future(uint32_t parts, uint64_t bytes = 0) : bytes_(bytes), parts_(parts) {
-        if (parts == 0) word_.store(finished, std::memory_order_release);
+        if (parts == 0) {
+            landed_ = submitted_;
+            word_.store(finished, std::memory_order_release);
+        }
     }
     Future(const Future&) = delete;
     Future& operator=(const Future&) = delete;
@@ -34,6 +37,10 @@ class Future {
     // Sleeps until done, `until`, or a signal handler has run in this thread.
     Wait wait(TimePoint until) noexcept;
 
+    // When it was asked for, and, once done, when the last part landed: not when somebody looked.
+    TimePoint submitted() const noexcept { return submitted_; }
+    TimePoint landed() const noexcept { return landed_; }
+
     // Once done: what went wrong, or nullptr.
     const Failure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
     uint64_t bytes() const noexcept { return bytes_; }
@@ -46,6 +53,8 @@ class Future {
     std::atomic<uint32_t> parts_;
     std::atomic<bool> failed_{false};  // claims failure_
     std::optional<Failure> failure_;
+    const TimePoint submitted_ = Clock::now();
+    TimePoint landed_{};  // the last part's to write; word_ publishes it
 };
 
 }  // namespace infinity::aio

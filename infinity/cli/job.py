@@ -28,7 +28,6 @@ _LATER = {
     "checkpoint": "--checkpoint: durable commits are not there yet.",
     "every": "--every: durable commits are not there yet.",
     "resume": "--resume: durable commits are not there yet.",
-    "trace": "--trace: the timeline is not there yet.",
 }
 
 
@@ -69,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--log", metavar="FILE", help="one JSON object a step")
     output.add_argument("--export", metavar="DIR", help="write the trained model there, as safetensors")
-    output.add_argument("--trace", metavar="FILE", help="a timeline for Perfetto (not there yet)")
+    output.add_argument("--trace", metavar="FILE", help="a timeline for https://ui.perfetto.dev")
     output.add_argument("--checkpoint", metavar="DIR", help="commit there (not there yet)")
     output.add_argument("--every", type=int, metavar="N", help="steps between commits (not there yet)")
     output.add_argument("--resume", action="store_true", help="go on from the last commit (not there yet)")

@@ -26,6 +26,7 @@ from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.offload import carry_out
 from infinity.publish import check_destination
+from infinity.timeline import Timeline
 
 _HELD_OUT_SECONDS = 10.0
 _SAMPLE_SECONDS = 10.0
@@ -55,11 +56,13 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=options.json)
     if options.export is not None:
         check_destination(options.export)
-    with console.status("planning"):
-        job = make_job(options)
-    console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}\n", highlight=False, soft_wrap=True)
-    with _open_log(options.log) as log:
-        outcome = _train(job, console, log, options.export)
+    # Before the plan: a file that cannot be written is refused at once.
+    with contextlib.nullcontext() if options.trace is None else Timeline(options.trace) as timeline:
+        with console.status("planning"):
+            job = make_job(options)
+        console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}\n", highlight=False, soft_wrap=True)
+        with _open_log(options.log) as log:
+            outcome = _train(job, console, log, options.export, timeline)
     _print(console, job, outcome, time.monotonic() - started)
     if options.json:
         print(json.dumps(_summary(job, outcome, time.monotonic() - started)))
@@ -83,9 +86,13 @@ class _Outcome:
     """Bytes over every tier edge."""
     sample: str
     exported: str | None
+    timeline: str | None
+    """What became of it, for people."""
 
 
-def _train(job: Job, console: Console, log: TextIO | None, export: str | None) -> _Outcome:
+def _train(
+    job: Job, console: Console, log: TextIO | None, export: str | None, timeline: Timeline | None
+) -> _Outcome:
     subject = job.subject
     machine.restart_peak()
     base = machine.process_memory().resident
@@ -100,11 +107,14 @@ def _train(job: Job, console: Console, log: TextIO | None, export: str | None) -
         held_out = HeldOut(subject, job.batches, job.device)
         with console.status("loss on held-out text"):
             before = held_out.loss(seconds=_HELD_OUT_SECONDS)
-        with ProgressLine(console, job.recipe.steps) as line:
+        recording = contextlib.nullcontext() if timeline is None else runtime.timeline(timeline)
+        with ProgressLine(console, job.recipe.steps) as line, recording:
             for report in train(subject, runtime, job.batches, job.recipe):
                 reports.append(report)
                 line.show(report)
                 _write_log(log, report)
+                if timeline is not None:
+                    timeline.annotate(loss=report.loss, norm=report.norm, tokens=report.tokens)
         with console.status("loss on held-out text, and a sample"):
             after = held_out.loss()
             peak = machine.process_memory().peak - base
@@ -124,7 +134,14 @@ def _train(job: Job, console: Console, log: TextIO | None, export: str | None) -
             moved={edge.value: each.bytes for edge, each in runtime.stats.edges.items()},
             sample=sample,
             exported=export,
+            timeline=None if timeline is None else _fate(timeline),
         )
+
+
+def _fate(timeline: Timeline) -> str:
+    if timeline.failure is not None:
+        return f"the timeline broke off: {timeline.failure.cause}"
+    return f"timeline in {timeline.path}"
 
 
 def _sample(job: Job) -> str:
@@ -209,6 +226,8 @@ def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> Non
         parts.append("swap removed")
     if outcome.exported is not None:
         parts.append(f"exported to {outcome.exported}")
+    if outcome.timeline is not None:
+        parts.append(outcome.timeline)
     console.print(f"{_printable(outcome.sample)}\n", style="dim", markup=False, highlight=False)
     console.print(" · ".join(parts), markup=False, highlight=False, soft_wrap=True)
 

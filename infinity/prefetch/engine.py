@@ -236,12 +236,14 @@ class Engine:
         for _ in range(2):  # once more where the last one's room was made at the first one's cost
             for unit in units:
                 if self.pages[unit].presence is Presence.AWAY:
-                    self._start(unit, pinned)
+                    with self.meter.faulting():
+                        self._start(unit, pinned)
         if any(self.pages[unit].presence is Presence.AWAY for unit in units):
             raise self._does_not_fit(pinned)
         self._look_ahead(units, pinned)
         for unit in units:
-            self._land(unit)
+            with self.meter.faulting():
+                self._land(unit)
             self.updates.complete(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:

@@ -16,10 +16,24 @@ copies up, copies down. Each order that matters is made by an event, never by a 
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+_ANCHORED_NS = 10_000_000_000
+"""CUDA measures from event to event in float32 milliseconds: after ten seconds still to a microsecond."""
+
+
+class Timing(Protocol):
+    """When one transfer began and ended. It holds nothing of the transfer's memory."""
+
+    def times(self) -> tuple[int, int] | None:
+        """(began, ended), in nanoseconds of time.perf_counter_ns(); None while under way."""
 
 
 class Transfer(Protocol):
@@ -31,9 +45,23 @@ class Transfer(Protocol):
     def wait(self) -> object:
         """Block without the GIL until done. Raises the transfer's error (StorageError)."""
 
+    @property
+    def timing(self) -> Timing | None:
+        """When it began and ended; None of a copy on a link that was not `timed`."""
+
 
 class Arrived:
-    """A transfer that ended before its call returned."""
+    """A transfer that ended before its call returned, from `began` to `ended`, and its timing."""
+
+    def __init__(self, began: int = 0, ended: int = 0) -> None:
+        self._times = (began, ended)
+
+    @property
+    def timing(self) -> Timing:
+        return self
+
+    def times(self) -> tuple[int, int]:
+        return self._times
 
     def done(self) -> bool:
         return True
@@ -53,13 +81,11 @@ class CpuLink:
 
     def to_device(self, into: torch.Tensor, source: torch.Tensor, last_return: int) -> Transfer:
         """Copy host bytes up. `last_return`: of the lease over `into`; see the note."""
-        into.copy_(source)
-        return ARRIVED
+        return _copied(into, source)
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Copy device bytes down, as compute will have left them."""
-        into.copy_(source)
-        return ARRIVED
+        return _copied(into, source)
 
     def mark(self, returns: int) -> None:
         """Note that compute has by now queued all use of bytes returned up to the pool's `returns`th."""
@@ -70,12 +96,56 @@ class CpuLink:
     def drain(self) -> None:
         """Wait until no copy is under way, and order later ones up after all that compute has queued."""
 
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Copies issued inside have a timing. Here all have."""
+        yield
+
+
+def _copied(into: torch.Tensor, source: torch.Tensor) -> Arrived:
+    began = time.perf_counter_ns()
+    into.copy_(source)
+    return Arrived(began, time.perf_counter_ns())
+
+
+class _Anchor:
+    """A moment that is known in the host's time and in the device's."""
+
+    def __init__(self, idle: torch.cuda.Stream) -> None:
+        """idle: a stream with nothing on it, so that the event happens when it is recorded."""
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(idle)
+        self._event.synchronize()
+        self.at = time.perf_counter_ns()
+
+    def time_of(self, event: torch.cuda.Event) -> int:
+        """When an event happened that was recorded later, in nanoseconds of time.perf_counter_ns()."""
+        milliseconds: float = self._event.elapsed_time(event)
+        return self.at + round(milliseconds * 1e6)
+
+
+@dataclass(frozen=True)
+class EventTiming:
+    """The events around a copy, as the stream came to them."""
+
+    anchor: _Anchor
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    def times(self) -> tuple[int, int] | None:
+        if not self.ended.query():
+            return None
+        return self.anchor.time_of(self.began), self.anchor.time_of(self.ended)
+
 
 class EventTransfer:
     """A copy on a stream: done when its event is. Keeps both ends alive until then."""
 
-    def __init__(self, event: torch.cuda.Event, *ends: torch.Tensor) -> None:
+    def __init__(
+        self, event: torch.cuda.Event, *ends: torch.Tensor, timing: EventTiming | None = None
+    ) -> None:
         self.event = event
+        self.timing = timing
         self._ends: tuple[torch.Tensor, ...] = ends
 
     def done(self) -> bool:
@@ -99,24 +169,24 @@ class CudaLink:
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
         self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._idle: torch.cuda.Stream | None = None
+        """For anchors, while copies are timed."""
+        self._anchor: _Anchor | None = None
         self._up.wait_stream(torch.cuda.current_stream(device))
 
     def to_device(self, into: torch.Tensor, source: torch.Tensor, last_return: int) -> Transfer:
         """Copy host bytes up. `last_return`: of the lease over `into`; see the note."""
         with torch.cuda.device(self.device):
             self._await_last_use(last_return)
-            with torch.cuda.stream(self._up):
-                into.copy_(source, non_blocking=True)
-            return EventTransfer(self._up.record_event(), into, source)
+            return self._copy(self._up, into, source)
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Copy device bytes down, as compute will have left them."""
         with torch.cuda.device(self.device):
             self._down.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._down):
-                into.copy_(source, non_blocking=True)
+            transfer = self._copy(self._down, into, source)
             source.record_stream(self._down)  # torch's allocator may own it (a fresh gradient)
-            return EventTransfer(self._down.record_event(), into, source)
+            return transfer
 
     def mark(self, returns: int) -> None:
         """Note that compute has by now queued all use of bytes returned up to the pool's `returns`th."""
@@ -139,6 +209,33 @@ class CudaLink:
         self._down.synchronize()
         self._up.wait_stream(torch.cuda.current_stream(self.device))
 
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Copies issued inside have a timing: two events more each, which others are spared."""
+        self._idle = torch.cuda.Stream(self.device)
+        try:
+            yield
+        finally:
+            self._idle = self._anchor = None
+
+    def _copy(self, stream: torch.cuda.Stream, into: torch.Tensor, source: torch.Tensor) -> EventTransfer:
+        anchor = self._anchor_now()
+        began = None if anchor is None else _event_on(stream)
+        with torch.cuda.stream(stream):
+            into.copy_(source, non_blocking=True)
+        if anchor is None or began is None:
+            return EventTransfer(stream.record_event(), into, source)
+        ended = _event_on(stream)
+        return EventTransfer(ended, into, source, timing=EventTiming(anchor, began, ended))
+
+    def _anchor_now(self) -> _Anchor | None:
+        """A recent one, where copies are timed."""
+        if self._idle is None:
+            return None
+        if self._anchor is None or time.perf_counter_ns() - self._anchor.at > _ANCHORED_NS:
+            self._anchor = _Anchor(self._idle)
+        return self._anchor
+
     def _await_last_use(self, last_return: int) -> None:
         if not last_return:
             return
@@ -147,6 +244,12 @@ class CudaLink:
                 self._up.wait_event(event)
                 return
         self._up.wait_stream(torch.cuda.current_stream(self.device))
+
+
+def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 DeviceLink = CpuLink | CudaLink

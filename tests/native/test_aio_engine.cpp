@@ -198,6 +198,27 @@ void test_failure(const std::string& backend) {
     CHECK(beyond->failure() && beyond->failure()->error == end_of_file);
 }
 
+// A request ends when its last block lands, whenever anybody looks.
+void test_times(const std::string& backend) {
+    const auto faults = std::make_shared<Faults>();
+    const std::shared_ptr<Engine> engine = make_engine(backend, faults);
+    const std::shared_ptr<File> file = engine->open(make_file("times", 1 << 16), true);
+    FaultRule rule;
+    rule.nth = 3;
+    rule.action = FaultRule::Action::delay;
+    rule.delay = std::chrono::milliseconds(20);
+    faults->add(rule);
+    Memory memory(1 << 16);
+    const TimePoint before = Clock::now();
+    const auto slow = start(*engine, Kind::read, file, {memory.data, 0, 1 << 16});
+    check(slow);
+    const TimePoint seen = Clock::now();
+    CHECK(before <= slow->submitted() && slow->landed() <= seen);
+    CHECK(slow->landed() - slow->submitted() >= rule.delay);
+    const Future nothing(0);
+    CHECK(nothing.submitted() == nothing.landed());
+}
+
 // A forked child may drop what it inherited, without a join, a hang or a wait for the parent's I/O.
 void test_fork(const std::string& backend) {
     std::shared_ptr<Engine> engine = make_engine(backend);
@@ -232,6 +253,7 @@ int main() {
         test_faulty_threads(backend.name);
         test_close(backend.name);
         test_failure(backend.name);
+        test_times(backend.name);
         test_fork(backend.name);
     }
     std::filesystem::remove_all(directory);

@@ -1,0 +1,288 @@
+"""A timeline of a run for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+
+Rows, from the top:
+
+- step: each step, with its figures; an instant at its end
+- compute: the training thread, where it neither waits nor is at an update, named by the phase it is in
+- waits: the training thread, where it does not compute: for an edge (and why), or for an update
+- update: each chunk's, with its parameters. Threads of its own work on it, one chunk after the other: it
+  begins when it was handed over or the one before was seen to be over, and ends when it was itself
+- every edge: each transfer from when it was asked for to when its last byte landed, with its bytes
+
+compute and waits are the host's: on CUDA they are the time of queuing kernels, not of running them.
+
+[Note: lanes]
+Transfers of one edge overlap. As spans of one row they would have to nest, so each goes to the first lane of
+its edge that is free: the number of lanes at a moment is the number of requests in flight, and what a lane
+holds are whole requests that can be clicked and summed up. Asynchronous pairs of events ("b", "e") would take
+two lines each and lose their end in a file that breaks off; a counter of bytes in flight would not show which
+request is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from infinity.errors import StorageError
+from infinity.telemetry import Edge, Job, Phase, Stats, Wait
+from infinity.tiers.link import Timing, Transfer
+from infinity.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
+
+_ROWS = ("step", "compute", "waits", "update", *(edge.value for edge in Edge))
+_MOST_LANES = 1000
+"""Of a row; only its numbers."""
+_FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
+_BUFFERED = 4096
+"""Events after which the file is written to, also in the middle of a step."""
+
+
+class _Moving(NamedTuple):
+    """A transfer that was under way when somebody last looked."""
+
+    asked: int
+    nbytes: int
+    timing: Timing | None
+
+
+class _Updating(NamedTuple):
+    """A chunk's update that was under way when somebody last looked."""
+
+    handed_over: int
+    parameters: int
+    job: Job
+
+
+class _Boundary(NamedTuple):
+    """A finished step that more may still be said of."""
+
+    name: str
+    start: int
+    end: int
+    args: dict[str, Value]
+
+
+class Timeline:
+    """Writes what a runtime does to a file, as it happens; see `Runtime.timeline`. A context manager.
+
+    At the end of each step all that is over goes to the file, so memory holds a step's events at the most. A
+    write that fails ends the timeline and not the training: it warns (RuntimeWarning), once, and `failure`
+    says why. Raises StorageError and StorageFull where the file cannot be begun.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = EventFile(path)
+        self.failure: StorageError | None = None
+        """What ended the timeline before its time."""
+        self._lock = threading.RLock()
+        self._origin: int | None = None
+        """When the first recording began: the file's time zero."""
+        self._phase: Phase | None = None
+        """None: nothing is recorded now."""
+        self._mark = 0
+        """Up to here it is known what the training thread did."""
+        self._step_began = 0
+        self._boundary: _Boundary | None = None
+        self._spans: list[tuple[str, str, int, int, Args]] = []
+        """(row, name, start, end, args): as text they take longer, which is better done at once."""
+        self._lanes = {row: Lanes() for row in _ROWS}
+        self._rows: set[int] = set()
+        """Those that have a name."""
+        self._moving: dict[Edge, deque[_Moving]] = {edge: deque() for edge in Edge}
+        self._updates: deque[_Updating] = deque()
+        self._update_seen = 0
+        """When the last update was seen to be over."""
+        self._noted = 0
+        """Events since the file was written to."""
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    def annotate(self, **args: Value) -> None:
+        """Say more of the step that ended last, before the next one does: its loss, above all."""
+        with self._lock:
+            if self._boundary is not None:
+                self._boundary.args.update(args)
+
+    def close(self) -> None:
+        """Complete the file. Again: does nothing."""
+        with self._lock:
+            self.ended()
+            if self.failure is None:
+                try:
+                    self._file.close()
+                except StorageError as error:
+                    self._fail(error)
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what a meter tells (telemetry.Recorder) -------------------------------------------------------
+
+    def entered(self, phase: Phase) -> None:
+        with self._lock:
+            if self.failure is not None or phase is self._phase:
+                return
+            now = time.perf_counter_ns()
+            if self._phase is None:
+                self._mark = self._step_began = now
+                self._origin = now if self._origin is None else self._origin
+            self._compute_until(now)
+            self._phase = phase
+
+    def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
+        timing = None if transfer is None else transfer.timing
+        with self._lock:
+            if self._phase is None:
+                return
+            now = time.perf_counter_ns()
+            self._moving[edge].append(_Moving(now, nbytes, timing))
+            self._look(now)
+
+    def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
+        with self._lock:
+            if self._phase is None:
+                return
+            start = max(start, self._mark)  # of a wait that began before the recording did
+            end = max(start, end)
+            self._compute_until(start)
+            self._span("waits", name, start, end, {} if wait is None else {"for": wait.value})
+            self._mark = end
+            self._look(end)
+
+    def submitted(self, job: Job, parameters: int) -> None:
+        with self._lock:
+            if self._phase is None:
+                return
+            now = time.perf_counter_ns()
+            self._look(now)
+            self._updates.append(_Updating(now, parameters, job))
+
+    def stepped(self, number: int, step: Stats) -> None:
+        with self._lock:
+            if self._phase is None:
+                return
+            now = time.perf_counter_ns()
+            self._compute_until(now)
+            self._look(now)
+            self._finish_boundary()
+            self._write()
+            self._boundary = _Boundary(f"step {number}", self._step_began, now, _figures(step))
+            self._step_began = now
+
+    def ended(self) -> None:
+        with self._lock:
+            if self._phase is None:
+                return
+            now = time.perf_counter_ns()
+            self._compute_until(now)
+            self._phase = None
+            self._look(now)
+            self._finish_boundary()
+            self._take_landed()
+            for edge, moving in self._moving.items():
+                for asked, nbytes, _ in moving:
+                    self._span(edge.value, "moves", asked, now, {"bytes": nbytes, "unfinished": True})
+                moving.clear()
+            for update in self._updates:
+                self._updated(update, now, {"unfinished": True})
+            self._updates.clear()
+            self._write()
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _span(self, row: str, name: str, start: int, end: int, args: Args) -> None:
+        self._spans.append((row, name, start, end, args))
+
+    def _compute_until(self, now: int) -> None:
+        if self._phase is not None and now > self._mark:
+            self._span("compute", self._phase.value, self._mark, now, {})
+            self._mark = now
+
+    def _look(self, now: int) -> None:
+        """See which updates are over, and write when there is much to write."""
+        while self._updates and self._updates[0].job.done():
+            self._updated(self._updates.popleft(), now, {})
+        self._noted += 1
+        if self._noted >= _BUFFERED:
+            self._write()
+
+    def _updated(self, update: _Updating, now: int, more: Args) -> None:
+        start = max(update.handed_over, self._update_seen)
+        self._span("update", "chunk", start, now, {"parameters": update.parameters, **more})
+        self._update_seen = now
+
+    def _take_landed(self) -> None:
+        """Transfers in the order in which they were asked for, up to the first that is under way."""
+        for edge, moving in self._moving.items():
+            while moving:
+                asked, nbytes, timing = moving[0]
+                times = (asked, asked) if timing is None else timing.times()
+                if times is None:
+                    break
+                moving.popleft()
+                self._span(edge.value, "moves", *times, {"bytes": nbytes})
+
+    def _finish_boundary(self) -> None:
+        if self._boundary is not None:
+            name, start, end, args = self._boundary
+            self._boundary = None
+            self._span("step", name, start, end, args)
+
+    def _write(self) -> None:
+        self._noted = 0
+        self._take_landed()
+        spans, self._spans = self._spans, []
+        try:
+            self._file.append(list(self._texts(spans)))
+        except StorageError as error:
+            self._fail(error)
+
+    def _texts(self, spans: list[tuple[str, str, int, int, Args]]) -> Iterator[str]:
+        origin = self._origin or 0
+        for row, name, start, end, args in spans:
+            lane = self._lanes[row].place(start, end)
+            number = _FIRST[row] + min(lane, _MOST_LANES - 1)
+            if number not in self._rows:
+                self._rows.add(number)
+                yield from row_name(number, f"{row} {lane}" if lane else row)
+            yield span(number, name, start - origin, end - origin, args)
+            if row == "step":
+                yield instant(number, f"{name} ends", end - origin, args)
+
+    def _fail(self, error: StorageError) -> None:
+        self.failure = error
+        self._phase = None
+        self._boundary = None
+        with contextlib.suppress(StorageError):
+            self._file.close()
+        self._spans.clear()
+        self._updates.clear()
+        for moving in self._moving.values():
+            moving.clear()
+        warnings.warn(
+            f"The timeline ends here, and training goes on without it. {error}", RuntimeWarning, stacklevel=3
+        )
+
+
+def _figures(step: Stats) -> dict[str, Value]:
+    """What a step's span says of it, in seconds and bytes."""
+    return {
+        "limited by": step.limited_by or "",
+        "seconds": step.seconds,
+        "compute": step.compute_seconds,
+        "update": step.update_seconds,
+        "page faults": step.fault_seconds,
+        **{f"stalled {edge.value}": each.stall_seconds for edge, each in step.edges.items()},
+        **{f"bytes {edge.value}": each.bytes for edge, each in step.edges.items()},
+    }
