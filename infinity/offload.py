@@ -174,7 +174,15 @@ class _Builder:
         gradients, updater = None, None
         if states is not None:
             gradients = Gradients(self._gradient_pages(), store, threads, scale)
-            updater = Updater(pages, engine.incoming, gradients, states, store, threads, lazy=plan.lazy)
+            updater = Updater(
+                pages,
+                gradients,
+                states,
+                store,
+                threads=threads,
+                incoming=engine.incoming,
+                lazy=plan.lazy,
+            )
             engine.updates = updater
         parts = Parts(
             model=self.model,

@@ -122,9 +122,9 @@ def traffic(
 
     pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
     resident: bytes of parameter pages, not at home where they are used, that forward and backward each find
-    there; lazy: see Traffic; computes_in_ram: the device is the CPU, though it may have a budget of its own. Any other such page
-    comes up for forward and for backward, and its trained part goes through the update; gradients are written
-    once and read once; states are read and written.
+    there; lazy: see Traffic; computes_in_ram: the device is the CPU, though it may have a budget of its own.
+    Any other such page comes up for forward and for backward, and its trained part goes through the update;
+    gradients are written once and read once; states are read and written.
     """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)

@@ -43,15 +43,15 @@ class Updater:
     def __init__(
         self,
         pages: Sequence[ParameterPage],
-        incoming: Callable[[int], Incoming | None],
         gradients: Gradients,
         states: States,
         store: Store,
-        threads: cpu_adam.ThreadPool,
         *,
+        threads: cpu_adam.ThreadPool,
+        incoming: Callable[[int], Incoming | None],
         lazy: bool,
     ) -> None:
-        """incoming: see chunk_update.gather, of a unit. lazy: whether updates may end after `step` returned."""
+        """incoming: of a unit, see chunk_update.gather. lazy: whether updates may end after `step`."""
         self.lazy = lazy
         self.failure: InfinityError | None = None
         """Why there are parameters that nobody has any more."""
@@ -269,7 +269,12 @@ class Updater:
         except InfinityError:
             running.failed = True
             return
+        self._submit(running)
+
+    def _submit(self, running: ChunkUpdate) -> None:
         running.submit(self._states, self._threads)
+        assert running.ticket is not None
+        self._store.meter.submitted(running.ticket, sum(each.count for each in running.due.segments))
 
     def _end(self, running: ChunkUpdate) -> None:
         """Bring one update to its end, but for its writes. Raises StorageError; see the note."""
@@ -283,7 +288,7 @@ class Updater:
             except InfinityError:
                 self._put_back(running)
                 raise
-            running.submit(self._states, self._threads)
+            self._submit(running)
         self._take_home(running)
         assert running.copy is not None
         self._store.link.fence(running.copy)
