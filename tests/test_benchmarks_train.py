@@ -2,65 +2,160 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import specs  # noqa: E402
+import train  # noqa: E402
+from peers import fsdp2, plain  # noqa: E402
+from peers.task import Batches, Task  # noqa: E402
+from training_report import ratios  # noqa: E402
+from turns import QUICK, decoder_module  # noqa: E402
 
 
-def command(directory: Path, *arguments: str) -> list[str]:
-    script = str(BENCHMARKS / "train.py")
-    return [sys.executable, script, "--quick", "--device", "cpu", "--directory", str(directory), *arguments]
+def arguments(directory: Path, *more: str) -> list[str]:
+    return ["--quick", "--device", "cpu", "--directory", str(directory), *more]
 
 
-def test_quick_run_reports_both_and_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path, "--peer", "torch", "--json"),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+def command(directory: Path, *more: str) -> list[str]:
+    return [sys.executable, str(BENCHMARKS / "train.py"), *arguments(directory, *more)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes, too, that tests start."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def broken_deepspeed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be imported, whether or not there is one."""
+    directory = tmp_path_factory.mktemp("site")
+    (directory / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), *sys.path]))
+
+
+@pytest.mark.usefixtures("broken_deepspeed")
+def test_contenders_in_turns_and_one_that_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = ["--peer", "deepspeed:nvme", "--peer", "torch:fused"]
+    ours = ["--ours", "host=4MiB", "--ours", "all-nvme"]
+    assert train.main(arguments(tmp_path, *peers, *ours, "--json")) == 1
+    printed = capsys.readouterr()
+    assert "deepspeed:nvme ended with 1" in printed.err and "broken on purpose" in printed.err
+    report = json.loads(printed.out.splitlines()[-1])
+    contenders, names = report["contenders"], ["infinity host=4MiB", "infinity all-nvme", "torch:fused"]
+    assert list(contenders) == names and set(report["failures"]) == {"deepspeed:nvme"}
+    assert report["kept"] is True and report["first_peer"] == "torch:fused"
+    rounds = report["settings"]["rounds"]
+    assert all(each["rounds"] == list(range(rounds)) for each in contenders.values())
+    assert {name: len(ratio["rounds"]) for name, ratio in report["ratios"].items()} == dict.fromkeys(
+        names[:2], rounds
     )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert set(report["contenders"]) == {"infinity", "torch"} and report["failures"] == {}
-    ours, theirs = (report["contenders"][name] for name in ("infinity", "torch"))
-    assert len(ours["seconds"]) == len(theirs["seconds"]) == report["settings"]["rounds"]
-    assert len(report["ratios"]["torch"]["rounds"]) == report["settings"]["rounds"]
-    assert all(abs(mine - other) < 0.5 for mine, other in zip(ours["losses"], theirs["losses"], strict=True))
-    limit = report["limit"]
-    assert limit["seconds"] == max(limit["compute"] + limit["update"], limit["disk"])
-    assert report["plan"]["predicted_s"] > 0 and report["plan"]["rss_growth"] > 0
+    in_ram, paged, plain_torch = (contenders[name] for name in names)
+    assert in_ram["losses"] == paged["losses"]
+    pairs = zip(in_ram["losses"], plain_torch["losses"], strict=True)
+    assert all(abs(mine - other) < 0.5 for mine, other in pairs)
+    for each in (in_ram, paged):
+        limit = each["limit"]
+        assert limit["seconds"] == max(limit["compute"] + limit["update"], limit["disk"])
+        assert each["plan"]["predicted_s"] > 0 and each["plan"]["rss_growth"] > 0
+    assert in_ram["facts"]["plan"]["homes"]["nvme"] == paged["facts"]["plan"]["homes"]["host"] == 0
     assert all(report["machine"].values())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_peer_that_does_not_start_is_said_and_ours_goes_on(tmp_path: Path) -> None:
-    # An interpreter without torch: one that starts without any site.
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
-    bare.chmod(0o755)
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    done = subprocess.run(
-        command(swap, "--peer", "deepspeed", "--peer-python", str(bare), "--json"),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+def test_fresh_processes_and_ours_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each turn starts anew; the next contender trains though one could not."""
+    more = ["--ours", "host=4KiB", "--peer", "torch:plain", "--processes", "fresh", "--json"]
+    assert train.main(arguments(tmp_path, *more)) == 1
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(report["contenders"]) == {"torch:plain"} and report["kept"] is False
+    assert "BudgetError" in report["failures"]["infinity host=4KiB"] and report["ratios"] == {}
+    losses = report["contenders"]["torch:plain"]["losses"]
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "mode"), [(plain, "plain"), (plain, "fused"), (plain, "compute"), (fsdp2, "cpu")]
+)
+def test_a_peer_of_torch_trains(module: ModuleType, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"ab" * 1024)
+    task = Task(
+        contender=module.__name__,
+        mode=mode,
+        decoder=asdict(QUICK),
+        decoder_file=str(decoder_module.__file__),
+        batch=1,
+        seq=32,
+        learning_rate=3e-3,
+        device="cpu",
+        directory=str(tmp_path),
+        text=str(tmp_path / "text"),
+        budgets={},
+        states="fp32",
     )
-    assert done.returncode == 1
-    assert "deepspeed nvme ended with 1" in done.stderr and "torch" in done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert set(report["contenders"]) == {"infinity"} and "deepspeed nvme" in report["failures"]
-    assert list(swap.iterdir()) == []
+    contender, batches = module.open_contender(Task.from_json(task.to_json())), Batches(task)
+    try:
+        losses = [contender.step(*batches.next()) for _ in range(20)]
+    finally:
+        contender.close()
+    assert (losses[-1] < losses[0] - 0.5) is (mode != "compute"), losses
+
+
+def test_specs_say_what_they_are() -> None:
+    small = specs.ours("host=1GiB,states=bf16,nvme=none,device=64MiB")
+    assert (small.host, small.states, small.nvme, small.device) == ("1GiB", "bf16", "none", "64MiB")
+    assert (
+        small.ours
+        and small.mode == "fit"
+        and small.name == "infinity host=1GiB,states=bf16,nvme=none,device=64MiB"
+    )
+    assert (specs.ours("half,states=int8").mode, specs.ours("half").host) == ("half", None)
+    assert [specs.peer(text).name for text in ("deepspeed", "torch:plain", "fsdp2")] == [
+        "deepspeed:nvme",
+        "torch:plain",
+        "fsdp2",
+    ]
+    assert not specs.peer("torch").ours
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1GiB", "host=", "host=1GiB,host=2GiB", "half,host=1GiB", "states=bf16", "host=1,states=fp8"]
+)
+def test_specs_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        specs.ours(text)
+
+
+@pytest.mark.parametrize("text", ["", "jax", "deepspeed:gpu", "fsdp2:nvme"])
+def test_peers_that_there_are_not_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="one of deepspeed:nvme"):
+        specs.peer(text)
+
+
+def test_ratios_compare_turns_of_the_same_round() -> None:
+    contenders = {
+        "peer": {"rounds": [0, 2], "seconds": [4.0, 6.0]},
+        "ours": {"rounds": [0, 1, 2], "seconds": [2.0, 9.0, 2.0]},
+        "late": {"rounds": [1], "seconds": [1.0]},
+    }
+    assert ratios(contenders, "peer") == {"ours": {"median": 2.5, "rounds": [2.0, 3.0]}}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
@@ -104,17 +199,10 @@ def _running(process: str) -> bool:
     return state != "Z"
 
 
-def test_deepspeed_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["nvme", "cpu", "cpu3"])
+def test_deepspeed_trains(mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is installed for this interpreter. Its operators are compiled when they are first used."""
     pytest.importorskip("deepspeed")
-    done = subprocess.run(
-        command(tmp_path, "--peer", "deepspeed", "--json"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = json.loads(done.stdout.splitlines()[-1])["contenders"]["deepspeed nvme"]["losses"]
-    assert all(0 < loss < 7 for loss in losses)
+    assert train.main(arguments(tmp_path, "--peer", f"deepspeed:{mode}", "--json")) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(0 < loss < 7 for loss in report["contenders"][f"deepspeed:{mode}"]["losses"])
