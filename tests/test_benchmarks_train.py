@@ -1,4 +1,4 @@
-"""benchmarks/train.py runs, reports and leaves nothing; its figures are not looked at."""
+"""benchmarks/train.py and matrix.py run, report and leave nothing; their figures are not looked at."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import matrix  # noqa: E402
 import specs  # noqa: E402
 import train  # noqa: E402
 from peers import fsdp2, plain  # noqa: E402
@@ -88,6 +89,17 @@ def test_fresh_processes_and_ours_that_fails(tmp_path: Path, capsys: pytest.Capt
     assert "BudgetError" in report["failures"]["infinity host=4KiB"] and report["ratios"] == {}
     losses = report["contenders"]["torch:plain"]["losses"]
     assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_matrix_has_a_row_for_each_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(arguments(tmp_path, "--pair", "10m:half", "--json")) == 0
+    printed = capsys.readouterr().out
+    assert "| 10m | half" in printed
+    (row,) = json.loads(printed.splitlines()[-1])["rows"]
+    on_disk, all_pages = row["home_bytes"]["nvme"], sum(row["home_bytes"].values())
+    assert 0 < on_disk < all_pages
+    assert row["predicted_over_measured"] > 0 and row["growth_over_plan"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
