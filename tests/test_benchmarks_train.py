@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from infinity import machine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -21,10 +24,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import matrix  # noqa: E402
 import specs  # noqa: E402
 import train  # noqa: E402
+import turns  # noqa: E402
 from peers import fsdp2, plain  # noqa: E402
 from peers.task import Batches, Task  # noqa: E402
 from training_report import ratios  # noqa: E402
-from turns import QUICK, decoder_module  # noqa: E402
 
 
 def arguments(directory: Path, *more: str) -> list[str]:
@@ -111,8 +114,8 @@ def test_a_peer_of_torch_trains(module: ModuleType, mode: str, tmp_path: Path) -
     task = Task(
         contender=module.__name__,
         mode=mode,
-        decoder=asdict(QUICK),
-        decoder_file=str(decoder_module.__file__),
+        decoder=asdict(turns.QUICK),
+        decoder_file=str(turns.decoder_module.__file__),
         batch=1,
         seq=32,
         learning_rate=3e-3,
@@ -168,6 +171,47 @@ def test_ratios_compare_turns_of_the_same_round() -> None:
         "late": {"rounds": [1], "seconds": [1.0]},
     }
     assert ratios(contenders, "peer") == {"ours": {"median": 2.5, "rounds": [2.0, 3.0]}}
+
+
+@pytest.mark.parametrize(("usable", "together"), [(1001, True), (999, False)])
+def test_processes_are_kept_if_their_peaks_fit_in_memory_together(
+    usable: int, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = train.parse(arguments(tmp_path, "--processes", "auto", "--peer", "torch"))
+    bench = turns.Bench(job, tmp_path)
+    turn = {"round": 0, "seconds": 1.0, "losses": [1.0], "rss_peak": 450 << 20, "device_peak": 0}
+    facts = machine.memory()
+    found = replace(facts, available=usable << 20, cgroup_left=None)
+    monkeypatch.setattr(turns.machine, "memory", lambda: found)
+    monkeypatch.setattr(turns.Bench, "_measure_compute", lambda self: None)
+    monkeypatch.setattr(turns.Speeds, "measure", lambda self: None)
+    monkeypatch.setattr(turns, "Process", lambda *_: Canned(turn))
+    bench.run()
+    assert bench.kept is together and bench.complete
+    assert all(len(each) == job.rounds for each in bench.turns.values())
+
+
+class Canned:
+    """A contender's process whose every turn is the same; what it is told after its end is an error."""
+
+    def __init__(self, turn: dict[str, Any]) -> None:
+        self._turn, self.name, self.timeout, self._ended = turn, "canned", 1.0, False
+
+    def ready(self) -> dict[str, Any]:
+        return {}
+
+    def turn(self, lead: int, steps: int) -> dict[str, Any]:
+        assert not self._ended
+        return self._turn
+
+    def finish(self) -> None:
+        self._ended = True
+
+    def __enter__(self) -> Canned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
