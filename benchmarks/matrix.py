@@ -39,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pair", type=pair, action="append", metavar="MODEL:BUDGET", help="repeatable")
     parser.add_argument("--states", choices=specs.STATES, default="fp32")
     add_run_options(parser)
-    parser.set_defaults(rounds=3)
+    parser.set_defaults(rounds=3, processes="kept")
     options = parser.parse_args(argv)
     if options.pair is None:
         options.pair = [pair(text) for text in (QUICK_PAIRS if options.quick else PAIRS)]
