@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.sh"
 sys.path.insert(0, str(SCRIPT.parent))
 
@@ -27,15 +29,26 @@ class Done:
     swap: Path
 
 
-def run(tmp_path: Path, *, failing: str = "nothing of the kind", **environment: str) -> Done:
-    """failing: every call of the interpreter with this text in its arguments ends with 1."""
+ALL = ("CPUAdamBuilder", "AsyncIOBuilder")
+
+
+def run(
+    tmp_path: Path,
+    *,
+    failing: str = "nothing of the kind",
+    builders: tuple[str, ...] = ALL,
+    **environment: str,
+) -> Done:
+    """failing: every call of the interpreter with this text in its arguments ends with 1. builders: of
+    DeepSpeed's operators, those that can be compiled."""
+    compiled = "".join(f"compiled {name}\\n" for name in builders)
     results, swap, calls = tmp_path / "results", tmp_path / "swap", tmp_path / "calls"
     swap.mkdir()
     python = tmp_path / "python"
     python.write_text(
         f"""#!/bin/sh
 printf '%s\\n' "$(echo "$@" | tr '\\n' ' ')" >>"{calls}"
-case "$*" in *"{failing}"*) exit 1 ;; esac
+case "$*" in *"{failing}"*) exit 1 ;; *op_builder*) printf '{compiled}' ;; esac
 echo '{{"figures": 1}}'
 """
     )
@@ -85,6 +98,20 @@ def test_without_deepspeed_and_tune_the_rest_is_run(tmp_path: Path) -> None:
     assert done.code == 0
     assert any("deepspeed is not to be had" in line for line in done.summary)
     assert not any("--peer deepspeed" in line for line in done.calls)
+
+
+@pytest.mark.parametrize(
+    ("builders", "peers"),
+    [(ALL[:1], ["deepspeed:cpu"]), ((), []), (ALL[1:], [])],
+    ids=["no aio", "none", "aio"],
+)
+def test_a_peer_that_cannot_be_compiled_is_said(
+    builders: tuple[str, ...], peers: list[str], tmp_path: Path
+) -> None:
+    done = run(tmp_path, builders=builders)
+    assert done.code == 1 and any("failed    deepspeed-build" in line for line in done.summary)
+    job, _ = train.parse(shlex.split(next(line for line in done.calls if "train.py" in line))[1:])
+    assert [spec.name for spec in job.specs if spec.contender == "deepspeed"] == peers
 
 
 def test_peers_come_from_a_folder_of_wheels(tmp_path: Path) -> None:
