@@ -38,6 +38,8 @@ def main() -> int:
         before = memory("VmRSS")
         contender: Contender = module.open_contender(task)
         batches = Batches(task)
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()  # what building takes is not what training takes
         reply(torch=torch.__version__, threads=torch.get_num_threads(), rss_before=before, **usage())
         for line in sys.stdin:
             reply(**turn(task, contender, batches, **json.loads(line)))

@@ -1,22 +1,25 @@
 #!/usr/bin/env bash
-# Everything that only a machine with a CUDA GPU can tell, within nine minutes: tests on the device, then training.
+# Everything that only a machine with a CUDA GPU can tell, within nine minutes: tests on the device, then training
+# against peers, then the largest model.
 #
 #     pip install --no-build-isolation --no-index . && benchmarks/gpu.sh [RESULTS]
 #
-# RESULTS: a directory, by default benchmarks/results/gpu-DATE. Nothing is downloaded. Parts run in the order of
+# RESULTS: a directory, by default benchmarks/results/DATE-gpu. Nothing is downloaded. Parts run in the order of
 # their value; each has its own time limit, and one that fails is said and does not stop the next. What a part has
 # printed is kept whatever becomes of it. Ends with 0 if all parts passed, 1 if one failed, 3 without a GPU.
 #
 # PYTHON: the interpreter (python3). SWAP: a directory on the disk to use (a new one under the results' directory).
+# PEERS: a directory of wheels, deepspeed's and what of its needs PYTHON lacks, where it is not installed; its
+# include/ and lib/, if there are such, are searched for libaio.h and libaio.so, which DeepSpeed's NVMe needs. A
+# peer that is not there is left out. SECONDS_IN_ALL: instead of 540.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-python=${PYTHON:-python3}
 budget=${SECONDS_IN_ALL:-540}
 here=$PWD/benchmarks
 
-if ! "$python" -c 'import torch' 2>/dev/null; then
-    echo "gpu.sh: $python has no torch; nothing was run." >&2
+if ! python=$(command -v "${PYTHON:-python3}") || ! "$python" -c 'import torch' 2>/dev/null; then
+    echo "gpu.sh: ${PYTHON:-python3} has no torch; nothing was run." >&2
     exit 2
 fi
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
@@ -24,21 +27,22 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
     exit 3
 fi
 
-results=${1:-$here/results/gpu-$(date +%F)}
+results=${1:-$here/results/$(date +%F)-gpu}
 mkdir -p "$results" || exit 2
 results=$(cd "$results" && pwd)
-made_swap=
-if [ -z "${SWAP:-}" ]; then
-    SWAP=$(mktemp -d "$results/swap.XXXXXX") || exit 2
-    made_swap=$SWAP
-fi
-cleanup() { [ -z "$made_swap" ] || rm -rf "$made_swap"; }
+swap=$(mktemp -d "${SWAP:-$results}/swap.XXXXXX") || exit 2
+compiling=
+cleanup() {
+    [ -z "$compiling" ] || kill "$compiling" 2>/dev/null
+    rm -rf "$swap"
+}
 trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
 # From elsewhere, so that what is imported is the installed package and not the source tree.
-elsewhere=$(mktemp -d "$SWAP/elsewhere.XXXXXX") || exit 2
+elsewhere=$swap/elsewhere
+mkdir "$elsewhere" || exit 2
 failed=0
 summary=$results/summary.txt
 : >"$summary"
@@ -49,14 +53,15 @@ say() { printf '%s\n' "$*" | tee -a "$summary"; }
 part() {
     local name=$1 limit=$2 left=$((budget - SECONDS)) started=$SECONDS code
     shift 2
-    if [ "$left" -lt 15 ]; then
+    if [ "$left" -lt 20 ]; then
         say "left out  $name: ${left}s are left"
         failed=1
         return
     fi
     [ "$limit" -lt "$left" ] || limit=$left
-    # TERM first, so that swap is removed; 8 seconds later there is no asking.
-    (cd "$elsewhere" && exec timeout --kill-after=8 "$((limit - 8))" "$@") \
+    # TERM first, so that swap is removed; 8 seconds later there is no asking. {} stands for the seconds after
+    # which a part should begin nothing more.
+    (cd "$elsewhere" && exec timeout --kill-after=8 "$((limit - 8))" "${@//\{\}/$((limit > 46 ? limit - 45 : 1))}") \
         >"$results/$name.out" 2>"$results/$name.err" </dev/null
     code=$?
     case $code in
@@ -69,35 +74,95 @@ part() {
     tail -n 1 "$results/$name.out" | grep '^{' >"$results/$name.json" || rm -f "$results/$name.json"
 }
 
+# train NAME LIMIT ARGUMENT...: no turn begins in the last seconds, so that there is a report in any case.
 train() {
     local name=$1 limit=$2
     shift 2
-    part "$name" "$limit" "$python" "$here/train.py" --device cuda --directory "$SWAP" --json --timeout "$limit" "$@"
+    part "$name" "$limit" "$python" "$here/train.py" --device cuda --directory "$swap" --seconds {} \
+        --peer-python "$peer_python" --json "$@"
 }
 
-if "$python" -c 'import deepspeed' 2>/dev/null; then
-    peer=(--peer deepspeed)
+# The peers' interpreter: $python, with what $PEERS holds. What DeepSpeed compiles stays in $swap.
+peer_python=$swap/peer-python
+site=$swap/peers
+mkdir "$site"
+if [ -n "${PEERS:-}" ]; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$PEERS"/*.whl \
+        2>"$results/peers.err" || say "failed    peers: the wheels in $PEERS cannot be installed; see peers.err"
+fi
+cat >"$peer_python" <<END
+#!/bin/sh
+export PATH="$(dirname "$python"):\$PATH" PYTHONPATH="$site\${PYTHONPATH:+:\$PYTHONPATH}"
+export TORCH_EXTENSIONS_DIR="$swap/extensions"
+export CPATH="${PEERS:-/nowhere}/include\${CPATH:+:\$CPATH}"
+export LIBRARY_PATH="${PEERS:-/nowhere}/lib\${LIBRARY_PATH:+:\$LIBRARY_PATH}"
+export LD_LIBRARY_PATH="${PEERS:-/nowhere}/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+exec "$python" "\$@"
+END
+chmod +x "$peer_python"
+
+offload=()
+infinite=()
+if "$peer_python" -c 'import deepspeed' >/dev/null 2>&1; then
+    # Compiled while the tests run, so that no start of a contender waits for a compiler.
+    timeout 150 "$peer_python" -c '
+import traceback
+from deepspeed.accelerator import get_accelerator
+for name in ("CPUAdamBuilder", "AsyncIOBuilder"):
+    try:
+        get_accelerator().create_op_builder(name).load()
+        print("compiled", name, flush=True)
+    except Exception:
+        traceback.print_exc()' >"$results/deepspeed-build.out" 2>&1 </dev/null &
+    compiling=$!
 else
-    say "deepspeed is not installed here: the peer is plain torch with everything on the GPU"
-    peer=(--peer torch)
+    say "deepspeed is not to be had here: peers are FSDP2 and plain PyTorch"
 fi
 
-part facts 30 "$python" -c '
+part facts 40 "$python" -c '
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from machine_facts import machine_facts
 gpu = torch.cuda.get_device_properties(0)
 print(json.dumps(machine_facts() | {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / 2**30, 1)}))' "$here"
-part tests 150 "$python" -m pytest -q -rfE --maxfail=20 -p no:cacheprovider --rootdir "$PWD" \
+part tests 130 "$python" -m pytest -q -rfE --maxfail=20 -p no:cacheprovider --rootdir "$PWD" \
     -c "$PWD/pyproject.toml" "$PWD/tests" \
     -k "cuda or gpu or test_link or (test_where_tensors_are and device)"
-train train-926m 130 --model 926m --rounds 3 --steps 2 --budget-device 2GiB --budget-host 4GiB "${peer[@]}"
-train train-4b 150 --model 4b --rounds 2 --steps 1 --warm-up 1 --capacity --budget-device 4GiB --budget-host 16GiB
-part doctor 30 "$python" -m infinity doctor --json --path "$SWAP"
+if [ -n "$compiling" ]; then
+    wait "$compiling"
+    compiling=
+    compiled() { grep -q "^compiled $1" "$results/deepspeed-build.out"; }
+    if compiled CPUAdamBuilder; then
+        offload=(--peer deepspeed:cpu)
+        compiled AsyncIOBuilder && infinite=(--peer deepspeed:nvme)
+    fi
+    if [ "${#infinite[@]}" = 0 ]; then
+        say "failed    deepspeed-build: peers of it are ${offload[*]:-none}; see deepspeed-build.out"
+        failed=1
+    fi
+fi
+
+# 1B against all: once with everything in RAM, as ZeRO-Offload and FSDP2 have it, and once with most of it on NVMe,
+# as ZeRO-Infinity has it.
+train train-926m 160 --model 926m --batch 4 --seq 1024 --rounds 2 --steps 2 --warm-up 1 --processes kept \
+    --ours host=24GiB,device=16GiB,nvme=none --ours host=4GiB,device=8GiB \
+    "${offload[@]}" "${infinite[@]}" --peer fsdp2 --peer torch:fused
+# 4B does not leave room for two contenders at a time, nor on a small disk for a swap of each.
+train train-4b 130 --model 4b --batch 4 --seq 1024 --rounds 1 --steps 2 --warm-up 1 --processes fresh \
+    --ours host=80GiB,device=24GiB,nvme=none "${offload[@]}" --peer fsdp2
+# The largest: what RAM does not hold is on the disk.
+train train-7b 110 --model 7b --batch 4 --seq 1024 --rounds 1 --steps 1 --warm-up 1 --processes fresh --capacity \
+    --ours host=80GiB,device=24GiB,nvme=40GiB
+part doctor 30 "$python" -m infinity doctor --json --path "$swap"
+if "$python" -m infinity tune --help >/dev/null 2>&1; then
+    part tune 60 "$python" -m infinity tune --json --path "$swap"
+else
+    say "left out  tune: this version has no such command"
+fi
 part cpu_adam 30 "$python" "$here/cpu_adam.py" --elements 50000000 --repeats 3 --json
 if command -v fio >/dev/null; then
-    part aio 30 "$python" "$here/aio.py" --directory "$SWAP" --engine io_uring --block 4194304 --size 536870912 \
+    part aio 30 "$python" "$here/aio.py" --directory "$swap" --engine io_uring --block 4194304 --size 536870912 \
         --pairs 2 --json
 else
     say "left out  aio: fio is not installed"

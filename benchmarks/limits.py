@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers.fio import Fio
 
 from infinity import machine, profile
 from infinity.lm.decoder import DecoderConfig
@@ -24,19 +25,28 @@ class Speeds:
     directory: Path
     device: str
     quick: bool
+    fio: Fio | None = None
+    """Asked each time, too, where it is given."""
     mixed: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
     link: list[float] = field(default_factory=list)
+    fio_mixed: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
         """Once more; nobody else may be at work."""
         nbytes, seconds = (16 << 20, 0.02) if self.quick else (128 << 20, 0.5)
         self.mixed.append(profile.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
+        if self.fio is not None:
+            self.fio_mixed.append(self.fio.mixed())
         self.stream.append(profile.stream_speed(repeats=1 if self.quick else 3))
         if self.device == "cuda":
             pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
             speed = profile.link_speed(torch.device("cuda"), pinned)
             self.link.append(min(speed.to_device, speed.to_host))
+
+    def figures(self) -> dict[str, list[float]]:
+        """Everything that was measured, in bytes per second."""
+        return {"mixed": self.mixed, "stream": self.stream, "link": self.link, "fio_mixed": self.fio_mixed}
 
 
 def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[DecoderConfig], float]) -> float:
@@ -60,19 +70,18 @@ def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[Deco
 def limit_of(
     turns: list[dict[str, Any]], speeds: Speeds, compute: list[float], device: str
 ) -> dict[str, Any]:
-    """The limit of one step in seconds, of what it is made, and the speeds behind it (medians).
+    """The limit of one step in seconds, of what it is made, and the seconds of its bytes by fio's speed.
 
-    turns: of ours. Bytes over the disk are those that the runtime counted; over the other edges, the plan's.
+    turns: of one of ours. Bytes over the disk are those that the runtime counted; over the other edges, the
+    plan's. Speeds are medians over the run.
     """
-    facts = turns[-1]["facts"]
-    traffic = facts["plan"]["traffic"]
+    traffic = turns[-1]["facts"]["plan"]["traffic"]
     disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)
     phases = (traffic["compute"], traffic["update"])
-    mixed, stream = statistics.median(speeds.mixed), statistics.median(speeds.stream)
     parts = {
         "compute": statistics.median(compute),
-        "update": traffic["update"]["host"] / stream,
-        "disk": disk_bytes / mixed,
+        "update": traffic["update"]["host"] / statistics.median(speeds.stream),
+        "disk": disk_bytes / statistics.median(speeds.mixed),
     }
     if device == "cuda":
         link = statistics.median(speeds.link)
@@ -80,12 +89,7 @@ def limit_of(
         seconds = max(parts.values())
     else:
         seconds = max(parts["compute"] + parts["update"], parts["disk"])
-    return {
-        "seconds": seconds,
-        **parts,
-        "disk_bytes": disk_bytes,
-        "compute_runs": compute,
-        "mixed_bytes_per_second": speeds.mixed,
-        "stream_bytes_per_second": speeds.stream,
-        "link_bytes_per_second": speeds.link,
-    }
+    found = {"seconds": seconds, **parts, "disk_bytes": disk_bytes}
+    if speeds.fio_mixed:
+        found["fio_disk"] = disk_bytes / statistics.median(speeds.fio_mixed)
+    return found

@@ -3,42 +3,65 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import asdict
 from typing import Any
 
-
-def report_of(
-    ready: dict[str, dict[str, Any]], turns: dict[str, list[dict[str, Any]]], limit: dict[str, Any]
-) -> dict[str, Any]:
-    """Figures of every contender that had a turn, ratios within rounds, ours beside limit and plan."""
-    contenders = {name: summary(ready[name], each) for name, each in turns.items() if each}
-    ours = contenders["infinity"]
-    found: dict[str, Any] = {"contenders": contenders, "limit": limit, "ratios": {}}
-    for name, theirs in contenders.items():
-        if name != "infinity":
-            pairs = list(
-                zip(theirs["seconds"], ours["seconds"], strict=False)
-            )  # one may have died in its last
-            ratios = [peer / mine for peer, mine in pairs]
-            found["ratios"][name] = {"median": statistics.median(ratios), "rounds": ratios}
-    found["of_limit"] = limit["seconds"] / ours["median_s"]
-    found["plan"] = beside_the_plan(ours)
-    return found
+import torch
+from limits import limit_of
+from machine_facts import machine_facts
+from turns import Bench
 
 
-def summary(ready: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
+def report_of(bench: Bench) -> dict[str, Any]:
+    """Figures of every contender that had a turn: speeds within rounds, and ours beside limit and plan."""
+    job = bench.job
+    facts = machine_facts()
+    if job.device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+    contenders = {
+        spec.name: summary(bench.ready[spec.name], bench.turns[spec.name], job.batch * job.seq)
+        for spec in job.specs
+        if spec.name in bench.turns
+    }
+    for spec in job.specs:
+        if spec.ours and spec.name in contenders:
+            turns = bench.turns[spec.name]
+            limit = limit_of(turns, bench.speeds, bench.compute, job.device)
+            ours = contenders[spec.name]
+            ours["limit"], ours["over_limit"] = limit, ours["median_s"] / limit["seconds"]
+            ours["plan"] = beside_the_plan(turns, ours["median_s"])
+    peers = [spec.name for spec in job.specs if not spec.ours and spec.name in contenders]
+    return {
+        "benchmark": "train",
+        "machine": facts,
+        "settings": asdict(job) | {"directory": "", "peer_python": "", "seconds": None},
+        "parameters": job.decoder.parameters,
+        "kept": bench.kept,
+        "failures": bench.failures,
+        "contenders": contenders,
+        "first_peer": peers[0] if peers else None,
+        "ratios": ratios(contenders, peers[0]) if peers else {},
+        "compute_s": bench.compute,
+        "bytes_per_second": bench.speeds.figures(),
+    }
+
+
+def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    """One contender's turns. tokens: of a step."""
     seconds = [turn["seconds"] for turn in turns]
-    losses = [loss for turn in turns for loss in turn["losses"]]
     return {
         "median_s": statistics.median(seconds),
         "min_s": min(seconds),
         "max_s": max(seconds),
         "seconds": seconds,
-        "rss_peak": turns[-1]["rss_peak"],
+        "rounds": [turn["round"] for turn in turns],
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "rss_peak": max(turn["rss_peak"] for turn in turns),
         "rss_before": ready["rss_before"],
-        "device_peak": turns[-1]["device_peak"],
+        "device_peak": max(turn["device_peak"] for turn in turns),
         "read_bytes": statistics.median(turn["bytes"]["read_bytes"] for turn in turns),
         "write_bytes": statistics.median(turn["bytes"]["write_bytes"] for turn in turns),
-        "losses": losses,
+        "losses": [loss for turn in turns for loss in turn["losses"]],
         "torch": ready["torch"],
         "threads": ready["threads"],
         "facts": turns[-1]["facts"],
@@ -46,71 +69,122 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def beside_the_plan(ours: dict[str, Any]) -> dict[str, Any]:
-    """What was planned against what was: seconds, and memory."""
-    plan = ours["facts"]["plan"]
-    predicted = plan["prediction"]
-    growth = ours["rss_peak"] - plan["rss_base"]
+def beside_the_plan(turns: list[dict[str, Any]], median: float) -> dict[str, Any]:
+    """What was planned against what was: seconds, and memory. Every process has a plan of its own."""
+    plans = [turn["facts"]["plan"] for turn in turns]
+    predictions = [plan["prediction"]["seconds"] for plan in plans if plan["prediction"] is not None]
+    predicted = statistics.median(predictions) if predictions else None
+    growth = max(turn["rss_peak"] - plan["rss_base"] for turn, plan in zip(turns, plans, strict=True))
     return {
-        "predicted_s": None if predicted is None else predicted["seconds"],
-        "predicted_limit": None if predicted is None else predicted["limited_by"],
-        "predicted_over_measured": None if predicted is None else predicted["seconds"] / ours["median_s"],
-        "ram_bytes": plan["ram_bytes"],
+        "predicted_s": predicted,
+        "predicted_limit": plans[-1]["prediction"]["limited_by"] if predictions else None,
+        "predicted_over_measured": None if predicted is None else predicted / median,
+        "ram_bytes": plans[-1]["ram_bytes"],
         "rss_growth": growth,
-        "growth_over_plan": growth / plan["ram_bytes"],
+        "growth_over_plan": growth / plans[-1]["ram_bytes"],
     }
 
 
+def ratios(contenders: dict[str, dict[str, Any]], peer: str) -> dict[str, dict[str, Any]]:
+    """Of every other contender: its speed over the peer's, round by round where both had a turn."""
+    theirs = dict(zip(contenders[peer]["rounds"], contenders[peer]["seconds"], strict=True))
+    found = {}
+    for name, each in contenders.items():
+        pairs = zip(each["rounds"], each["seconds"], strict=True)
+        rounds = [theirs[number] / seconds for number, seconds in pairs if number in theirs]
+        if name != peer and rounds:
+            found[name] = {"median": statistics.median(rounds), "rounds": rounds}
+    return found
+
+
 def show(report: dict[str, Any]) -> None:
+    """Tables in Markdown."""
     machine, settings = report["machine"], report["settings"]
     print(f"\n{machine.get('gpu', machine['cpu'])}, {machine['cpus']} CPUs, {settings['device']}")
     name = "quick" if settings["quick"] else settings["model"]
     print(
         f"{name}: {report['parameters'] / 1e6:.0f} M parameters, "
-        f"{settings['batch']} x {settings['seq']} tokens, {settings['rounds']} rounds\n"
+        f"{settings['batch']} x {settings['seq']} tokens, {settings['rounds']} rounds, processes "
+        f"{'kept alive together' if report['kept'] else 'started for each turn'}\n"
     )
-    print("| contender | s/step | min | max | peak RSS | disk read / step | written / step |")
-    print("|---|---|---|---|---|---|---|")
+    _show_contenders(report)
+    _show_ours(report)
+    _show_rounds(report)
+    _show_machine(report)
+    for name in report["failures"]:
+        print(f"{name} failed: see above")
+
+
+def _show_contenders(report: dict[str, Any]) -> None:
+    on_gpu = report["settings"]["device"] == "cuda"
+    print(
+        f"| contender | s/step (min-max) | tokens/s | speed / {report['first_peer'] or 'no peer'} "
+        f"| peak RSS |{' peak device |' if on_gpu else ''} disk read + written / step |"
+    )
+    print(f"|---|---|---|---|---|---|{'---|' if on_gpu else ''}")
     for name, each in report["contenders"].items():
+        ratio = report["ratios"].get(name)
+        device = f" {each['device_peak'] / 1e9:.2f} GB |" if on_gpu else ""
         print(
-            f"| {name} | {each['median_s']:.2f} | {each['min_s']:.2f} | {each['max_s']:.2f} "
-            f"| {each['rss_peak'] / 1e9:.2f} GB | {each['read_bytes'] / 1e9:.2f} GB "
-            f"| {each['write_bytes'] / 1e9:.2f} GB |"
+            f"| {name} | {each['median_s']:.3f} ({each['min_s']:.3f}-{each['max_s']:.3f}) "
+            f"| {each['tokens_per_s']:.0f} | {'' if ratio is None else format(ratio['median'], '.2f')} "
+            f"| {each['rss_peak'] / 1e9:.2f} GB |{device} "
+            f"{each['read_bytes'] / 1e9:.2f} + {each['write_bytes'] / 1e9:.2f} GB |"
         )
+
+
+def _show_ours(report: dict[str, Any]) -> None:
+    """Ours beside its limit and its plan."""
+    ours = {name: each for name, each in report["contenders"].items() if "limit" in each}
+    if not ours:
+        return
+    fio = bool(report["bytes_per_second"]["fio_mixed"])
+    print(
+        f"\n| contender | limit s | of compute, update, disk{', link' if _any_link(ours) else ''} "
+        f"|{' disk by fio s |' if fio else ''} measured / limit | predicted s | predicted / measured "
+        "| RAM planned | RAM grown / planned |"
+    )
+    print(f"|---|---|---|{'---|' if fio else ''}---|---|---|---|---|")
+    for name, each in ours.items():
+        limit, plan = each["limit"], each["plan"]
+        parts = ", ".join(
+            f"{limit[part]:.3f}" for part in ("compute", "update", "disk", "link") if part in limit
+        )
+        by_fio = f" {limit['fio_disk']:.3f} |" if fio else ""
+        known = plan["predicted_s"] is not None
+        predicted = f"{plan['predicted_s']:.3f} ({plan['predicted_limit']})" if known else "unknown"
+        ratio = f"{plan['predicted_over_measured']:.2f}" if known else ""
+        print(
+            f"| {name} | {limit['seconds']:.3f} | {parts} |{by_fio} {each['over_limit']:.2f} | {predicted} "
+            f"| {ratio} | {plan['ram_bytes'] / 1e9:.3f} GB | {plan['growth_over_plan']:.3f} |"
+        )
+
+
+def _any_link(ours: dict[str, dict[str, Any]]) -> bool:
+    return any("link" in each["limit"] for each in ours.values())
+
+
+def _show_rounds(report: dict[str, Any]) -> None:
     print()
     for name, ratio in report["ratios"].items():
         rounds = ", ".join(f"{each:.2f}" for each in ratio["rounds"])
-        print(f"{ratio['median']:.2f} x the speed of {name} (rounds: {rounds})")
-    for name in report["failures"]:
-        print(f"{name} failed: see above")
-    _show_limit(report)
+        print(f"{name}: {ratio['median']:.2f} x the speed of {report['first_peer']} (rounds: {rounds})")
+    for name, each in report["contenders"].items():
+        for step in each["last_steps"]:
+            stalls = ", ".join(
+                f"{edge} {seconds:.2f}" for edge, seconds in step["stalls"].items() if seconds >= 0.005
+            )
+            print(
+                f"{name}: step {step['seconds']:.2f} s: compute {step['compute']:.2f}, "
+                f"update {step['update']:.2f}, stalls {stalls or 'none'}; limited by {step['limited_by']}"
+            )
 
 
-def _show_limit(report: dict[str, Any]) -> None:
-    limit, plan = report["limit"], report["plan"]
-    parts = ", ".join(
-        f"{name} {limit[name]:.3f}" for name in ("compute", "update", "disk", "link") if name in limit
-    )
-    mixed = limit["mixed_bytes_per_second"]
-    print(f"limit {limit['seconds']:.3f} s ({parts}): ours reaches {report['of_limit']:.1%} of it")
-    print(
-        f"disk, mixed: {statistics.median(mixed) / 1e9:.2f} GB/s "
-        f"({min(mixed) / 1e9:.2f} to {max(mixed) / 1e9:.2f}), {limit['disk_bytes'] / 1e9:.2f} GB a step"
-    )
-    if plan["predicted_s"] is not None:
-        print(
-            f"predicted {plan['predicted_s']:.3f} s (by {plan['predicted_limit']}), "
-            f"predicted / measured {plan['predicted_over_measured']:.2f}"
-        )
-    print(
-        f"RAM: planned {plan['ram_bytes'] / 1e9:.3f} GB, grew by {plan['rss_growth'] / 1e9:.3f} GB "
-        f"({plan['growth_over_plan']:.2f})"
-    )
-    for step in report["contenders"]["infinity"]["last_steps"]:
-        stalls = ", ".join(
-            f"{edge} {seconds:.2f}" for edge, seconds in step["stalls"].items() if seconds >= 0.005
-        )
-        print(
-            f"step {step['seconds']:.2f} s: compute {step['compute']:.2f}, update {step['update']:.2f}, "
-            f"stalls {stalls or 'none'}; limited by {step['limited_by']}"
-        )
+def _show_machine(report: dict[str, Any]) -> None:
+    names = {"mixed": "disk, mixed", "fio_mixed": "disk, mixed, by fio", "stream": "update", "link": "link"}
+    for key, name in names.items():
+        rates = report["bytes_per_second"][key]
+        if rates:
+            low, high = min(rates) / 1e9, max(rates) / 1e9
+            print(f"{name}: {statistics.median(rates) / 1e9:.2f} GB/s ({low:.2f} to {high:.2f})")
+    print(f"compute: {', '.join(f'{seconds:.3f}' for seconds in report['compute_s'])} s")

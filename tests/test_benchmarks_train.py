@@ -1,66 +1,217 @@
-"""benchmarks/train.py runs, reports and leaves nothing; its figures are not looked at."""
+"""benchmarks/train.py and matrix.py run, report and leave nothing; their figures are not looked at."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from infinity import machine
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import matrix  # noqa: E402
+import specs  # noqa: E402
+import train  # noqa: E402
+import turns  # noqa: E402
+from peers import fsdp2, plain  # noqa: E402
+from peers.task import Batches, Task  # noqa: E402
+from training_report import ratios  # noqa: E402
 
 
-def command(directory: Path, *arguments: str) -> list[str]:
-    script = str(BENCHMARKS / "train.py")
-    return [sys.executable, script, "--quick", "--device", "cpu", "--directory", str(directory), *arguments]
+def arguments(directory: Path, *more: str) -> list[str]:
+    return ["--quick", "--device", "cpu", "--directory", str(directory), *more]
 
 
-def test_quick_run_reports_both_and_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path, "--peer", "torch", "--json"),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+def command(directory: Path, *more: str) -> list[str]:
+    return [sys.executable, str(BENCHMARKS / "train.py"), *arguments(directory, *more)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes, too, that tests start."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def broken_deepspeed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be imported, whether or not there is one."""
+    directory = tmp_path_factory.mktemp("site")
+    (directory / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), *sys.path]))
+
+
+@pytest.mark.usefixtures("broken_deepspeed")
+def test_contenders_in_turns_and_one_that_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = ["--peer", "deepspeed:nvme", "--peer", "torch:fused"]
+    ours = ["--ours", "host=4MiB", "--ours", "all-nvme"]
+    assert train.main(arguments(tmp_path, *peers, *ours, "--json")) == 1
+    printed = capsys.readouterr()
+    assert "deepspeed:nvme ended with 1" in printed.err and "broken on purpose" in printed.err
+    report = json.loads(printed.out.splitlines()[-1])
+    contenders, names = report["contenders"], ["infinity host=4MiB", "infinity all-nvme", "torch:fused"]
+    assert list(contenders) == names and set(report["failures"]) == {"deepspeed:nvme"}
+    assert report["kept"] is True and report["first_peer"] == "torch:fused"
+    rounds = report["settings"]["rounds"]
+    assert all(each["rounds"] == list(range(rounds)) for each in contenders.values())
+    assert {name: len(ratio["rounds"]) for name, ratio in report["ratios"].items()} == dict.fromkeys(
+        names[:2], rounds
     )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert set(report["contenders"]) == {"infinity", "torch"} and report["failures"] == {}
-    ours, theirs = (report["contenders"][name] for name in ("infinity", "torch"))
-    assert len(ours["seconds"]) == len(theirs["seconds"]) == report["settings"]["rounds"]
-    assert len(report["ratios"]["torch"]["rounds"]) == report["settings"]["rounds"]
-    assert all(abs(mine - other) < 0.5 for mine, other in zip(ours["losses"], theirs["losses"], strict=True))
-    limit = report["limit"]
-    assert limit["seconds"] == max(limit["compute"] + limit["update"], limit["disk"])
-    assert report["plan"]["predicted_s"] > 0 and report["plan"]["rss_growth"] > 0
+    in_ram, paged, plain_torch = (contenders[name] for name in names)
+    assert in_ram["losses"] == paged["losses"]
+    pairs = zip(in_ram["losses"], plain_torch["losses"], strict=True)
+    assert all(abs(mine - other) < 0.5 for mine, other in pairs)
+    for each in (in_ram, paged):
+        limit = each["limit"]
+        assert limit["seconds"] == max(limit["compute"] + limit["update"], limit["disk"])
+        assert each["plan"]["predicted_s"] > 0 and each["plan"]["rss_growth"] > 0
+    assert in_ram["facts"]["plan"]["homes"]["nvme"] == paged["facts"]["plan"]["homes"]["host"] == 0
     assert all(report["machine"].values())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_peer_that_does_not_start_is_said_and_ours_goes_on(tmp_path: Path) -> None:
-    # An interpreter without torch: one that starts without any site.
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
-    bare.chmod(0o755)
-    swap = tmp_path / "swap"
-    swap.mkdir()
-    done = subprocess.run(
-        command(swap, "--peer", "deepspeed", "--peer-python", str(bare), "--json"),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+def test_fresh_processes_and_ours_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each turn starts anew; the next contender trains though one could not."""
+    more = ["--ours", "host=4KiB", "--peer", "torch:plain", "--processes", "fresh", "--json"]
+    assert train.main(arguments(tmp_path, *more)) == 1
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(report["contenders"]) == {"torch:plain"} and report["kept"] is False
+    assert "BudgetError" in report["failures"]["infinity host=4KiB"] and report["ratios"] == {}
+    losses = report["contenders"]["torch:plain"]["losses"]
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_matrix_has_a_row_for_each_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(arguments(tmp_path, "--pair", "10m:half", "--json")) == 0
+    printed = capsys.readouterr().out
+    assert "| 10m | half" in printed
+    (row,) = json.loads(printed.splitlines()[-1])["rows"]
+    on_disk, all_pages = row["home_bytes"]["nvme"], sum(row["home_bytes"].values())
+    assert 0 < on_disk < all_pages
+    assert row["predicted_over_measured"] > 0 and row["growth_over_plan"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "mode"), [(plain, "plain"), (plain, "fused"), (plain, "compute"), (fsdp2, "cpu")]
+)
+def test_a_peer_of_torch_trains(module: ModuleType, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"ab" * 1024)
+    task = Task(
+        contender=module.__name__,
+        mode=mode,
+        decoder=asdict(turns.QUICK),
+        decoder_file=str(turns.decoder_module.__file__),
+        batch=1,
+        seq=32,
+        learning_rate=3e-3,
+        device="cpu",
+        directory=str(tmp_path),
+        text=str(tmp_path / "text"),
+        budgets={},
+        states="fp32",
     )
-    assert done.returncode == 1
-    assert "deepspeed nvme ended with 1" in done.stderr and "torch" in done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert set(report["contenders"]) == {"infinity"} and "deepspeed nvme" in report["failures"]
-    assert list(swap.iterdir()) == []
+    contender, batches = module.open_contender(Task.from_json(task.to_json())), Batches(task)
+    try:
+        losses = [contender.step(*batches.next()) for _ in range(20)]
+    finally:
+        contender.close()
+    assert (losses[-1] < losses[0] - 0.5) is (mode != "compute"), losses
+
+
+def test_specs_say_what_they_are() -> None:
+    small = specs.ours("host=1GiB,states=bf16,nvme=none,device=64MiB")
+    assert (small.host, small.states, small.nvme, small.device) == ("1GiB", "bf16", "none", "64MiB")
+    assert (
+        small.ours
+        and small.mode == "fit"
+        and small.name == "infinity host=1GiB,states=bf16,nvme=none,device=64MiB"
+    )
+    assert (specs.ours("half,states=int8").mode, specs.ours("half").host) == ("half", None)
+    assert [specs.peer(text).name for text in ("deepspeed", "torch:plain", "fsdp2")] == [
+        "deepspeed:nvme",
+        "torch:plain",
+        "fsdp2",
+    ]
+    assert not specs.peer("torch").ours
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1GiB", "host=", "host=1GiB,host=2GiB", "half,host=1GiB", "states=bf16", "host=1,states=fp8"]
+)
+def test_specs_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        specs.ours(text)
+
+
+@pytest.mark.parametrize("text", ["", "jax", "deepspeed:gpu", "fsdp2:nvme"])
+def test_peers_that_there_are_not_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="one of deepspeed:nvme"):
+        specs.peer(text)
+
+
+def test_ratios_compare_turns_of_the_same_round() -> None:
+    contenders = {
+        "peer": {"rounds": [0, 2], "seconds": [4.0, 6.0]},
+        "ours": {"rounds": [0, 1, 2], "seconds": [2.0, 9.0, 2.0]},
+        "late": {"rounds": [1], "seconds": [1.0]},
+    }
+    assert ratios(contenders, "peer") == {"ours": {"median": 2.5, "rounds": [2.0, 3.0]}}
+
+
+@pytest.mark.parametrize(("usable", "together"), [(1001, True), (999, False)])
+def test_processes_are_kept_if_their_peaks_fit_in_memory_together(
+    usable: int, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = train.parse(arguments(tmp_path, "--processes", "auto", "--peer", "torch"))
+    bench = turns.Bench(job, tmp_path)
+    turn = {"round": 0, "seconds": 1.0, "losses": [1.0], "rss_peak": 450 << 20, "device_peak": 0}
+    facts = machine.memory()
+    found = replace(facts, available=usable << 20, cgroup_left=None)
+    monkeypatch.setattr(turns.machine, "memory", lambda: found)
+    monkeypatch.setattr(turns.Bench, "_measure_compute", lambda self: None)
+    monkeypatch.setattr(turns.Speeds, "measure", lambda self: None)
+    monkeypatch.setattr(turns, "Process", lambda *_: Canned(turn))
+    bench.run()
+    assert bench.kept is together and bench.complete
+    assert all(len(each) == job.rounds for each in bench.turns.values())
+
+
+class Canned:
+    """A contender's process whose every turn is the same; what it is told after its end is an error."""
+
+    def __init__(self, turn: dict[str, Any]) -> None:
+        self._turn, self.name, self.timeout, self._ended = turn, "canned", 1.0, False
+
+    def ready(self) -> dict[str, Any]:
+        return {}
+
+    def turn(self, lead: int, steps: int) -> dict[str, Any]:
+        assert not self._ended
+        return self._turn
+
+    def finish(self) -> None:
+        self._ended = True
+
+    def __enter__(self) -> Canned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
@@ -75,7 +226,10 @@ def test_an_early_end_leaves_no_process_and_no_file(tmp_path: Path, number: sign
     parent.send_signal(number)
     assert parent.wait(60) != 0
     assert list(tmp_path.iterdir()) == []
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    # One that had just been forked is told by the end of its stdin, and may take a while to read that.
+    while any(_running(child) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(_running(child) for child in children)
 
 
 def test_contenders_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
@@ -104,17 +258,10 @@ def _running(process: str) -> bool:
     return state != "Z"
 
 
-def test_deepspeed_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["nvme", "cpu", "cpu3"])
+def test_deepspeed_trains(mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is installed for this interpreter. Its operators are compiled when they are first used."""
     pytest.importorskip("deepspeed")
-    done = subprocess.run(
-        command(tmp_path, "--peer", "deepspeed", "--json"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = json.loads(done.stdout.splitlines()[-1])["contenders"]["deepspeed nvme"]["losses"]
-    assert all(0 < loss < 7 for loss in losses)
+    assert train.main(arguments(tmp_path, "--peer", f"deepspeed:{mode}", "--json")) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(0 < loss < 7 for loss in report["contenders"][f"deepspeed:{mode}"]["losses"])

@@ -1,33 +1,50 @@
-"""DeepSpeed ZeRO-3 with one rank, offloading to NVMe or to the CPU, as its users build a model: in zero.Init.
+"""DeepSpeed with one rank, offloading to NVMe or to the CPU.
 
-Settings are tuned for a small machine: with the common ones (sub_group_size 1e8) it takes 1.6 times the
-memory and is slower. With an optimizer buffer_count of 4 it ends in an AssertionError.
+Mode "nvme" is ZeRO-Infinity: stage 3, parameters and states on the disk, the model built in zero.Init.
+"cpu" is ZeRO-Offload: stage 2, the bf16 model where it computes, gradients and states in RAM. "cpu3" is stage
+3 with parameters in RAM as well. DeepSpeedCPUAdam updates in all of them.
+
+On the CPU settings are tuned for a small machine: with the common ones (sub_group_size 1e8) "nvme" takes 1.6
+times the memory and is slower. On a GPU they are for one with tens of GB: RAM is pinned, copies overlap, and
+live parameters have DeepSpeed's own bounds. With an optimizer buffer_count of 4 it ends in an AssertionError.
 """
 
 from __future__ import annotations
 
 import os
-import socket
+from dataclasses import dataclass
 from typing import Any
-
-from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
-
-# Read when deepspeed is imported.
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
 
 import torch
 
-SMALLEST_PARAMETER_BUFFER = 20_000_000
+from peers import single_rank
+from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is tuned to the machine, in elements where not said otherwise."""
+
+    sub_group: int
+    """Of states that are updated together; the swap's unit."""
+    bucket: int
+    """Of gradients that are reduced together, and of parameters fetched ahead."""
+    live: int
+    """Parameters at one time."""
+    persistent: int
+    """Parameters smaller than this stay where they are used."""
+    parameter_buffer: int
+    """The least that a buffer of the parameters' swap holds."""
+    threads: int
+    """Of the I/O engine."""
+
+
+SMALL = Sizes(50_000_000, 20_000_000, 50_000_000, 10_000, 20_000_000, 2)
+GPU = Sizes(100_000_000, 200_000_000, 1_000_000_000, 100_000, 100_000_000, 8)
 
 
 def settings(task: Task, largest: int) -> dict[str, Any]:
     """DeepSpeed's configuration. largest: elements of the largest parameter, which a buffer must hold."""
-    nvme = task.mode == "nvme"
-    place: dict[str, Any] = {"device": task.mode, "pin_memory": task.device == "cuda"}
-    if nvme:
-        place["nvme_path"] = task.directory
-    buffers = {"buffer_count": 8, "buffer_size": max(SMALLEST_PARAMETER_BUFFER, largest)}
-    pipeline = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     return {
         "train_micro_batch_size_per_gpu": task.batch,
         "gradient_accumulation_steps": 1,
@@ -38,24 +55,50 @@ def settings(task: Task, largest: int) -> dict[str, Any]:
             "type": "AdamW",
             "params": {"lr": task.learning_rate, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
         },
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 50_000_000,
-            "reduce_bucket_size": 20_000_000,
-            "stage3_prefetch_bucket_size": 20_000_000,
-            "stage3_max_live_parameters": 50_000_000,
-            "stage3_max_reuse_distance": 50_000_000,
-            "stage3_param_persistence_threshold": 10_000,
-            "offload_param": place | (buffers if nvme else {}),
-            "offload_optimizer": place | (pipeline if nvme else {}),
-        },
+        "zero_optimization": _stage_2(task) if task.mode == "cpu" else _stage_3(task, largest),
         "aio": {
             "block_size": 4 << 20,
             "queue_depth": 32,
-            "intra_op_parallelism": 2,
+            "intra_op_parallelism": _sizes(task).threads,
             "single_submit": False,
             "overlap_events": True,
         },
+    }
+
+
+def _sizes(task: Task) -> Sizes:
+    return GPU if task.device == "cuda" else SMALL
+
+
+def _stage_2(task: Task) -> dict[str, Any]:
+    sizes = _sizes(task)
+    return {
+        "stage": 2,
+        "overlap_comm": task.device == "cuda",
+        "reduce_bucket_size": sizes.bucket,
+        "allgather_bucket_size": sizes.bucket,
+        "offload_optimizer": {"device": "cpu", "pin_memory": task.device == "cuda"},
+    }
+
+
+def _stage_3(task: Task, largest: int) -> dict[str, Any]:
+    sizes, nvme = _sizes(task), task.mode == "nvme"
+    place: dict[str, Any] = {"device": "nvme" if nvme else "cpu", "pin_memory": task.device == "cuda"}
+    if nvme:
+        place["nvme_path"] = task.directory
+    buffers = {"buffer_count": 8, "buffer_size": max(sizes.parameter_buffer, largest)}
+    pipeline = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+    return {
+        "stage": 3,
+        "overlap_comm": True,
+        "sub_group_size": sizes.sub_group,
+        "reduce_bucket_size": sizes.bucket,
+        "stage3_prefetch_bucket_size": sizes.bucket,
+        "stage3_max_live_parameters": sizes.live,
+        "stage3_max_reuse_distance": sizes.live,
+        "stage3_param_persistence_threshold": sizes.persistent,
+        "offload_param": place | (buffers if nvme else {}),
+        "offload_optimizer": place | (pipeline if nvme else {}),
     }
 
 
@@ -63,7 +106,7 @@ class DeepSpeed:
     """An engine and its step."""
 
     def __init__(self, task: Task) -> None:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        single_rank.set_environment()
         if task.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed  # type: ignore[import-not-found]
@@ -73,12 +116,16 @@ class DeepSpeed:
         with torch.device("meta"):
             largest = max(parameter.numel() for parameter in task.model().parameters())
         config = settings(task, largest)
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = task.model()
+        if task.mode == "cpu":
+            model = task.real_model()
+        else:
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = task.model()
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
         )
-        self._config = config
+        # Not where it swapped to: that is gone when somebody reads it.
+        self._facts = {"version": deepspeed.__version__, "settings": _without_paths(config)}
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self._engine(tokens, targets)
@@ -87,22 +134,19 @@ class DeepSpeed:
         return float(loss.detach())
 
     def facts(self) -> dict[str, Any]:
-        import deepspeed
-
-        return {"version": deepspeed.__version__, "settings": self._config}
+        return self._facts
 
     def close(self) -> None:
         self._engine.destroy()
         torch.distributed.destroy_process_group()
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+def _without_paths(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_paths(value) for key, value in config.items() if key != "nvme_path"}
 
 
 def open_contender(task: Task) -> DeepSpeed:
-    """See peers. `task.mode`: "nvme" or "cpu"."""
+    """See peers. `task.mode`: "nvme", "cpu" or "cpu3"."""
     return DeepSpeed(task)

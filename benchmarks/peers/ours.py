@@ -11,8 +11,11 @@ import torch
 
 import infinity
 from infinity import machine
+from infinity.estimate import estimate_step
 from infinity.offload import carry_out
 from infinity.telemetry import Edge
+from infinity.tiers import Tier
+from peers.budgets import all_on_nvme, host_budget
 from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
 
 
@@ -29,23 +32,10 @@ class Ours:
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
-        budget = infinity.Budget(
-            device=task.budgets["device"],
-            host=task.budgets["host"],
-            nvme={task.directory: task.budgets["nvme"]} if task.budgets["nvme"] else None,
-        )
-        plan = infinity.plan(
-            self.model,
-            optimizer,
-            budget=budget,
-            # Exact with one micro-batch a step: nothing is summed.
-            precision=infinity.Precision(compute="bf16", accumulate="compute"),
-            example_inputs=(tokens, tokens),
-            device=task.device,
-        )
+        budget, plan = _planned(task, self.model, optimizer, (tokens, tokens))
         # From here on memory is the plan's: planning has run every operation, so that libraries are loaded.
         base = machine.process_memory().resident
-        self._plan = planned(plan) | {"rss_base": base}
+        self._plan = figures(plan) | {"rss_base": base}
         started = time.perf_counter()
         self.runtime = carry_out(plan, self.model, optimizer, budget=budget)
         self._plan["filled_seconds"] = time.perf_counter() - started
@@ -79,7 +69,38 @@ class Ours:
         self.runtime.close()
 
 
-def planned(plan: infinity.Plan) -> dict[str, Any]:
+def _planned(
+    task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]
+) -> tuple[infinity.Budget, infinity.Plan]:
+    """What the task asks for: budgets as they are given, or as many bytes of RAM as its mode says."""
+    # Exact with one micro-batch a step: nothing is summed.
+    precision = infinity.Precision(compute="bf16", accumulate="compute", states=task.states)
+
+    def draft(budget: infinity.Budget, **more: Any) -> infinity.Plan:
+        return infinity.plan(model, optimizer, budget=budget, precision=precision, device=task.device, **more)
+
+    device, host = task.budgets["device"], task.budgets["host"]
+    nvme = {task.directory: task.budgets["nvme"]} if task.budgets["nvme"] else None
+    if task.mode != "fit":
+        host = host_budget(
+            task.mode, draft, device=device, nvme=nvme, reserved=_reserved(task, model, inputs)
+        )
+    budget = infinity.Budget(device=device, host=host, nvme=None if task.mode == "all-host" else nvme)
+    plan = draft(budget, example_inputs=inputs)
+    return budget, all_on_nvme(plan) if task.mode == "all-nvme" else plan
+
+
+def _reserved(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of the host budget that activations take: all of them where the CPU computes in that budget."""
+    if task.device != "cpu" or task.budgets["device"] is not None:
+        return 0
+    estimate = estimate_step(
+        model, inputs, precision=infinity.Precision(compute="bf16"), device=torch.device("cpu"), train=True
+    )
+    return 0 if estimate is None else estimate.activations
+
+
+def figures(plan: infinity.Plan) -> dict[str, Any]:
     """The plan's figures, in bytes and seconds."""
     return {
         "prediction": None if plan.prediction is None else asdict(plan.prediction),
@@ -89,10 +110,12 @@ def planned(plan: infinity.Plan) -> dict[str, Any]:
         "nvme_bytes": plan.nvme_bytes,
         "ram_bytes": plan.ram_bytes,
         "activations": plan.activations,
+        "budgets": {tier.value: nbytes for tier, nbytes in plan.budgets.items()},
+        "homes": {tier.value: plan.home_bytes[tier] for tier in Tier},
         "table": str(plan),
     }
 
 
 def open_contender(task: Task) -> Ours:
-    """See peers."""
+    """See peers. `task.mode`: "fit" the budgets, or one of budgets.WORDS."""
     return Ours(task)

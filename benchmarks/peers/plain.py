@@ -1,7 +1,8 @@
-"""Plain PyTorch with everything in memory: bf16 model, fp32 masters, AdamW over the masters.
+"""PyTorch with everything in memory.
 
-Mode "train" is mixed precision as people write it by hand. Mode "compute" is its forward and backward alone,
-without masters and update: what a step costs if paging and updating cost nothing.
+Mode "fused" is mixed precision as people write it by hand: bf16 model, fp32 masters, the fused AdamW over
+the masters. Mode "plain" is a first program: fp32 throughout, and AdamW as it comes. Mode "compute" is the
+bf16 model's forward and backward alone: what a step costs if paging and updating cost nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
 
 
 class Compute:
-    """Forward and backward in bf16; gradients are dropped as they come, as ours take them away."""
+    """Forward and backward; gradients are dropped as they come, as ours take them away."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, dtype: torch.dtype = torch.bfloat16) -> None:
         torch.manual_seed(0)
-        with torch.device(task.device):
-            dtype = torch.get_default_dtype()
-            torch.set_default_dtype(torch.bfloat16)
-            try:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(task.device):
                 self.model = task.model()
-            finally:
-                torch.set_default_dtype(dtype)
+        finally:
+            torch.set_default_dtype(default)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.backward(tokens, targets)
@@ -43,16 +44,14 @@ class Compute:
         pass
 
 
-class Train(Compute):
+class Fused(Compute):
     """The whole step, with the fused AdamW: some four times as fast as the foreach one on a CPU."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.parameters = list(self.model.parameters())
         self.masters = [parameter.detach().float() for parameter in self.parameters]
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.optimizer = _adamw(self.masters, task, fused=True)
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.backward(tokens, targets)
@@ -64,11 +63,31 @@ class Train(Compute):
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.copy_(master)
+            torch._foreach_copy_(self.parameters, self.masters)
         return loss.item()
 
 
+class Plain(Compute):
+    """The whole step in fp32, with the AdamW that torch chooses."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task, torch.float32)
+        self.optimizer = _adamw(list(self.model.parameters()), task)
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = self.backward(tokens, targets)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def _adamw(parameters: list[torch.Tensor], task: Task, *, fused: bool | None = None) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters, lr=task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused
+    )
+
+
 def open_contender(task: Task) -> Compute:
-    """See peers. `task.mode`: "train" or "compute"."""
-    return {"train": Train, "compute": Compute}[task.mode](task)
+    """See peers. `task.mode`: "fused", "plain" or "compute"."""
+    return {"fused": Fused, "plain": Plain, "compute": Compute}[task.mode](task)

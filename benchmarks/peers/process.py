@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -22,12 +23,18 @@ class ContenderFailed(Exception):
 
 
 class Process:
-    """One contender. Use as a context manager: leaving it ends the process, waiting for nothing."""
+    """One contender. Use as a context manager: leaving it ends the process, waiting for nothing.
+
+    Its directory is gone after that, whoever made it.
+    """
 
     def __init__(self, name: str, task: Task, python: str, timeout: float) -> None:
         self.name = name
-        self._timeout = timeout
-        self._log = Path(task.directory) / "log"
+        self.timeout = timeout
+        """Seconds to wait for a reply or for the end."""
+        self._directory = Path(task.directory)
+        self._log = self._directory / "log"
+        self._left = False
         reading, writing = os.pipe()
         # What is compiled when it is first used calls tools by name: those of its own interpreter come first.
         environment = os.environ | {
@@ -61,7 +68,7 @@ class Process:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            code = self._process.wait(self._timeout)
+            code = self._process.wait(self.timeout)
         except subprocess.TimeoutExpired:
             raise self._failed("did not end") from None
         if code != 0:
@@ -71,6 +78,9 @@ class Process:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._left:
+            return
+        self._left = True
         self._process.kill()
         for process in _session(self._process.pid):  # compilers that it started have groups of their own
             with contextlib.suppress(ProcessLookupError):
@@ -80,6 +90,7 @@ class Process:
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -90,8 +101,8 @@ class Process:
             raise self._failed("ended") from None
 
     def _reply(self) -> dict[str, Any]:
-        if not select.select([self._replies], [], [], self._timeout)[0]:
-            raise self._failed(f"did not answer in {self._timeout:.0f} s")
+        if not select.select([self._replies], [], [], self.timeout)[0]:
+            raise self._failed(f"did not answer in {self.timeout:.0f} s")
         line = self._replies.readline()
         if not line:
             raise self._failed(f"ended with {self._process.wait()}")

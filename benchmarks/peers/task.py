@@ -23,7 +23,7 @@ class Task:
     contender: str
     """The file in peers/, without its suffix."""
     mode: str
-    """What the contender understands by it: where DeepSpeed offloads to; whether the plain one updates."""
+    """What the contender understands by it: where DeepSpeed offloads to; how plain PyTorch updates."""
     decoder: dict[str, int]
     """Arguments of DecoderConfig."""
     decoder_file: str
@@ -37,7 +37,9 @@ class Task:
     text: str
     """A file of bytes, the tokens."""
     budgets: dict[str, str | int | None]
-    """Of ours: device, host (sizes as Budget takes them) and nvme (bytes)."""
+    """Of ours: device, host and nvme, sizes as Budget takes them."""
+    states: str
+    """Of ours: the format of optimizer states, as Precision takes it."""
 
     def to_json(self) -> str:
         """One line."""
@@ -53,6 +55,15 @@ class Task:
         module = _load(self.decoder_file)
         built: torch.nn.Module = module.Decoder(module.DecoderConfig(**self.decoder))
         return built
+
+    def real_model(self) -> torch.nn.Module:
+        """The decoder with its values in fp32: on the GPU where they take less than half of what is free
+        there, since a CPU draws them one after another; else in RAM."""
+        with torch.device("meta"):
+            nbytes = 4 * sum(parameter.numel() for parameter in self.model().parameters())
+        there = self.device == "cuda" and nbytes < torch.cuda.mem_get_info()[0] // 2
+        with torch.device("cuda" if there else "cpu"):
+            return self.model()
 
 
 class Contender(Protocol):

@@ -1,0 +1,109 @@
+"""The plan held to what happens: predicted and measured steps, planned and grown memory, over a matrix.
+
+Each pair is a model and how much of it rests in RAM: all-host (no page on NVMe), half, all-nvme. Pairs of one
+model take turns as in train.py, beside the same limit. One command prints a row for each pair.
+
+    python benchmarks/matrix.py --directory /mnt/nvme0
+    python benchmarks/matrix.py --directory /mnt/nvme0 --pair 309m:half --pair 309m:all-nvme
+
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import specs
+from peers.budgets import WORDS
+from train import add_run_options, job_of, run
+from training_report import report_of
+
+from infinity.lm.presets import PRESETS
+
+PAIRS = ("10m:all-host", "30m:half", "124m:all-host", "124m:all-nvme", "309m:half", "309m:all-nvme")
+QUICK_PAIRS = ("10m:all-nvme",)
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Of `--pair`: model and word. Raises argparse.ArgumentTypeError."""
+    model, _, word = text.partition(":")
+    if model not in PRESETS or word not in WORDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:BUDGET, with a budget of {', '.join(WORDS)}")
+    return model, word
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--pair", type=pair, action="append", metavar="MODEL:BUDGET", help="repeatable")
+    parser.add_argument("--states", choices=specs.STATES, default="fp32")
+    add_run_options(parser)
+    parser.set_defaults(rounds=3, processes="kept")
+    options = parser.parse_args(argv)
+    if options.pair is None:
+        options.pair = [pair(text) for text in (QUICK_PAIRS if options.quick else PAIRS)]
+    return options
+
+
+def rows_of(report: dict[str, Any], model: str) -> list[dict[str, Any]]:
+    """A row for each budget of one model that had a turn. Seconds and bytes."""
+    return [
+        {
+            "model": model,
+            "budget": name.removeprefix("infinity "),
+            "predicted_s": each["plan"]["predicted_s"],
+            "predicted_limit": each["plan"]["predicted_limit"],
+            "measured_s": each["median_s"],
+            "predicted_over_measured": each["plan"]["predicted_over_measured"],
+            "limit_s": each["limit"]["seconds"],
+            "over_limit": each["over_limit"],
+            "ram_bytes": each["plan"]["ram_bytes"],
+            "rss_growth": each["plan"]["rss_growth"],
+            "growth_over_plan": each["plan"]["growth_over_plan"],
+            "home_bytes": each["facts"]["plan"]["homes"],
+        }
+        for name, each in report["contenders"].items()
+    ]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A table in Markdown."""
+    print(
+        "\n| model | pages | predicted s | measured s | predicted / measured | limit s | measured / limit "
+        "| RAM planned | RAM grown / planned |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for row in rows:
+        known = row["predicted_s"] is not None
+        predicted = f"{row['predicted_s']:.3f} ({row['predicted_limit']})" if known else "unknown"
+        ratio = f"{row['predicted_over_measured']:.2f}" if known else ""
+        print(
+            f"| {row['model']} | {row['budget']} | {predicted} | {row['measured_s']:.3f} | {ratio} "
+            f"| {row['limit_s']:.3f} | {row['over_limit']:.2f} | {row['ram_bytes'] / 1e9:.3f} GB "
+            f"| {row['growth_over_plan']:.3f} |"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    found = vars(options)
+    pairs, states, as_json = (found.pop(name) for name in ("pair", "states", "json"))
+    rows, reports, failed = [], [], False
+    for model in dict.fromkeys(model for model, _ in pairs):
+        words = dict.fromkeys(word for each, word in pairs if each == model)
+        ours = tuple(specs.ours(f"{word},states={states}") for word in words)
+        bench = run(job_of(found, model=model, specs=ours))
+        if bench is None:
+            failed = True
+            continue
+        failed = failed or not bench.complete
+        reports.append(report_of(bench))
+        rows += rows_of(reports[-1], model)
+    show(rows)
+    if as_json:
+        print(json.dumps({"benchmark": "matrix", "rows": rows, "reports": reports}, default=str))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""Budgets by a word: how many of a model's pages rest in RAM decides the host budget."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import infinity
+from infinity.config import round_up
+from infinity.tiers import PAGE_ALIGNMENT, Tier
+
+WORDS = ("all-host", "half", "all-nvme")
+"""No page on NVMe; about half of the pages' bytes; every page."""
+
+_RESIDENT = 3
+"""Parameter pages away from home at one time that a placement with room to work in has."""
+
+
+def host_budget(
+    word: str,
+    draft: Callable[[infinity.Budget], infinity.Plan],
+    *,
+    device: str | None,
+    nvme: Mapping[str, str | int] | None,
+    reserved: int,
+) -> int:
+    """Bytes of the host budget by which as many pages rest in RAM as `word` says, with room to work in.
+
+    draft: a plan that measures nothing. reserved: bytes of that budget that no page may take, which a draft
+    does not know. Pages at home under the device budget are not counted.
+    """
+    whole = draft(infinity.Budget(device=device, nvme=nvme))
+    # Slots take half of the room at the most: for those of a plan where nothing is short, twice as much.
+    working = 2 * whole.slots * whole.slot_bytes + 2 * _resident_bytes(whole)
+    if word == "all-nvme":
+        return round_up(reserved + working, PAGE_ALIGNMENT)
+    below = draft(infinity.Budget(device=device, host=working, nvme=nvme)).home_bytes
+    total = below[Tier.HOST] + below[Tier.NVME]
+    low, high = whole.smallest[Tier.HOST], working + total
+    while word == "half" and high - low > max(PAGE_ALIGNMENT, total >> 8):
+        middle = (low + high) // 2
+        found = draft(infinity.Budget(device=device, host=middle, nvme=nvme))
+        low, high = (middle, high) if 2 * found.home_bytes[Tier.NVME] > total else (low, middle)
+    return round_up(reserved + high, PAGE_ALIGNMENT)
+
+
+def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
+    """The same plan with every page at home on NVMe; what rested in RAM leaves its room empty."""
+    homes = tuple(
+        {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
+    )
+    moved = replace(plan, homes=homes, resident_bytes=max(plan.resident_bytes, _resident_bytes(plan)))
+    return replace(moved, prediction=moved.predict())
+
+
+def _resident_bytes(plan: infinity.Plan) -> int:
+    return sum(heapq.nlargest(_RESIDENT, (unit.nbytes for unit in plan.layout.units)))

@@ -1,0 +1,64 @@
+"""FSDP2 with one rank, offloading to RAM: fp32 shards, gradients and states live and are updated there.
+
+As its documentation and torchtitan have it: each block and the root are sharded, bf16 goes to the device and
+comes back as fp32 gradients, AdamW is fused. Nothing goes to a disk. On the CPU, where it runs over gloo, it
+saves no memory; it is there so that the same code is run in tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from peers import single_rank
+from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
+
+
+class Fsdp2:
+    """A sharded model and its optimizer."""
+
+    def __init__(self, task: Task) -> None:
+        single_rank.set_environment()
+        on_gpu = task.device == "cuda"
+        # Gradients are in RAM when their norm is taken: with a GPU, too, gloo is needed besides.
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        torch.manual_seed(0)
+        self._model = task.real_model()
+        policies: dict[str, Any] = {
+            "mesh": init_device_mesh(task.device, (1,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
+        }
+        for block in self._model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, **policies)
+        fully_shard(self._model, **policies)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=task.learning_rate,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            fused=True,
+        )
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        loss = self._model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(loss.detach())
+
+    def facts(self) -> dict[str, Any]:
+        return {"version": torch.__version__}
+
+    def close(self) -> None:
+        distributed.destroy_process_group()
+
+
+def open_contender(task: Task) -> Fsdp2:
+    """See peers."""
+    return Fsdp2(task)

@@ -1,0 +1,20 @@
+"""A world of one rank, for contenders that train through torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+def set_environment() -> None:
+    """What torchrun would set for its only process; deepspeed reads some of it when it is imported."""
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -1,0 +1,220 @@
+"""Turns: contenders train one after another, round by round; the machine is measured between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from limits import Speeds, compute_seconds
+from peers.fio import Fio
+from peers.process import ContenderFailed, Process
+from peers.task import Task
+from specs import Spec
+
+from infinity import machine
+from infinity.lm import decoder as decoder_module
+from infinity.lm.decoder import DecoderConfig
+from infinity.lm.presets import PRESETS
+
+QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)
+BYTES_OF_STATE = 16
+"""On disk for each parameter, at the most: parameter, gradient, the rest of its master, two moments."""
+_SHARE_OF_MEMORY = 0.9
+"""Of what can be had, that processes may take which are kept alive beside one another."""
+_LEAST_TIMEOUT = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Who trains what, and how often."""
+
+    model: str
+    specs: tuple[Spec, ...]
+    directory: Path
+    device: str
+    steps: int
+    """Timed in a turn, after one that is not."""
+    warm_up: int
+    """Steps of a process before its first turn."""
+    rounds: int
+    batch: int
+    seq: int
+    timeout: float
+    """Seconds that one start or turn may take."""
+    seconds: float
+    """After so many no turn begins, and what was measured until then is the result."""
+    peer_python: str
+    processes: str
+    """"kept": alive from round to round. "fresh": started for each turn. "auto": fresh in the first round,
+    and kept from then on if their peaks fit in memory together."""
+    fio: bool
+    quick: bool
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The model's sizes."""
+        return QUICK if self.quick else PRESETS[self.model].decoder
+
+
+@contextmanager
+def fresh_directory(parent: Path) -> Iterator[Path]:
+    """A new directory in `parent`, gone afterwards also when this process is told to end."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    made = Path(tempfile.mkdtemp(prefix="infinity-train-", dir=parent))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Bench:
+    """One run: its contenders, and what it has measured so far."""
+
+    def __init__(self, job: Job, directory: Path) -> None:
+        """Raises FioFailed where fio is asked for and does not work."""
+        self.job = job
+        self._directory = directory
+        self._text = directory / "text"
+        sources = sorted(Path(os.__file__).parent.glob("*.py"))
+        self._text.write_bytes(b"".join(path.read_bytes() for path in sources)[: 1 << 20])
+        small = {"nbytes": 64 << 20, "seconds": 0.1} if job.quick else {}
+        self.speeds = Speeds(
+            directory, job.device, quick=job.quick, fio=Fio(directory, **small) if job.fio else None
+        )
+        self.compute: list[float] = []
+        self.ready: dict[str, dict[str, Any]] = {}
+        self.turns: dict[str, list[dict[str, Any]]] = {}
+        self.failures: dict[str, str] = {}
+        self.kept = job.processes == "kept"
+        """Whether processes stay alive from one round to the next."""
+        self._deadline = time.monotonic() + job.seconds
+        self._alive: dict[str, Process] = {}
+        self._until_the_end = ExitStack()
+
+    def run(self) -> None:
+        """Fills `ready`, `turns`, `speeds`, `compute`, and `failures` with those that ended early."""
+        self._measure_compute()
+        with self._until_the_end:
+            for number in range(self.job.rounds):
+                order = self.job.specs if number % 2 == 0 else self.job.specs[::-1]
+                for spec in order:
+                    if spec.name not in self.failures and self._left() > 0:
+                        self._turn(number, spec)
+                if number == 0 and self.job.processes == "auto":
+                    self.kept = self._fit_together()
+            self.speeds.measure()
+            for process in [*self._alive.values()]:
+                with self._failures(process.name):
+                    process.finish()
+        if self._left() <= 0:
+            print(f"{self.job.seconds:.0f} s are over: no further turn was begun", file=sys.stderr)
+        elif not self.job.quick:
+            self._measure_compute()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every contender has trained, and none failed."""
+        return not self.failures and all(spec.name in self.turns for spec in self.job.specs)
+
+    def _left(self) -> float:
+        """Seconds until no turn begins any more."""
+        return self._deadline - time.monotonic()
+
+    def _turn(self, number: int, spec: Spec) -> None:
+        if spec.ours or not self.speeds.mixed:
+            self.speeds.measure()
+        with self._failures(spec.name), ExitStack() as this_turn:
+            process = self._alive.get(spec.name)
+            if process is None:
+                process = (self._until_the_end if self.kept else this_turn).enter_context(self._process(spec))
+                self.ready[spec.name] = process.ready()
+                process.timeout = self._timeout()
+                process.turn(self.job.warm_up, 0)
+                if self.kept:
+                    self._alive[spec.name] = process
+            process.timeout = self._timeout()
+            turn = process.turn(1, self.job.steps) | {"round": number}
+            self.turns.setdefault(spec.name, []).append(turn)
+            print(f"{spec.name:32} {turn['seconds']:8.2f} s/step   loss {turn['losses'][-1]:.3f}", flush=True)
+            if not self.kept:
+                process.finish()
+
+    @contextmanager
+    def _failures(self, name: str) -> Iterator[None]:
+        """A contender that fails is out; the others go on, and the report says so."""
+        try:
+            yield
+        except ContenderFailed as error:
+            self.failures[name] = str(error)
+            print(error, file=sys.stderr)
+            failed = self._alive.pop(name, None)
+            if failed is not None:
+                failed.__exit__()  # its memory is the others'
+
+    def _fit_together(self) -> bool:
+        """Whether the peaks of the round before fit beside one another; nobody is alive now."""
+        last = [turns[-1] for turns in self.turns.values()]
+        fits = sum(turn["rss_peak"] for turn in last) <= _SHARE_OF_MEMORY * machine.memory().usable
+        if self.job.device == "cuda":
+            free = torch.cuda.mem_get_info()[0]
+            fits = fits and sum(turn["device_peak"] for turn in last) <= _SHARE_OF_MEMORY * free
+        return fits
+
+    def _process(self, spec: Spec) -> Process:
+        python = sys.executable if spec.ours else self.job.peer_python
+        return Process(spec.name, self._task(spec), python, self._timeout())
+
+    def _timeout(self) -> float:
+        """Seconds to wait for an answer: what began in time may use up what is left, and a little more."""
+        return min(self.job.timeout, max(self._left(), _LEAST_TIMEOUT))
+
+    def _task(self, spec: Spec, decoder: DecoderConfig | None = None) -> Task:
+        """A job in a directory of its own."""
+        decoder = decoder or self.job.decoder
+        most = str(BYTES_OF_STATE * decoder.parameters + (256 << 20))
+        return Task(
+            contender=spec.contender,
+            mode=spec.mode,
+            decoder=asdict(decoder),
+            decoder_file=str(decoder_module.__file__),
+            batch=self.job.batch,
+            seq=self.job.seq,
+            learning_rate=PRESETS[self.job.model].learning_rate,
+            device=self.job.device,
+            directory=tempfile.mkdtemp(prefix=f"{spec.contender}-", dir=self._directory),
+            text=str(self._text),
+            budgets={
+                "device": spec.device,
+                "host": spec.host,
+                "nvme": None if spec.nvme == "none" else spec.nvme or most,
+            },
+            states=spec.states,
+        )
+
+    def _measure_compute(self) -> None:
+        """Before and after, so that what the machine's speed does in between is seen."""
+        self.compute.append(compute_seconds(self.job.decoder, self.job.device, self._compute_turn))
+
+    def _compute_turn(self, decoder: DecoderConfig) -> float:
+        task = self._task(Spec(name="compute", contender="plain", mode="compute"), decoder)
+        with Process("compute", task, sys.executable, self._timeout()) as process:
+            process.ready()
+            process.turn(self.job.warm_up, 0)
+            return statistics.median(process.turn(0, 1)["seconds"] for _ in range(self.job.rounds))
