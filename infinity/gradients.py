@@ -100,6 +100,9 @@ class Gradients:
         """The loss scale that the stored gradients have."""
         self._clipping: float | None = None
         """The factor of clip_grad_norm_, once it was called in this step."""
+        self.more_to_come = False
+        """Whether another micro-batch's gradients of the same parameters come next: a chunk that is complete
+        then stays in its slot as long as nobody needs that."""
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
@@ -144,6 +147,8 @@ class Gradients:
 
     def finish(self) -> None:
         """The end of a backward: stages of which a parameter was not used go home as they are."""
+        if self.more_to_come:
+            return
         for unit, number in list(self._staged):
             self._take_home(self.pages[unit], number)
 
@@ -205,6 +210,15 @@ class Gradients:
         self._failure = None
         self._clipping = None
 
+    def break_off(self) -> None:
+        """Micro-batches ended half way: what there is counts no more until `clear`, as `check` says."""
+        self._lose(
+            ConfigError(
+                "The micro-batches of a step were broken off in their backwards.",
+                "Call runtime.optimizer.zero_grad() and repeat the step.",
+            )
+        )
+
     def drop(self, unit: int, parameter: int) -> None:
         """Forget one parameter's gradient."""
         if unit in self.pages:
@@ -239,6 +253,9 @@ class Gradients:
         state.blocks[piece.parameter, piece.start] = self._accumulate(fresh, target, again=again)
         state.waiting.discard(piece.parameter)
         if state.stage is not None and not state.waiting:
+            if self.more_to_come:
+                state.waiting = {each.parameter for each in page.layout.chunks[number].pieces}
+                return
             self._take_home(page, number)
 
     def _accumulate(
