@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.gradients import Gradients
 from infinity.hooks import Hook
@@ -78,12 +79,15 @@ class Accumulator:
             return _plain(batches, loss_fn)
         blocks = blocks_of(self.model) if recompute else []
         reason = Surroundings.obstacle() or self._reason
-        if recompute and not blocks:
-            reason = reason or "The model has no list of blocks of one type, which could be recomputed."
+        if recompute:
+            reason = reason or self._cannot_recompute(blocks)
         if together is None and not recompute:
             together = self._room()
             if together == 1:
-                reason = reason or "The budget has room for the activations of one micro-batch."
+                reason = reason or (
+                    "The budget has room for the activations of one micro-batch: give a larger one, or "
+                    "together= to go beyond it, or recompute=True."
+                )
         if reason is not None:
             self._tell(reason, 4)
             return _plain(batches, loss_fn)
@@ -110,6 +114,20 @@ class Accumulator:
         computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
         free = next(row["free"] for row in self.plan.rows() if row["tier"] == computes_in.value)
         return 1 + max(0, int(free)) // self.plan.activations
+
+    def _cannot_recompute(self, blocks: Sequence[nn.Module]) -> str | None:
+        """Why `blocks` cannot be run again in backward, as a sentence; None if they can."""
+        if not blocks:
+            return "The model has no list of blocks of one type, which could be recomputed."
+        stops, pages = self._stops(blocks), self.paging.pages
+        largest = max(sum(pages[unit].nbytes for unit in stops.get(block, ())) for block in blocks)
+        if largest > self.plan.resident_bytes:
+            return (
+                f"A block that is recomputed needs its {format_size(largest)} of parameters at one time, and "
+                f"the budget has {format_size(self.plan.resident_bytes)} for resident parameters: give a "
+                "larger one, or recompute=False."
+            )
+        return None
 
     def _run_group(
         self, batches: Sequence[Any], loss_fn: LossFunction, blocks: list[nn.Module]
@@ -153,23 +171,27 @@ class Accumulator:
     @contextmanager
     def _hooked(self, group: Group, blocks: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, the group's micro-batches stop at modules, and `blocks` are recomputed in backward."""
-        units: dict[nn.Module, set[int]] = {}
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        for path, found in self.plan.layout.module_units.items():
-            units.setdefault(modules[path], set()).update(found)
-        for block in blocks:
-            inside = [units[each] for each in block.modules() if each in units]
-            units[block] = set().union(*inside)
         with ExitStack() as stack:
-            for module, together in units.items():
-                moving = frozenset(unit for unit in together if not self.paging.pages[unit].permanent)
-                if moving:
-                    hook = Hook(functools.partial(group.arrive, moving))
-                    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-                    stack.callback(handle.remove)
+            for module, units in self._stops(blocks).items():
+                hook = Hook(functools.partial(group.arrive, units))
+                handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                stack.callback(handle.remove)
             for block in blocks:
                 stack.enter_context(_recomputed(block))
             yield
+
+    def _stops(self, blocks: Sequence[nn.Module]) -> dict[nn.Module, frozenset[int]]:
+        """Modules that use pages which come and go -> the units of these: all of its modules' for a block of
+        `blocks`, its own parameters' for any other."""
+        units: dict[nn.Module, set[int]] = {}
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for path, found in self.plan.layout.module_units.items():
+            moving = (unit for unit in found if not self.paging.pages[unit].permanent)
+            units.setdefault(modules[path], set()).update(moving)
+        for block in blocks:
+            inside = [units[each] for each in block.modules() if each in units]
+            units[block] = set().union(*inside)
+        return {module: frozenset(found) for module, found in units.items() if found}
 
     def _tell(self, reason: str, stacklevel: int) -> None:
         if reason not in self._told:

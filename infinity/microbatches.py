@@ -135,22 +135,19 @@ class Group:
 
     def _work(self, micro: _MicroBatch, batch: Any) -> None:
         self._here.micro = micro
-        try:
-            loss = self._loss_fn(batch)
-            if not isinstance(loss, torch.Tensor):
-                raise ConfigError(
-                    f"loss_fn returned {type(loss).__name__}, not a tensor.", "Return the scalar loss."
-                )
-            self._check(micro, loss)
-            micro.loss = loss.detach()
-            self.backward_began = True
-            loss.backward()
-            micro.expected = set()  # what has not come by now never will
-            with self._paging.lock:
-                for unit, parameter in list(self._held):
-                    self._release(unit, parameter)
-        finally:
-            self._paging.forwards.prune()  # of a forward that was broken off
+        loss = self._loss_fn(batch)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"loss_fn returned {type(loss).__name__}, not a tensor.", "Return the scalar loss."
+            )
+        self._check(micro, loss)
+        micro.loss = loss.detach()
+        self.backward_began = True
+        loss.backward()
+        micro.expected = set()  # what has not come by now never will
+        with self._paging.lock:
+            for unit, parameter in list(self._held):
+                self._release(unit, parameter)
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
         """Take a gradient that has come in a backward, unless it is of none of these micro-batches."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -275,6 +278,14 @@ def crossed(of: Entry, directory: Path, edge: Edge, count: int, *, vertical: boo
         return after - before
 
 
+def test_gradients_stay_in_their_slots_as_long_as_there_are_enough(tmp_path: Path) -> None:
+    written = {
+        vertical: crossed(TIED, tmp_path, Edge.HOST_TO_NVME, 4, vertical=vertical)
+        for vertical in (False, True)
+    }
+    assert 0 < written[True] < 0.9 * written[False]
+
+
 @pytest.mark.parametrize("name", ["transformer", "tied"])
 @pytest.mark.parametrize("edge", [Edge.HOST_TO_DEVICE, Edge.NVME_TO_HOST])
 def test_parameters_cross_once_for_all_micro_batches(name: str, edge: Edge, tmp_path: Path) -> None:
@@ -354,6 +365,11 @@ def test_which_modules_are_blocks() -> None:
     assert blocks_of(zoo.Convolutions()) == []
     encoder = zoo.Encoder()
     assert blocks_of(encoder) == list(encoder.encoder.layers)
+
+
+def test_a_block_that_does_not_fit_is_not_recomputed(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="at one time, and the budget has .* for resident parameters"):
+        assert_same(TIED, tmp_path, recompute=True)
 
 
 def test_without_blocks_nothing_is_recomputed(tmp_path: Path) -> None:
@@ -660,3 +676,23 @@ def test_a_checkpoint_around_a_part_draws_the_numbers_that_it_drew(tmp_path: Pat
 
     with pytest.warns(UserWarning, match="recomputes"):
         assert_same(Entry("chain", chain, vectors), tmp_path, loss_of=loss_of, device_factor=3)
+
+
+# --- the benchmark ----------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    benchmark = Path(__file__).parents[1] / "benchmarks" / "accumulate.py"
+    done = subprocess.run(
+        [sys.executable, str(benchmark), "--directory", str(tmp_path), "--quick", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["same_bits"]
+    assert list(report["results"]) == ["plain loop", "together", "recomputed"]
+    assert "plain loop, and" not in done.stderr, "accumulate fell back"
+    assert files(tmp_path) == []
