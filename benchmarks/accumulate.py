@@ -36,7 +36,7 @@ from infinity.tiers import Tier
 QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)
 SLACK = 64 << 20
 QUICK_SLACK = 256 << 10
-"""Bytes of RAM beyond the least that would do: slots, and a block's parameters at one time."""
+"""Bytes of RAM beyond the least that would do: slots, and the pages of a block at one time."""
 PRECISION = infinity.Precision(compute="bf16")
 NVME_BYTES_PER_PARAMETER = 24
 

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.gradients import Gradients
 from infinity.hooks import Hook
@@ -62,7 +61,8 @@ class Accumulator:
         The activations of all micro-batches are there at one time, those of the head apart, which goes
         backward at once. So without `together` as many go together as the budget has room for, as far as the
         plan knows activations; all where it does not, or with `recompute`: then a block keeps its inputs
-        alone and runs again in backward, as torch.utils.checkpoint has it, with the same bits.
+        alone and runs again in backward, as torch.utils.checkpoint has it, with the same bits. Views of pages
+        that it makes are kept meanwhile, so BudgetError is raised where a block's pages do not fit together.
 
         The plain loop runs where all pages stay up anyway, or there is one micro-batch; and, with a warning
         that says why, where the budget has no room for two, where the model recomputes by itself or keeps
@@ -79,8 +79,8 @@ class Accumulator:
             return _plain(batches, loss_fn)
         blocks = blocks_of(self.model) if recompute else []
         reason = Surroundings.obstacle() or self._reason
-        if recompute:
-            reason = reason or self._cannot_recompute(blocks)
+        if recompute and not blocks:
+            reason = reason or "The model has no list of blocks of one type, which could be recomputed."
         if together is None and not recompute:
             together = self._room()
             if together == 1:
@@ -114,20 +114,6 @@ class Accumulator:
         computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
         free = next(row["free"] for row in self.plan.rows() if row["tier"] == computes_in.value)
         return 1 + max(0, int(free)) // self.plan.activations
-
-    def _cannot_recompute(self, blocks: Sequence[nn.Module]) -> str | None:
-        """Why `blocks` cannot be run again in backward, as a sentence; None if they can."""
-        if not blocks:
-            return "The model has no list of blocks of one type, which could be recomputed."
-        stops, pages = self._stops(blocks), self.paging.pages
-        largest = max(sum(pages[unit].nbytes for unit in stops.get(block, ())) for block in blocks)
-        if largest > self.plan.resident_bytes:
-            return (
-                f"A block that is recomputed needs its {format_size(largest)} of parameters at one time, and "
-                f"the budget has {format_size(self.plan.resident_bytes)} for resident parameters: give a "
-                "larger one, or recompute=False."
-            )
-        return None
 
     def _run_group(
         self, batches: Sequence[Any], loss_fn: LossFunction, blocks: list[nn.Module]
