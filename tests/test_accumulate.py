@@ -579,7 +579,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="together=0"):
             runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch), together=0)
         with pytest.raises(ConfigError, match="returned float"), threads_as_before():
-            runtime.accumulate(batches_of(TIED), lambda batch: float(TIED.loss(model, batch)))
+            runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch).item())
         with pytest.raises(RuntimeError, match="scalar"), threads_as_before():
             runtime.accumulate(batches_of(TIED), lambda batch: model(batch[0]))
         runtime.optimizer.zero_grad()
