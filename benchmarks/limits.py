@@ -77,7 +77,7 @@ def limit_of(
     """
     traffic = turns[-1]["facts"]["plan"]["traffic"]
     disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)
-    phases = (traffic["compute"], traffic["update"])
+    phases = (traffic["forward"], traffic["backward"], traffic["update"])
     parts = {
         "compute": statistics.median(compute),
         "update": traffic["update"]["host"] / statistics.median(speeds.stream),

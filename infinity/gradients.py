@@ -108,6 +108,9 @@ class Gradients:
         """The loss scale that the stored gradients have."""
         self._clipping: float | None = None
         """The factor of clip_grad_norm_, once it was called in this step."""
+        self.more_to_come = False
+        """Whether another micro-batch's gradients of the same parameters come next: a chunk that is complete
+        then stays in its slot as long as nobody needs that."""
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
@@ -154,6 +157,8 @@ class Gradients:
 
     def finish(self) -> None:
         """The end of a backward: stages of which a parameter was not used wait for it no longer."""
+        if self.more_to_come:
+            return
         for unit, number in self._staged:
             stage = self.pages[unit].states[number].stage
             assert stage is not None
@@ -230,6 +235,15 @@ class Gradients:
         self._failure = None
         self._clipping = None
 
+    def break_off(self) -> None:
+        """Micro-batches ended half way: what there is counts no more until `clear`, as `check` says."""
+        self._lose(
+            ConfigError(
+                "The micro-batches of a step were broken off in their backwards.",
+                "Call runtime.optimizer.zero_grad() and repeat the step.",
+            )
+        )
+
     def drop(self, unit: int, parameter: int) -> None:
         """Forget one parameter's gradient."""
         if unit in self.pages:
@@ -264,6 +278,8 @@ class Gradients:
         state.blocks[piece.parameter, piece.start] = self._accumulate(fresh, target, again=again)
         if state.stage is not None:
             state.stage.waiting.discard(piece.parameter)
+            if self.more_to_come and not state.stage.waiting:
+                state.stage.waiting = {each.parameter for each in page.layout.chunks[number].pieces}
             self._take_some_home()
 
     def _accumulate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity import cpu_adam, machine
+from infinity.accumulate import Accumulator
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError, InfinityError, NonFiniteGradient
 from infinity.export import Source, export
@@ -59,6 +60,7 @@ class Runtime:
         self._closed = False
         self._failure: InfinityError | None = None
         self._optimizer: PagedOptimizer | None = None
+        self._accumulator: Accumulator | None = None
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
         self._last_step = time.perf_counter()
@@ -130,6 +132,29 @@ class Runtime:
             inside.enter_context(self._parts.store.link.timed())
             inside.enter_context(self._parts.meter.recording(timeline))
             yield timeline
+
+    def accumulate(
+        self,
+        batches: Iterable[Any],
+        loss_fn: Callable[[Any], torch.Tensor],
+        *,
+        together: int | None = None,
+        recompute: bool = False,
+    ) -> list[torch.Tensor]:
+        """`for batch in batches: loss_fn(batch).backward()`, page by page instead of batch by batch.
+
+        Parameters cross the link once for all micro-batches, and gradients have the bits of the plain loop's.
+        loss_fn(batch): calls the model and returns the scalar loss, already divided by the number of
+        micro-batches. together: how many are under way at one time, with their activations; None: as many as
+        the budget has room for. recompute: blocks keep their inputs alone and run again in backward. Returns
+        the detached losses. infinity.accumulate.Accumulator.run says what happens where, and when it warns.
+        """
+        gradients, parts = self._training(), self._parts
+        with parts.paging.lock:
+            self._refuse()
+            if self._accumulator is None:
+                self._accumulator = Accumulator(parts.model, parts.plan, parts.paging, gradients)
+        return self._accumulator.run(batches, loss_fn, together=together, recompute=recompute)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
@@ -330,7 +355,8 @@ class Runtime:
             if gradient is not None:
                 self._complete(place.page.index)
                 self._parts.paging.heap.allocated(gradient.nbytes)
-                gradients.add(place.page.index, place.index, gradient.detach())
+                add = gradients.add if self._accumulator is None else self._accumulator.add
+                add(place.page.index, place.index, gradient.detach())
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
                 self._backward = backward

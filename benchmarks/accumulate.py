@@ -1,0 +1,194 @@
+"""Vertical accumulation against the plain loop: the same micro-batches of one step, in turns on one runtime.
+
+A decoder whose pages rest on the disk runs its micro-batches one after the other, all together
+(runtime.accumulate), and together with blocks that are recomputed. Every turn has a step to learn the order
+of accesses and timed ones; the order of the turns is reversed each round, and ratios are taken within one.
+The gradients must have the same bits in all three. Bytes are those of a step's forwards and backwards.
+
+    python benchmarks/accumulate.py --directory DISK [--model 309m --micro-batches 8 --batch 1 --seq 256]
+        [--budget-device SIZE --budget-host SIZE] [--json]
+
+Without budgets the least that would do, and 64 MiB of RAM more for slots. `--json`: the last line of stdout
+is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from machine_facts import machine_facts
+
+import infinity
+from infinity.lm.decoder import Decoder, DecoderConfig
+from infinity.lm.presets import PRESETS
+from infinity.telemetry import Edge
+from infinity.tiers import Tier
+
+QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)
+SLACK = 64 << 20
+QUICK_SLACK = 256 << 10
+"""Bytes of RAM beyond the least that would do: slots, and the pages of a block at one time."""
+PRECISION = infinity.Precision(compute="bf16")
+NVME_BYTES_PER_PARAMETER = 24
+
+
+class Bench:
+    """One model on one runtime, with the ways to run a step's micro-batches."""
+
+    def __init__(self, options: argparse.Namespace, directory: str) -> None:
+        config = QUICK if options.quick else PRESETS[options.model].decoder
+        with torch.device("meta"):
+            self.model = Decoder(config)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        nvme = {directory: config.parameters * NVME_BYTES_PER_PARAMETER + (256 << 20)}
+        budget = infinity.Budget(device=options.budget_device, host=options.budget_host, nvme=nvme)
+        if options.budget_host is None:
+            ample = infinity.Budget(host="1TiB", nvme=nvme)
+            least = infinity.plan(
+                self.model, optimizer, budget=ample, precision=PRECISION, device=options.device
+            )
+            host = least.smallest[Tier.HOST] + (QUICK_SLACK if options.quick else SLACK)
+            budget = infinity.Budget(device=options.budget_device, host=host, nvme=nvme)
+        self.runtime = infinity.offload(
+            self.model, optimizer, budget=budget, precision=PRECISION, device=options.device
+        )
+        generator = torch.Generator().manual_seed(0)
+        shape = (options.micro_batches, options.batch, options.seq + 1)
+        tokens = torch.randint(config.vocabulary, shape, generator=generator)
+        self.batches = list(tokens.to(self.runtime.plan.device))
+        self.ways: dict[str, Callable[[], list[torch.Tensor]]] = {
+            "plain loop": self._plain,
+            "together": lambda: self.runtime.accumulate(self.batches, self._loss),
+            "recomputed": lambda: self.runtime.accumulate(self.batches, self._loss, recompute=True),
+        }
+
+    def turn(self, way: str, steps: int) -> dict[str, Any]:
+        """Medians over `steps` steps, after one that is not timed; and the norm of the last gradients."""
+        gradients, whole, norms, moved = [], [], [], {}
+        for _ in range(1 + steps):
+            before, start = self.runtime.stats.edges, time.perf_counter()
+            losses = self.ways[way]()
+            after, middle = self.runtime.stats.edges, time.perf_counter()
+            norms.append(float(self.runtime.clip_grad_norm_(1.0)))
+            self.runtime.optimizer.step()
+            self.runtime.optimizer.zero_grad()
+            gradients.append(middle - start)
+            whole.append(time.perf_counter() - start)
+            moved = {edge.value: after[edge].bytes - before[edge].bytes for edge in Edge}
+        return {
+            "way": way,
+            "seconds": statistics.median(gradients[1:]),
+            "step_seconds": statistics.median(whole[1:]),
+            "bytes": moved,
+            "losses": [float(each) for each in losses],
+            "norm": norms[-1],
+        }
+
+    def same_bits(self) -> bool:
+        """Whether every way finds the same losses, and a gradient of the same bits for every parameter."""
+        reference = None
+        for way in self.ways.values():
+            losses = [float(each) for each in way()]
+            digests = [_digest(self.runtime.grad(each)) for each in self.model.parameters()]
+            self.runtime.optimizer.zero_grad()
+            reference = reference or (losses, digests)
+            if reference != (losses, digests):
+                return False
+        return True
+
+    def _plain(self) -> list[torch.Tensor]:
+        losses = []
+        for batch in self.batches:
+            loss = self._loss(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(tokens[:, :-1], tokens[:, 1:]) / len(self.batches)
+        return loss
+
+
+def _digest(gradient: torch.Tensor | None) -> str:
+    """Of its bits; models whose gradients do not fit in RAM twice are compared by it."""
+    assert gradient is not None
+    return hashlib.blake2b(gradient.contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--directory", required=True, help="on the disk to use")
+    parser.add_argument("--model", choices=PRESETS, default="309m")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1, help="timed steps a turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
+    parser.add_argument("--budget-device", metavar="SIZE")
+    parser.add_argument("--budget-host", metavar="SIZE")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.micro_batches, options.seq = 2, 3, 32
+    return options
+
+
+def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """All rounds; per way medians, bytes, and the speed over the plain loop's in each round."""
+    bench = Bench(options, directory)
+    with bench.runtime:
+        same = bench.same_bits()
+        rounds = []
+        for number in range(options.rounds):
+            order = list(bench.ways) if number % 2 == 0 else list(bench.ways)[::-1]
+            turns = {way: bench.turn(way, options.steps) for way in order}
+            rounds.append(turns)
+            shown = "   ".join(f"{way} {turns[way]['seconds']:.2f} s" for way in bench.ways)
+            print(f"round {number + 1}: {shown}", flush=True)
+    results = {}
+    for way in bench.ways:
+        ratios = [turns["plain loop"]["seconds"] / turns[way]["seconds"] for turns in rounds]
+        results[way] = {
+            "seconds": statistics.median(turns[way]["seconds"] for turns in rounds),
+            "step_seconds": statistics.median(turns[way]["step_seconds"] for turns in rounds),
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            "bytes": rounds[-1][way]["bytes"],
+        }
+    return {"same_bits": same, "parameters": bench.model.config.parameters, "results": results}
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"\n{'':14}{'s':>9}{'ratio':>20}" + "".join(f"{edge.value + ' MB':>18}" for edge in Edge))
+    for way, found in report["results"].items():
+        spread = f"{found['ratio']:.2f} ({min(found['ratios']):.2f}-{max(found['ratios']):.2f})"
+        moved = "".join(f"{found['bytes'][edge.value] / 1e6:18.1f}" for edge in Edge)
+        print(f"{way:14}{found['seconds']:9.3f}{spread:>20}{moved}")
+    print("gradients have the same bits" if report["same_bits"] else "GRADIENTS DIFFER")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="infinity-accumulate-", dir=options.directory) as directory:
+        found = measure(options, directory)
+    settings = vars(options) | {"directory": ""}
+    report = {"benchmark": "accumulate", "machine": machine_facts(), "settings": settings} | found
+    show(report)
+    if options.json:
+        print(json.dumps(report))
+    return 0 if report["same_bits"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Vertical accumulation: all micro-batches of a step go through the model together, page by page.
+
+The plain loop takes the micro-batches one after the other, and a model that does not fit comes up once for
+each. Here each micro-batch is a task that stops wherever its forward, or its backward, is about to go from
+one unit to the next, and goes on when all others have come as far. So a page that is there serves all of them
+before it leaves (the layer-major order of GreedySnake, arXiv 2512.17570).
+infinity/microbatches.py does that; here is when it is done, and when the plain loop runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.errors import ConfigError
+from infinity.gradients import Gradients
+from infinity.hooks import Hook
+from infinity.microbatches import Group, LossFunction, Mixed
+from infinity.paging import Paging
+from infinity.plan import Plan
+from infinity.tiers import Tier
+from infinity.turns import Surroundings
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+"""What blocks are kept in."""
+
+
+class Accumulator:
+    """Accumulates gradients over the micro-batches of a step, for one runtime."""
+
+    def __init__(self, model: nn.Module, plan: Plan, paging: Paging, gradients: Gradients) -> None:
+        self.model = model
+        self.plan = plan
+        self.paging = paging
+        self.gradients = gradients
+        self._group: Group | None = None
+        """That is under way."""
+        self._reason: str | None = None
+        """Why the plain loop runs instead, once that is known."""
+        self._mixed_before = False
+        self._told: set[str] = set()
+
+    def run(
+        self, batches: Iterable[Any], loss_fn: LossFunction, *, together: int | None, recompute: bool
+    ) -> list[torch.Tensor]:
+        """Forward and backward of `loss_fn(batch)` for every batch; see Runtime.accumulate.
+
+        The gradients have the bits of the plain loop's, `for batch in batches: loss_fn(batch).backward()`;
+        see [Note: the same bits] in infinity/microbatches.py. Random numbers that are drawn before a forward
+        comes to its second unit are the plain loop's, too; dropout inside of blocks draws others, the same
+        ones each time.
+
+        The activations of all micro-batches are there at one time, those of the head apart, which goes
+        backward at once. So without `together` as many go together as the budget has room for, as far as the
+        plan knows activations; all where it does not, or with `recompute`: then a block keeps its inputs
+        alone and runs again in backward, as torch.utils.checkpoint has it, with the same bits. Views of pages
+        that it makes are kept meanwhile, so BudgetError is raised where a block's pages do not fit together.
+
+        The plain loop runs where all pages stay up anyway, or there is one micro-batch; and, with a warning
+        that says why, where the budget has no room for two, where the model recomputes by itself or keeps
+        something on itself from one call to the next, where there are no blocks to recompute, and under a
+        TorchFunctionMode or TorchDispatchMode. What is found out while micro-batches are under way is done
+        anew from the start, in the plain loop; from the first backward on it raises ConfigError instead.
+
+        An exception of one micro-batch ends all. If backwards had begun, `step` raises ConfigError until
+        `zero_grad`: some gradients of the step are there and some are not.
+        """
+        if together is not None and together < 1:
+            raise ConfigError(f"together={together} was asked for.", "Give at least 1, or None.")
+        if not self._pays():
+            return _plain(batches, loss_fn)
+        blocks = blocks_of(self.model) if recompute else []
+        reason = Surroundings.obstacle() or self._reason
+        if recompute and not blocks:
+            reason = reason or "The model has no list of blocks of one type, which could be recomputed."
+        if together is None and not recompute:
+            together = self._room()
+            if together == 1:
+                reason = reason or (
+                    "The budget has room for the activations of one micro-batch: give a larger one, or "
+                    "together= to go beyond it, or recompute=True."
+                )
+        if reason is not None:
+            self._tell(reason, 4)
+            return _plain(batches, loss_fn)
+        losses: list[torch.Tensor] = []
+        remaining = iter(batches)
+        while group := list(itertools.islice(remaining, together)):
+            losses += self._run_group(group, loss_fn, blocks) if len(group) > 1 else _plain(group, loss_fn)
+        return losses
+
+    def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Gradients.add, in the order of the micro-batches."""
+        if self._group is None or not self._group.add(unit, parameter, gradient):
+            self.gradients.add(unit, parameter, gradient)
+
+    def _pays(self) -> bool:
+        """Whether pages come and go at all."""
+        moving = sum(page.nbytes for page in self.paging.pages if not page.permanent)
+        return moving > self.plan.resident_bytes
+
+    def _room(self) -> int | None:
+        """Micro-batches whose activations the budget has room for; None: nobody knows."""
+        if not self.plan.activations:
+            return None
+        computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
+        free = next(row["free"] for row in self.plan.rows() if row["tier"] == computes_in.value)
+        return 1 + max(0, int(free)) // self.plan.activations
+
+    def _run_group(
+        self, batches: Sequence[Any], loss_fn: LossFunction, blocks: list[nn.Module]
+    ) -> list[torch.Tensor]:
+        if self._reason is not None:  # found out by the group before
+            return _plain(batches, loss_fn)
+        devices = [self.plan.device] if self.plan.device.type == "cuda" else []
+        random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        group = self._group = Group(self.model, self.paging, self.gradients, batches, loss_fn)
+        try:
+            with self._hooked(group, blocks):
+                losses = group.run()
+        except Mixed as mixed:
+            self._mixed(str(mixed), lost=group.backward_began)
+        else:
+            self._reason = group.futility()
+            if self._reason is not None:
+                self._tell(self._reason, 5)
+            return losses
+        finally:
+            self._group = None
+        torch.set_rng_state(random[0])
+        for device, state in zip(devices, random[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        return _plain(batches, loss_fn)
+
+    def _mixed(self, reason: str, *, lost: bool) -> None:
+        """Micro-batches were mixed up: once, that may be what a module makes at its first call to keep."""
+        if lost or self._mixed_before:
+            self._reason = reason
+        self._mixed_before = True
+        if lost:
+            raise ConfigError(
+                f"Micro-batches were mixed up, and the gradients of this step are lost. {reason}",
+                "Call runtime.optimizer.zero_grad() and repeat the step: accumulate() runs the plain loop "
+                "from now on.",
+            ) from None
+        if self._reason is not None:
+            self._tell(self._reason, 6)
+
+    @contextmanager
+    def _hooked(self, group: Group, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, the group's micro-batches stop at modules, and `blocks` are recomputed in backward."""
+        with ExitStack() as stack:
+            for module, units in self._stops(blocks).items():
+                hook = Hook(functools.partial(group.arrive, units))
+                handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                stack.callback(handle.remove)
+            for block in blocks:
+                stack.enter_context(_recomputed(block))
+            yield
+
+    def _stops(self, blocks: Sequence[nn.Module]) -> dict[nn.Module, frozenset[int]]:
+        """Modules that use pages which come and go -> the units of these: all of its modules' for a block of
+        `blocks`, its own parameters' for any other."""
+        units: dict[nn.Module, set[int]] = {}
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        for path, found in self.plan.layout.module_units.items():
+            moving = (unit for unit in found if not self.paging.pages[unit].permanent)
+            units.setdefault(modules[path], set()).update(moving)
+        for block in blocks:
+            inside = [units[each] for each in block.modules() if each in units]
+            units[block] = set().union(*inside)
+        return {module: frozenset(found) for module, found in units.items() if found}
+
+    def _tell(self, reason: str, stacklevel: int) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(
+                f"accumulate() runs the plain loop, and parameters move once for each micro-batch. {reason}",
+                stacklevel=stacklevel,
+            )
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that the model repeats, in order: the outermost modules that are kept in a list with others
+    of their type, and that have modules inside."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not isinstance(module, _LISTS):
+            continue
+        children = [each for each in module.children() if next(each.children(), None) is not None]
+        types = [type(each) for each in children]
+        for child in children:
+            if types.count(type(child)) > 1 and child not in inside:
+                found.append(child)
+                inside.update(child.modules())
+    return found
+
+
+@contextmanager
+def _recomputed(block: nn.Module) -> Iterator[None]:
+    """Inside, the block keeps its inputs alone for its backward, which runs it again."""
+    before = block.__dict__.get("forward")
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        if before is None:
+            del block.__dict__["forward"]
+        else:
+            block.forward = before
+
+
+def _plain(batches: Iterable[Any], loss_fn: LossFunction) -> list[torch.Tensor]:
+    losses = []
+    for batch in batches:
+        loss = loss_fn(batch)
+        loss.backward()
+        losses.append(loss.detach())
+        del loss
+    return losses

@@ -1,0 +1,272 @@
+"""Micro-batches that are under way together: where they stop, who goes on, whose gradient is added next.
+
+[Note: the same bits]
+Stopping is all that is done: each micro-batch runs the user's own forward, and autograd its own backward over
+one uncut graph. So every value, whatever the model is made of (residual streams, skips, tied weights), is the
+plain loop's, and a model whose order of units cannot be foreseen costs time, not correctness. A parameter's
+gradients are added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop: of those
+that have come equally far the first goes on first. Where the way depends on data (experts) a later one can
+come to a parameter before an earlier one: its gradient waits for that one's.
+
+[Note: where a backward stops]
+At the tensors that entered a module with pages of its own: the gradient of one is complete when the backward
+of that module, and of all that came after it, is done. What is recomputed in a backward stops nowhere.
+
+[Note: what micro-batches must not share]
+While one stops, another runs the same modules. A module that keeps something on itself in its forward for
+later use (an auxiliary loss) would mix them up. So before the first backward the modules' attributes are
+compared with those before the first forward, and no loss may lie on a graph of another micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from infinity.activations import SavedTensors
+from infinity.errors import ConfigError
+from infinity.gradients import Gradients
+from infinity.paging import Paging
+from infinity.parameter import PagedParameter
+from infinity.turns import Surroundings, Task
+
+LossFunction = Callable[[Any], torch.Tensor]
+"""Of one micro-batch: calls the model, and returns the scalar loss."""
+
+_FORWARD, _BACKWARD = 0, 1
+
+_OF_TORCH = frozenset(nn.Module().__dict__)
+"""Attributes of every module that torch itself keeps."""
+
+
+class Mixed(Exception):
+    """Micro-batches of this model, or loss function, cannot be under way at one time. str(): why."""
+
+
+@dataclass(eq=False)
+class _MicroBatch:
+    """One micro-batch under way."""
+
+    number: int
+    position: tuple[int, int] = (_FORWARD, -1)
+    """How far it has come: (phase, stage), in backward with the stage's sign changed. Grows."""
+    units: frozenset[int] = frozenset()
+    """That it works on now."""
+    loss: torch.Tensor | None = None
+    expected: set[tuple[int, int]] | None = None
+    """(unit, parameter) of the gradients that its backward still owes; None: not known before its loss is."""
+    task: Task = field(init=False)
+
+
+class Group:
+    """Micro-batches that go through the model together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paging: Paging,
+        gradients: Gradients,
+        batches: Sequence[Any],
+        loss_fn: LossFunction,
+    ) -> None:
+        self.backward_began = False
+        self._in_recomputed = False
+        """Whether a part of a forward will be recomputed, but by the model itself."""
+        self._model = model
+        self._paging = paging
+        self._gradients = gradients
+        self._loss_fn = loss_fn
+        self._course: list[frozenset[int]] = []
+        """The units of every stage."""
+        self._makers: dict[torch.autograd.graph.Node, int] = {}
+        """What made a tensor at which a backward stops -> the micro-batch that it is of."""
+        self._attributes = _attributes(model)
+        self._here = threading.local()
+        self._held: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """(unit, parameter) -> micro-batch -> its gradient, which waits for those of earlier ones."""
+        surroundings = Surroundings()
+        self._outer_hooks = surroundings.saved_tensor_hooks
+        self._micro_batches = [_MicroBatch(number) for number in range(len(batches))]
+        for micro, batch in zip(self._micro_batches, batches, strict=True):
+            micro.task = Task(functools.partial(self._work, micro, batch), surroundings)
+
+    def futility(self) -> str | None:
+        """Why parameters moved as often as in the plain loop; None if they did not."""
+        if self._in_recomputed:
+            return (
+                "The model recomputes its blocks in backward (torch.utils.checkpoint): turn that off, and "
+                "give accumulate recompute=True."
+            )
+        if len(self._course) < 2:
+            return "No forward goes from one module with pages of its own to another."
+        return None
+
+    def run(self) -> list[torch.Tensor]:
+        """Forward and backward of all; their losses. Raises what one of them raises, and Mixed."""
+        gradients, last = self._gradients, self._micro_batches[-1]
+        chosen = self._micro_batches[0]
+        try:
+            while under_way := [each for each in self._micro_batches if not each.task.done]:
+                chosen = min(under_way, key=lambda each: (each.position, each.number))
+                gradients.more_to_come = chosen is not last
+                chosen.task.proceed()
+        except BaseException:
+            # The one that ran goes first: it may still be running, after Ctrl-C.
+            for each in sorted(self._micro_batches, key=lambda each: each is not chosen):
+                each.task.break_off()
+            if self.backward_began:
+                gradients.break_off()
+            raise
+        finally:
+            gradients.more_to_come = False
+            self._makers.clear()
+            self._held.clear()
+        with self._paging.lock:
+            gradients.finish()
+        return [each.loss for each in self._micro_batches if each.loss is not None]
+
+    def _work(self, micro: _MicroBatch, batch: Any) -> None:
+        self._here.micro = micro
+        loss = self._loss_fn(batch)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"loss_fn returned {type(loss).__name__}, not a tensor.", "Return the scalar loss."
+            )
+        self._check(micro, loss)
+        micro.loss = loss.detach()
+        self.backward_began = True
+        loss.backward()
+        micro.expected = set()  # what has not come by now never will
+        with self._paging.lock:
+            for unit, parameter in list(self._held):
+                self._release(unit, parameter)
+
+    def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
+        """Take a gradient that has come in a backward, unless it is of none of these micro-batches."""
+        micro: _MicroBatch | None = getattr(self._here, "micro", None)
+        if micro is None or micro.expected is None:
+            return False
+        micro.expected.discard((unit, parameter))
+        waiting = self._held.setdefault((unit, parameter), {})
+        if micro.number in waiting:  # in parts, as reentrant checkpoints have them
+            gradient = waiting[micro.number] + gradient
+        waiting[micro.number] = gradient
+        self._release(unit, parameter)
+        return True
+
+    def _release(self, unit: int, parameter: int) -> None:
+        """Add what need not wait any more."""
+        waiting = self._held[unit, parameter]
+        for micro in self._micro_batches:
+            if micro.number in waiting:
+                self._gradients.add(unit, parameter, waiting.pop(micro.number))
+            if micro.expected is None or (unit, parameter) in micro.expected:
+                break
+        if not waiting:
+            del self._held[unit, parameter]
+
+    # --- inside of a forward or backward ---------------------------------------------------------------
+
+    def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is about to run."""
+        micro: _MicroBatch | None = getattr(self._here, "micro", None)
+        if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            return
+        if units <= micro.units:
+            return
+        if self._recomputes():
+            # To stop here would let others draw random numbers that recomputation expects to draw again.
+            self._in_recomputed = True
+            return
+        micro.units = units
+        stage = self._stage(micro, units)
+        if stage is None:
+            return
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                self._makers[tensor.grad_fn] = micro.number
+                tensor.register_hook(functools.partial(self._return, micro, stage))
+        micro.position = (_FORWARD, stage)
+        if stage:  # up to its first unit, a micro-batch has nothing to wait for
+            micro.task.pause()
+
+    def _return(self, micro: _MicroBatch, stage: int, _: torch.Tensor) -> None:
+        """The backward of this stage, and of all after it, is done."""
+        # Without a loss it is the backward of a gradient that the forward itself has asked for.
+        if micro.loss is not None and micro.position < (_BACKWARD, -stage):
+            micro.position = (_BACKWARD, -stage)
+            micro.task.pause()
+
+    def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
+        """The number of the stage that starts now; None for a detour that only some micro-batches take."""
+        now = micro.position[1]
+        if now == len(self._course) - 1:
+            self._course.append(units)
+            return now + 1
+        try:
+            return self._course.index(units, now + 1)
+        except ValueError:
+            return None
+
+    def _recomputes(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if top is None or isinstance(getattr(top[0], "__self__", None), SavedTensors):
+            return False
+        return self._outer_hooks is None or top[0] is not self._outer_hooks[0]
+
+    def _check(self, micro: _MicroBatch, loss: torch.Tensor) -> None:
+        """See [Note: what micro-batches must not share]. Raises Mixed."""
+        if not self.backward_began:
+            name = _changed(self._model, self._attributes)
+            if name is not None:
+                raise Mixed(
+                    f"The model keeps {name} from its forward, which the next micro-batch overwrites."
+                )
+        micro.expected = set()
+        seen: set[torch.autograd.graph.Node] = set()
+        remaining = [loss.grad_fn]
+        while remaining:
+            node = remaining.pop()
+            if node is None or node in seen:
+                continue
+            if self._makers.get(node, micro.number) != micro.number:
+                raise Mixed(
+                    "The loss of one micro-batch was computed from tensors of another: something keeps them "
+                    "from one call of the model to the next."
+                )
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, PagedParameter):
+                micro.expected.add((variable._place.page.index, variable._place.index))
+            self._in_recomputed |= node.name() == "CheckpointFunctionBackward"
+            remaining += [each for each, _ in node.next_functions]
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What the modules keep besides parameters and what torch keeps, by name."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in itertools.chain(module.__dict__.items(), module._buffers.items()):
+            if name not in _OF_TORCH and name != "forward":
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _changed(model: nn.Module, before: dict[str, Any]) -> str | None:
+    """The first attribute that was set anew to something else; edits in place are not seen."""
+    for name, value in _attributes(model).items():
+        if name not in before:
+            return name
+        old = before[name]
+        simple = isinstance(value, (bool, int, float, str)) and type(old) is type(value)
+        if old is not value and not (simple and old == value):
+            return name
+    return None
