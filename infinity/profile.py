@@ -17,6 +17,7 @@ import torch
 
 from infinity import _tiers, aio, cpu_adam
 from infinity.errors import storage_error
+from infinity.settings import open_engine
 
 _STREAM_ELEMENTS = 16 << 20
 _TRANSFER_BYTES = 16 << 20
@@ -81,8 +82,8 @@ def disk_speed(
     """Write, read and mix on a temporary file of `nbytes` bytes in `directory`, about `seconds` each.
 
     The file is written once before anything is timed, so that no first allocation is in the figures, and
-    it is removed. Raises StorageError and StorageFull as the engine does, ConfigError for an unknown
-    backend.
+    it is removed. Engine, block size and depth are those of `infinity.settings.open_engine`. Raises
+    StorageError and StorageFull as the engine does, ConfigError for an unknown backend.
     """
     try:
         descriptor, path = tempfile.mkstemp(prefix="infinity-profile-", dir=directory)
@@ -95,7 +96,7 @@ def disk_speed(
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             raise storage_error("preallocate", path, None, error.errno or 0) from error
-        engine = cleanup.enter_context(aio.Engine(directory, backend=backend))
+        engine = cleanup.enter_context(open_engine(directory, backend=backend))
         file = cleanup.enter_context(engine.open(path))
         return _measure_disk(file, engine.facts.backend, nbytes, seconds)
 
