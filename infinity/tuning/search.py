@@ -83,7 +83,7 @@ class Halving(Generic[Point]):
             start = self._clock()
             self.passes.append(self._one_pass())
             end = self._clock()
-            if end + (end - start) > until:
+            if end + (end - start) >= until:
                 return
 
     def _one_pass(self) -> dict[Point, Rates]:
