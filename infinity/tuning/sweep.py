@@ -82,7 +82,6 @@ def sweep_disk(
     seconds: float,
     bytes_in_flight: int,
     progress: Progress,
-    seed: int = 0,
 ) -> DiskSweep:
     """Try the effort's grid on a file with these backends, no more than `bytes_in_flight` under way.
 
@@ -101,7 +100,7 @@ def sweep_disk(
         trial,
         seconds=seconds,
         finalists=_FINALISTS,
-        order=random.Random(seed),
+        order=random.Random(0),
         always=always,
     )
     return _report(file, halving)
