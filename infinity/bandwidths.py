@@ -17,8 +17,14 @@ from infinity.cache import cache_file, read_json, write_json
 from infinity.predict import Bandwidths
 from infinity.profile import disk_speed, link_speed, stream_speed
 
-_DISK_BYTES = 128 << 20
-"""Of all paths together; on a virtual disk, 32 MiB went at the speed of a burst."""
+_DISK_BYTES = 1 << 30
+"""Of all paths together, at most. On a virtual disk, 32 MiB went at the speed of a burst; and a file that is
+smaller than what the probe moves is read again and again, perhaps from a cache below."""
+_DISK_SHARE = 8
+"""A path's file is no larger than its budget divided by this, unless that is less than 128 MiB."""
+_DISK_LEAST = 128 << 20
+_FILL_SECONDS = 1.0
+"""Of writing the files of all paths once, about; slower disks are probed on smaller files."""
 _DISK_SECONDS = 0.6
 """Of all three probes of all paths together, about; the file is written once before them."""
 _DISK_EXPIRES = 300.0
@@ -42,7 +48,7 @@ def measure_bandwidths(
 ) -> Bandwidths:
     """Bandwidths for these directories (bytes that may be used in each), this device and this dtype.
 
-    What the cache does not know is probed, in about 1.5 s altogether, and added to it: a disk's figures for
+    What the cache does not know is probed, in about 2 s altogether, and added to it: a disk's figures for
     five minutes of `clock` (seconds), others until the file is removed. Raises StorageError for a directory
     that cannot be written.
     """
@@ -146,8 +152,14 @@ def _is_figures(found: Any) -> bool:
 
 
 def _disk(path: str, limit: int, paths: int) -> dict[str, float]:
-    nbytes = min(limit, _DISK_BYTES // paths) // 4096 * 4096
-    speed = disk_speed(path, nbytes=max(4096, nbytes), seconds=_DISK_SECONDS / 3 / paths)
+    span = min(_DISK_BYTES, max(_DISK_LEAST, limit // _DISK_SHARE))
+    nbytes = min(limit, span // paths) // 4096 * 4096
+    speed = disk_speed(
+        path,
+        nbytes=max(4096, nbytes),
+        seconds=_DISK_SECONDS / 3 / paths,
+        fill_seconds=_FILL_SECONDS / paths,
+    )
     return {"read": speed.read, "write": speed.write, "mixed": speed.mixed}
 
 
