@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -58,7 +59,8 @@ class TestFile:
     """A nameless file in `directory`, every byte of it written: nothing is left behind, however this ends.
 
     directory: on a disk. nbytes: its size; preallocated, so that a full disk says so at once. What is not
-    written after `seconds` is left out, so that slow disks are tried on a smaller file. A context manager.
+    written after `seconds` is left out, so that slow disks are tried on a smaller file. backend: writes it. A
+    context manager.
 
     Raises StorageError for a directory that cannot hold pages or be written, StorageFull for one without
     that much room.
@@ -66,7 +68,9 @@ class TestFile:
 
     __test__ = False  # for pytest, which collects by name
 
-    def __init__(self, directory: str, nbytes: int, memory: Memory, *, seconds: float = 8.0) -> None:
+    def __init__(
+        self, directory: str, nbytes: int, memory: Memory, *, seconds: float = 8.0, backend: str = "auto"
+    ) -> None:
         self.directory = os.fspath(check_directory(directory))
         self._memory = memory
         self._cleanup = contextlib.ExitStack()
@@ -78,7 +82,7 @@ class TestFile:
         try:
             self._preallocate(nbytes)
             with self._errors_of_the_directory():
-                written, rate = self._fill(nbytes, seconds)
+                written, rate = self._fill(nbytes, seconds, replace(DEFAULT, backend=backend))
         except BaseException:
             self.close()
             raise
@@ -155,18 +159,18 @@ class TestFile:
                 "preallocate a test file in", self.directory, None, error.errno or 0
             ) from error
 
-    def _fill(self, nbytes: int, seconds: float) -> tuple[int, float]:
+    def _fill(self, nbytes: int, seconds: float, settings: IoSettings) -> tuple[int, float]:
         """Write from the start until all is written or time is up; the bytes written, and their rate."""
         written, in_flight = 0, deque[aio.Future]()
         start = time.monotonic()
-        with self.opened(DEFAULT) as file:
+        with self.opened(settings) as file:
             self.direct = file.direct
             while written < nbytes and (written < SMALLEST or time.monotonic() - start < seconds):
                 step = min(REQUEST_BYTES, nbytes - written)
                 offset = written % (self._memory.nbytes // REQUEST_BYTES * REQUEST_BYTES)
                 in_flight.append(file.write(self._memory.part(offset, step), written))
                 written += step
-                if len(in_flight) > DEFAULT.depth:
+                if len(in_flight) > settings.depth:
                     in_flight.popleft().result()
             aio.wait_all(list(in_flight))
             rate = written / (time.monotonic() - start)

@@ -116,9 +116,9 @@ def _sweep(
     memory = Memory(max(SMALLEST, min(_IN_FLIGHT, machine.memory().usable // 8) // SMALLEST * SMALLEST))
     with contextlib.ExitStack() as cleanup:
         files = []
-        for path, nbytes in zip(paths, sizes, strict=True):
+        for path, nbytes, names in zip(paths, sizes, backends, strict=True):
             progress(f"writing {format_size(nbytes)} in {path}")
-            file = TestFile(path, nbytes, memory, seconds=_FILL_SECONDS / len(paths))
+            file = TestFile(path, nbytes, memory, seconds=_FILL_SECONDS / len(paths), backend=names[0])
             files.append(cleanup.enter_context(file))
         disks = tuple(
             sweep_disk(file, names, effort, seconds=alone, bytes_in_flight=memory.nbytes, progress=progress)
