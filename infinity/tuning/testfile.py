@@ -137,8 +137,8 @@ class TestFile:
             while True:
                 if self._position + nbytes > self.nbytes:
                     self._position = 0
-                yield self._position
                 self._position += nbytes
+                yield self._position - nbytes
 
         return issue(file, mode, nbytes, places(), self._memory)
 
