@@ -14,7 +14,7 @@ from infinity.tuning.search import Halving, best_of, choose, grid, median_rate, 
 from infinity.tuning.sweep import MODES, QUICK, THOROUGH
 
 MIB = 1 << 20
-POINTS = grid(("io_uring", "libaio", "threads"), QUICK.blocks, QUICK.depths, 64 * MIB)
+POINTS = grid(("io_uring", "libaio", "threads"), QUICK.blocks, QUICK.depths, 128 * MIB)
 
 
 class Disk:

@@ -15,8 +15,9 @@ MODES = ("read", "write", "mixed")
 Progress = Callable[[str], None]
 """Called before each trial with what is tried."""
 
-_LATENCY = 0.032
-"""Seconds. By Little's law, bytes in flight are rate x latency: no disk needs more than this much of them."""
+_LATENCY = 0.064
+"""Seconds. By Little's law, bytes in flight are rate x latency: a disk that nobody else uses needs far less
+of them than this, but of one that is shared a deeper queue gets a larger share."""
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
 
@@ -35,8 +36,8 @@ class Effort:
 
 QUICK = Effort(
     seconds=40.0,
-    blocks=(256 << 10, 1 << 20, 4 << 20, 8 << 20),
-    depths=(4, 8, 16, 32, 64),
+    blocks=(256 << 10, 1 << 20, 2 << 20, 4 << 20),
+    depths=(8, 16, 32, 64),
     slice_seconds=0.05,
 )
 THOROUGH = Effort(
