@@ -60,6 +60,8 @@ class Result:
     ours_gb_s: float
     best: FioPoint
     best_gb_s: float
+    same_gb_s: float | None
+    """fio with the settings that ours is tuned to, one job: tells the choice from the engine."""
     contenders: dict[str, float]
     """fio's best points of the sweep -> GB/s in turns with ours."""
 
@@ -90,6 +92,8 @@ def fio_rate(
         "--invalidate=0",
         "--output-format=json",
     ]
+    if point.engine == "io_uring":
+        command += ["--registerfiles=1", "--fixedbufs=1"]  # as ours
     if runtime is not None:
         command += ["--time_based", f"--runtime={round(runtime * 1000)}ms"]
     # Has malloc ask for huge pages, as ours are (glibc >= 2.35).
@@ -140,7 +144,9 @@ def in_turns(
     """Ours as tuned and fio's best points, a run each a round, in a new order each round."""
     mode = case.mode
     order = random.Random(1)
-    rates: dict[FioPoint | None, list[float]] = {each: [] for each in [None, *contenders]}
+    same = FioPoint(case.engine, case.block, case.depth, 1)
+    points = [*contenders, *([same] if case.engine in ("io_uring", "libaio") else [])]
+    rates: dict[FioPoint | None, list[float]] = {each: [] for each in [None, *points]}
     ours = Ours(case, path)
     try:
         ours.turn(case, arguments.size)  # nobody's first touch counts
@@ -153,7 +159,7 @@ def in_turns(
     finally:
         ours.close()
     medians = {each: statistics.median(found) for each, found in rates.items()}
-    best = max(contenders, key=medians.__getitem__)
+    best = max(points, key=medians.__getitem__)
     ratios = [mine / limit for mine, limit in zip(rates[None], rates[best], strict=True)]
     return Result(
         mode=mode,
@@ -162,6 +168,7 @@ def in_turns(
         ours_gb_s=medians[None] / 1e9,
         best=best,
         best_gb_s=medians[best] / 1e9,
+        same_gb_s=medians[same] / 1e9 if same in medians else None,
         contenders={str(each): round(medians[each] / 1e9, 3) for each in contenders},
     )
 
@@ -236,10 +243,11 @@ def compare(fio: str, path: Path, arguments: argparse.Namespace) -> dict[str, ob
         case = Case(tuned.backend, mode, tuned.block_bytes, tuned.depth, huge_pages=True)
         result = in_turns(fio, case, best, path, arguments)
         results.append(result)
+        same = "" if result.same_gb_s is None else f"  fio as tuned {result.same_gb_s:5.2f} GB/s"
         spread = f"{min(result.ratios):.2f} to {max(result.ratios):.2f}"
         print(
             f"{mode:5}  tuned {result.ours_gb_s:5.2f} GB/s  best of fio {result.best_gb_s:5.2f} GB/s "
-            f"({result.best})  ratio {result.ratio:.3f} ({spread})",
+            f"({result.best})  ratio {result.ratio:.3f} ({spread}){same}",
             flush=True,
         )
     return {
