@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import platform
 import time
@@ -14,11 +13,18 @@ from typing import Any
 
 import torch
 
+from infinity.cache import cache_file, read_json, write_json
 from infinity.predict import Bandwidths
 from infinity.profile import disk_speed, link_speed, stream_speed
 
-_DISK_BYTES = 128 << 20
-"""Of all paths together; on a virtual disk, 32 MiB went at the speed of a burst."""
+_DISK_BYTES = 1 << 30
+"""Of all paths together, at most. On a virtual disk, 32 MiB went at the speed of a burst; and a file that is
+smaller than what the probe moves is read again and again, perhaps from a cache below."""
+_DISK_SHARE = 8
+"""A path's file is no larger than its budget divided by this, unless that is less than 128 MiB."""
+_DISK_LEAST = 128 << 20
+_FILL_SECONDS = 1.0
+"""Of writing the files of all paths once, about; slower disks are probed on smaller files."""
 _DISK_SECONDS = 0.6
 """Of all three probes of all paths together, about; the file is written once before them."""
 _DISK_EXPIRES = 300.0
@@ -30,8 +36,7 @@ _MATMUL_SECONDS = 0.2
 
 def cache_path() -> Path:
     """Where figures are kept: $XDG_CACHE_HOME/infinity/profile.json, by default under ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "infinity" / "profile.json"
+    return cache_file("profile.json")
 
 
 def measure_bandwidths(
@@ -43,13 +48,13 @@ def measure_bandwidths(
 ) -> Bandwidths:
     """Bandwidths for these directories (bytes that may be used in each), this device and this dtype.
 
-    What the cache does not know is probed, in about 1.5 s altogether, and added to it: a disk's figures for
+    What the cache does not know is probed, in about 2 s altogether, and added to it: a disk's figures for
     five minutes of `clock` (seconds), others until the file is removed. Raises StorageError for a directory
     that cannot be written.
     """
     figures = _Cache(clock)
     disks = [
-        figures.get(f"disk {path}", functools.partial(_disk, path, limit, len(nvme)), expires=_DISK_EXPIRES)
+        figures.get(_disk_name(path), functools.partial(_disk, path, limit, len(nvme)), expires=_DISK_EXPIRES)
         for path, limit in nvme.items()
     ]
     total = {key: sum(disk[key] for disk in disks) if disks else None for key in ("read", "write", "mixed")}
@@ -60,7 +65,7 @@ def measure_bandwidths(
     flops = figures.get(f"flops {where} {compute_dtype}", lambda: {"rate": _flops(device, compute_dtype)})
     link = None
     if device.type == "cuda":
-        link = figures.get(f"link {where}", lambda: {"rate": _link(device)})["rate"]
+        link = figures.get(_link_name(device), lambda: {"rate": _link(device)})["rate"]
     figures.save()
     return Bandwidths(
         disk_read=total["read"],
@@ -72,6 +77,38 @@ def measure_bandwidths(
     )
 
 
+def keep(
+    disks: Mapping[str, Mapping[str, float]],
+    *,
+    stream: float,
+    link: float | None = None,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Put figures that were measured elsewhere (bytes per second) in the cache, as if they were probed now.
+
+    disks: "read", "write" and "mixed" of each directory. link: of the current CUDA device. Of memory and the
+    link the faster figure stays, since it lasts, and others at work only slow it down.
+    """
+    figures = _Cache(clock)
+    for path, rates in disks.items():
+        figures.put(_disk_name(path), rates)
+    lasting = {"stream": stream}
+    if link is not None:
+        lasting[_link_name(torch.device("cuda"))] = link
+    for what, rate in lasting.items():
+        known = figures.get(what, functools.partial(dict, rate=rate))["rate"]
+        figures.put(what, {"rate": max(rate, known)})
+    figures.save()
+
+
+def _disk_name(path: str) -> str:
+    return f"disk {os.path.realpath(path)}"
+
+
+def _link_name(device: torch.device) -> str:
+    return f"link {torch.cuda.get_device_name(device)}"
+
+
 class _Cache:
     """The file of figures of this host. One that cannot be read or written costs a probe, not an error."""
 
@@ -81,7 +118,7 @@ class _Cache:
         self._changed = False
         self._figures: dict[str, dict[str, float]] = {}
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(self._path.read_text())
+            found = read_json(self._path)
             entries = found.items() if isinstance(found, dict) else ()
             self._figures = {key: figures for key, figures in entries if _is_figures(figures)}
 
@@ -89,21 +126,25 @@ class _Cache:
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
     ) -> dict[str, float]:
         """The figures of `what`, probed if there are none or they are `expires` seconds old."""
-        key = f"{platform.node()} {what}"  # home directories are shared between machines
-        found, now = self._figures.get(key), self._clock()
+        found, now = self._figures.get(_key(what)), self._clock()
         if found is None or (expires is not None and not 0 <= now - found.get("at", 0.0) < expires):
-            found = self._figures[key] = {**probe(), "at": now}
-            self._changed = True
+            found = self.put(what, probe())
+        return found
+
+    def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
+        """Replace the figures of `what`: they are of now."""
+        self._changed = True
+        found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found
 
     def save(self) -> None:
-        if not self._changed:
-            return
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self._figures, indent=1))
-            temporary.replace(self._path)
+        """Write the file, if anything in it is new."""
+        if self._changed:
+            write_json(self._path, self._figures)
+
+
+def _key(what: str) -> str:
+    return f"{platform.node()} {what}"  # home directories are shared between machines
 
 
 def _is_figures(found: Any) -> bool:
@@ -111,8 +152,14 @@ def _is_figures(found: Any) -> bool:
 
 
 def _disk(path: str, limit: int, paths: int) -> dict[str, float]:
-    nbytes = min(limit, _DISK_BYTES // paths) // 4096 * 4096
-    speed = disk_speed(path, nbytes=max(4096, nbytes), seconds=_DISK_SECONDS / 3 / paths)
+    span = min(_DISK_BYTES, max(_DISK_LEAST, limit // _DISK_SHARE))
+    nbytes = min(limit, span // paths) // 4096 * 4096
+    speed = disk_speed(
+        path,
+        nbytes=max(4096, nbytes),
+        seconds=_DISK_SECONDS / 3 / paths,
+        fill_seconds=_FILL_SECONDS / paths,
+    )
     return {"read": speed.read, "write": speed.write, "mixed": speed.mixed}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import statistics
 import tempfile
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers, aio, cpu_adam
 from infinity.errors import storage_error
+from infinity.settings import open_engine
 
 _STREAM_ELEMENTS = 16 << 20
 _TRANSFER_BYTES = 16 << 20
@@ -76,13 +79,20 @@ def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) ->
 
 
 def disk_speed(
-    directory: str | os.PathLike[str], *, nbytes: int = 128 << 20, seconds: float = 0.5, backend: str = "auto"
+    directory: str | os.PathLike[str],
+    *,
+    nbytes: int = 128 << 20,
+    seconds: float = 0.5,
+    fill_seconds: float = math.inf,
+    backend: str = "auto",
 ) -> DiskSpeed:
     """Write, read and mix on a temporary file of `nbytes` bytes in `directory`, about `seconds` each.
 
     The file is written once before anything is timed, so that no first allocation is in the figures, and
-    it is removed. Raises StorageError and StorageFull as the engine does, ConfigError for an unknown
-    backend.
+    it is removed. What is not written after `fill_seconds` is left out. Its bytes are random: a disk may find
+    zeros, or what compresses, less work. Engine, block size and depth are those of
+    `infinity.settings.open_engine`. Raises StorageError and StorageFull as the engine does, ConfigError for
+    an unknown backend.
     """
     try:
         descriptor, path = tempfile.mkstemp(prefix="infinity-profile-", dir=directory)
@@ -95,18 +105,23 @@ def disk_speed(
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             raise storage_error("preallocate", path, None, error.errno or 0) from error
-        engine = cleanup.enter_context(aio.Engine(directory, backend=backend))
+        engine = cleanup.enter_context(open_engine(directory, backend=backend))
         file = cleanup.enter_context(engine.open(path))
-        return _measure_disk(file, engine.facts.backend, nbytes, seconds)
+        return _measure_disk(file, engine.facts.backend, nbytes, seconds, fill_seconds)
 
 
 _Request = Callable[[tuple[int, int, object], int], aio.Future]
 
 
-def _measure_disk(file: aio.File, backend: str, nbytes: int, seconds: float) -> DiskSpeed:
+def _measure_disk(
+    file: aio.File, backend: str, nbytes: int, seconds: float, fill_seconds: float
+) -> DiskSpeed:
     lease_bytes = min(nbytes, _TRANSFER_BYTES)
     # Huge, as an arena's pages are: a request over base pages has more segments, and a disk half the speed.
     region = _tiers.map_host(nbytes=2 * lease_bytes, huge_pages=True, populate=True)
+    lease = _tiers.Pool(region, 0, region.nbytes, 4096).lease(region.nbytes, 0.0)
+    assert isinstance(lease, _tiers.Lease)
+    from_dlpack(lease.to_dlpack()).view(torch.int64).random_()
     buffers = [(region.address + index * lease_bytes, lease_bytes, region) for index in range(2)]
     offsets = range(0, nbytes - lease_bytes + 1, lease_bytes)
 
@@ -125,13 +140,28 @@ def _measure_disk(file: aio.File, backend: str, nbytes: int, seconds: float) -> 
         aio.wait_all(list(in_flight))
         return moved / (time.perf_counter() - start)
 
-    aio.wait_all([file.write(buffers[0], offset) for offset in offsets])
+    offsets = offsets[: _fill(lambda offset: file.write(buffers[0], offset), offsets, fill_seconds)]
     return DiskSpeed(
         write=rate(seconds, file.write),
         read=rate(seconds, file.read),
         mixed=rate(seconds, file.read, file.write),
         backend=backend,
     )
+
+
+def _fill(write: Callable[[int], aio.Future], offsets: range, seconds: float) -> int:
+    """Write at the offsets in turn, one at least, until time is up; how many were written."""
+    in_flight = deque[aio.Future]()
+    start, done = time.perf_counter(), 0
+    for offset in offsets:
+        if done and time.perf_counter() - start >= seconds:
+            break
+        in_flight.append(write(offset))
+        done += 1
+        if len(in_flight) > _REQUESTS_IN_FLIGHT:
+            in_flight.popleft().result()
+    aio.wait_all(list(in_flight))
+    return done
 
 
 def _seconds(work: Callable[[], object]) -> float:

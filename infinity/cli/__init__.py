@@ -15,9 +15,10 @@ from infinity import __version__
 from infinity.cli import doctor as doctor
 from infinity.cli import plan as plan
 from infinity.cli import train as train
+from infinity.cli import tune as tune
 from infinity.errors import BudgetError, ConfigError, InfinityError
 
-COMMANDS = (train, plan, doctor)
+COMMANDS = (train, plan, tune, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from infinity import aio, cpu_adam, machine
+from infinity import cpu_adam, machine
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError
 from infinity.lm.batches import Batches
@@ -21,6 +21,7 @@ from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
 from infinity.plan import Plan
 from infinity.planning import plan
+from infinity.settings import open_engine
 from infinity.shortage import format_count
 from infinity.tiers.tier import usable_device
 
@@ -216,6 +217,6 @@ def _describe_engines(budget: Budget) -> list[str]:
     """The I/O engine of each kind that the directories get."""
     found = []
     for path in budget.nvme_bytes:
-        with aio.Engine(path) as engine:
+        with open_engine(path) as engine:
             found.append(engine.facts.backend)
     return list(dict.fromkeys(found))

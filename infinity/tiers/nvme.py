@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from infinity import _tiers
-from infinity.aio import Engine, Faults, Future, Stats, Volume
+from infinity.aio import Faults, Future, Stats, Volume
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.profile import disk_speed
+from infinity.settings import open_engine, tuned_shares
 from infinity.tiers.arena import HostArena
 from infinity.tiers.slab import Slab, check_directory
 from infinity.tiers.striping import choose_striping
@@ -73,11 +74,13 @@ class NvmeTier:
 
     budgets: the most bytes per directory; each directory should be on a device of its own. nbytes: what is
     needed in all, which is what the files are preallocated for. Several paths are striped in proportion to
-    `speeds` (bytes per second of each, in the order of `budgets`; by default measured now, some two seconds
-    per path), as far as their budgets allow. A path whose share comes out as nothing gets no file.
+    `speeds` (bytes per second of each, in the order of `budgets`; by default as `infinity tune` found, else
+    measured now, some two seconds per path), as far as their budgets allow. A path whose share comes out as
+    nothing gets no file.
 
-    backend, depth, block_bytes, faults: see infinity.aio.Engine. A context manager; closing it waits for what
-    is in flight, cancels what is queued and removes the files.
+    backend, depth, block_bytes, faults: see infinity.aio.Engine; by default as `infinity tune` found for each
+    path. A context manager; closing it waits for what is in flight, cancels what is queued and removes the
+    files.
 
     Raises BudgetError where the budgets cannot hold `nbytes`, StorageFull and StorageError as `Slab` does;
     nothing is left behind then.
@@ -94,8 +97,8 @@ class NvmeTier:
         speeds: Sequence[float] | None = None,
         stripe_bytes: int = STRIPE_BYTES,
         backend: str = "auto",
-        depth: int = 32,
-        block_bytes: int = 4 << 20,
+        depth: int | None = None,
+        block_bytes: int | None = None,
         faults: Faults | None = None,
     ) -> None:
         if not budgets:
@@ -108,7 +111,9 @@ class NvmeTier:
         if speeds is None:
             speeds = [1.0] * len(paths)
             if len(paths) > 1 and 0 < wanted <= sum(limits):
-                speeds = [_probe(path, min(limit, wanted)) for path, limit in zip(paths, limits, strict=True)]
+                speeds = tuned_shares(paths) or [
+                    _probe(path, min(limit, wanted)) for path, limit in zip(paths, limits, strict=True)
+                ]
         self.striping = choose_striping(wanted, limits, speeds, stripe_bytes)
         sizes = self.striping.path_bytes(wanted)
         self.budget = sum(sizes)
@@ -123,7 +128,7 @@ class NvmeTier:
             ]
             self.engines = [
                 cleanup.enter_context(
-                    Engine(
+                    open_engine(
                         slab.directory, backend=backend, depth=depth, block_bytes=block_bytes, faults=faults
                     )
                 )

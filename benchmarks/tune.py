@@ -1,0 +1,284 @@
+"""What `infinity tune` chooses against the best of an exhaustive sweep of fio, on the same file.
+
+fio tries every engine, block size, depth and number of jobs, in passes of new order each; the points that
+come out best are then run in turns with our engine as tuned. A maximum of many noisy figures is too high, so
+only what the best points reach in those turns counts: the ratio of a mode is the median over rounds of ours
+over the turn, in the same round, of that point of fio that is best in the median.
+
+    python benchmarks/tune.py --directory /mnt/nvme0
+    python benchmarks/tune.py --directory /tmp --quick --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from aio import MODES, Case, Ours, written_file
+from machine_facts import machine_facts
+
+from infinity import aio
+from infinity.settings import IoSettings
+from infinity.tuning.sweep import QUICK, sweep_disk
+from infinity.tuning.testfile import SMALLEST, Memory, TestFile
+from infinity.tuning.tune import Tuning, tune
+
+GOAL = 0.95
+
+
+@dataclass(frozen=True)
+class FioPoint:
+    """What one run of fio does."""
+
+    engine: str
+    block: int
+    depth: int
+    jobs: int
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.block >> 10} KiB x {self.depth} x {self.jobs} job(s)"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One mode. Rates are medians over rounds, in GB/s; `ratio` is ours over the best of fio's."""
+
+    mode: str
+    ratio: float
+    ratios: list[float]
+    ours_gb_s: float
+    best: FioPoint
+    best_gb_s: float
+    same_gb_s: float | None
+    """fio with the settings that ours is tuned to, one job: tells the choice from the engine."""
+    contenders: dict[str, float]
+    """fio's best points of the sweep -> GB/s in turns with ours."""
+
+
+def fio_rate(
+    fio: str, point: FioPoint, mode: str, path: Path, nbytes: int, *, runtime: float | None
+) -> float:
+    """Bytes per second of one run: over all of the file once, or for `runtime` seconds."""
+    share = nbytes // point.jobs // point.block * point.block
+    command = [
+        fio,
+        "--name=limit",
+        f"--filename={path}",
+        f"--ioengine={point.engine}",
+        f"--rw={'rw' if mode == 'mixed' else mode}",
+        f"--bs={point.block}",
+        f"--iodepth={point.depth}",
+        f"--numjobs={point.jobs}",
+        f"--size={share}",
+        f"--offset_increment={share}",
+        "--rwmixread=50",
+        "--direct=1",
+        "--thread",
+        "--group_reporting",
+        "--gtod_reduce=1",
+        "--scramble_buffers=0",
+        "--fallocate=none",
+        "--invalidate=0",
+        "--output-format=json",
+    ]
+    if point.engine == "io_uring":
+        command += ["--registerfiles=1", "--fixedbufs=1"]  # as ours
+    if runtime is not None:
+        command += ["--time_based", f"--runtime={round(runtime * 1000)}ms"]
+    # Has malloc ask for huge pages, as ours are (glibc >= 2.35).
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    job = json.loads(done[done.index("{") :])["jobs"][0]
+    milliseconds = max(1, job["read"]["runtime"], job["write"]["runtime"])
+    return (job["read"]["io_bytes"] + job["write"]["io_bytes"]) / milliseconds * 1000
+
+
+def fio_points(arguments: argparse.Namespace) -> list[FioPoint]:
+    """The whole grid, as far as the file has room for every job."""
+    return [
+        FioPoint(engine, block, depth, jobs)
+        for engine in arguments.engine
+        for block in arguments.block
+        for depth in arguments.depth
+        for jobs in arguments.jobs
+        if block * depth * jobs <= min(arguments.in_flight, arguments.size // 2)
+    ]
+
+
+def exhaustive(
+    fio: str, points: list[FioPoint], path: Path, arguments: argparse.Namespace
+) -> dict[str, dict[FioPoint, float]]:
+    """Mode -> point -> bytes per second: the median over passes."""
+    order = random.Random(0)
+    rates: dict[str, dict[FioPoint, list[float]]] = {mode: {} for mode in MODES}
+    for number in range(arguments.passes):
+        for point in order.sample(points, len(points)):
+            for mode in MODES:
+                rate = fio_rate(fio, point, mode, path, arguments.size, runtime=arguments.slice)
+                rates[mode].setdefault(point, []).append(rate)
+        print(f"fio: pass {number + 1} of {arguments.passes} over {len(points)} points", file=sys.stderr)
+    return {
+        mode: {point: statistics.median(found) for point, found in of_mode.items()}
+        for mode, of_mode in rates.items()
+    }
+
+
+def in_turns(
+    fio: str,
+    case: Case,
+    contenders: list[FioPoint],
+    path: Path,
+    arguments: argparse.Namespace,
+) -> Result:
+    """Ours as tuned and fio's best points, a run each a round, in a new order each round."""
+    mode = case.mode
+    order = random.Random(1)
+    same = FioPoint(case.engine, case.block, case.depth, 1)
+    points = [*contenders, *([same] if case.engine in ("io_uring", "libaio") else [])]
+    rates: dict[FioPoint | None, list[float]] = {each: [] for each in [None, *points]}
+    ours = Ours(case, path)
+    try:
+        ours.turn(case, arguments.size)  # nobody's first touch counts
+        for _ in range(arguments.rounds):
+            for each in order.sample(list(rates), len(rates)):
+                if each is None:
+                    rates[each].append(ours.turn(case, arguments.size).bytes_per_second)
+                else:
+                    rates[each].append(fio_rate(fio, each, mode, path, arguments.size, runtime=None))
+    finally:
+        ours.close()
+    medians = {each: statistics.median(found) for each, found in rates.items()}
+    best = max(points, key=medians.__getitem__)
+    ratios = [mine / limit for mine, limit in zip(rates[None], rates[best], strict=True)]
+    return Result(
+        mode=mode,
+        ratio=statistics.median(ratios),
+        ratios=[round(ratio, 3) for ratio in ratios],
+        ours_gb_s=medians[None] / 1e9,
+        best=best,
+        best_gb_s=medians[best] / 1e9,
+        same_gb_s=medians[same] / 1e9 if same in medians else None,
+        contenders={str(each): round(medians[each] / 1e9, 3) for each in contenders},
+    )
+
+
+@contextlib.contextmanager
+def own_cache() -> Iterator[None]:
+    """What is found here is kept nowhere."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        try:
+            yield
+        finally:
+            del os.environ["XDG_CACHE_HOME"]
+            if before is not None:
+                os.environ["XDG_CACHE_HOME"] = before
+
+
+def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str, object]]:
+    """What `infinity tune` chooses in the directory, and its figures."""
+    directory = os.fspath(arguments.directory)
+    if arguments.quick:
+        with TestFile(directory, arguments.size, Memory(SMALLEST)) as file:
+            names = [backend.name for backend in aio.probe(directory).backends if backend.ok]
+            found = sweep_disk(
+                file, names, QUICK, seconds=0.5, bytes_in_flight=SMALLEST, progress=lambda what: None
+            )
+        return found.chosen.settings, asdict(found.chosen)
+    with own_cache():
+        tuning: Tuning = tune([directory], size=arguments.size, thorough=arguments.thorough)
+    (disk,) = tuning.disks
+    return disk.chosen.settings, asdict(disk.chosen) | {"seconds": tuning.seconds}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the device")
+    parser.add_argument("--size", type=int, default=2 << 30, help="bytes of the file (default 2 GiB)")
+    parser.add_argument(
+        "--engine", nargs="+", default=["io_uring", "libaio"], choices=["io_uring", "libaio", "psync"]
+    )
+    parser.add_argument(
+        "--block", nargs="+", type=int, default=[1 << power for power in (18, 20, 21, 22, 24)]
+    )
+    parser.add_argument("--depth", nargs="+", type=int, default=[1, 4, 16, 32, 64])
+    parser.add_argument("--jobs", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--in-flight", type=int, default=256 << 20, help="bytes, at most")
+    parser.add_argument("--slice", type=float, default=0.25, help="seconds of one run in the sweep")
+    parser.add_argument("--passes", type=int, default=2, help="of fio over all points")
+    parser.add_argument("--best", type=int, default=4, help="points of fio that meet ours")
+    parser.add_argument("--rounds", type=int, default=11, help="of turns per mode")
+    parser.add_argument("--thorough", action="store_true", help="of infinity tune")
+    parser.add_argument("--quick", action="store_true", help="some seconds: shows that it runs")
+    parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.size, arguments.passes, arguments.rounds, arguments.best = SMALLEST, 1, 1, 1
+        arguments.block, arguments.depth, arguments.jobs = [1 << 20], [4], [1]
+        arguments.slice = 0.02
+    return arguments
+
+
+def compare(fio: str, path: Path, arguments: argparse.Namespace) -> dict[str, object]:
+    written_file(path, arguments.size)
+    points = fio_points(arguments)
+    swept = exhaustive(fio, points, path, arguments)
+    tuned, figures = tuned_settings(arguments)
+    print(f"tuned: {tuned.backend} {tuned.block_bytes >> 10} KiB x {tuned.depth}")
+    results = []
+    for mode in MODES:
+        best = sorted(points, key=swept[mode].__getitem__, reverse=True)[: arguments.best]
+        case = Case(tuned.backend, mode, tuned.block_bytes, tuned.depth, huge_pages=True)
+        result = in_turns(fio, case, best, path, arguments)
+        results.append(result)
+        same = "" if result.same_gb_s is None else f"  fio as tuned {result.same_gb_s:5.2f} GB/s"
+        spread = f"{min(result.ratios):.2f} to {max(result.ratios):.2f}"
+        print(
+            f"{mode:5}  tuned {result.ours_gb_s:5.2f} GB/s  best of fio {result.best_gb_s:5.2f} GB/s "
+            f"({result.best})  ratio {result.ratio:.3f} ({spread}){same}",
+            flush=True,
+        )
+    return {
+        "facts": machine_facts(),
+        "fio_points": len(points),
+        "bytes": arguments.size,
+        "goal": GOAL,
+        "tuned": figures,
+        "results": [asdict(result) for result in results],
+        "sweep": {
+            mode: {str(point): round(rate / 1e9, 3) for point, rate in of_mode.items()}
+            for mode, of_mode in swept.items()
+        },
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    fio = shutil.which("fio")
+    if fio is None:
+        print("fio is not installed; it is what this benchmark compares with.", file=sys.stderr)
+        return 2
+    path = arguments.directory / f"infinity-benchmark-{os.getpid()}"
+    try:
+        report = compare(fio, path, arguments)
+    finally:
+        path.unlink(missing_ok=True)
+    if arguments.json:
+        print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

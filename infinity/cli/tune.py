@@ -1,0 +1,131 @@
+"""`infinity tune`: how the disks of this machine are best spoken to, found once and kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from infinity import __version__
+from infinity.config import format_size
+from infinity.tuning.plot import check_plot, draw
+from infinity.tuning.sweep import MODES, DiskSweep, Measured
+from infinity.tuning.tune import Tuning, tune
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `tune` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "tune",
+        help="find the I/O engine, block size and depth that suit each disk, and keep them",
+        description="Try I/O engines, block sizes, depths and threads in turn on a file that is removed "
+        "again; with several paths also how these share the bytes. What is found is kept in the user's "
+        "cache, and used by plan, train and all I/O. Takes under a minute.",
+    )
+    parser.add_argument(
+        "--path",
+        action="append",
+        metavar="DIR",
+        help="a directory that may hold pages (repeatable; default: the current one)",
+    )
+    parser.add_argument(
+        "--size",
+        help="bytes of the test file of each path, such as 8GiB (default: 2GiB, or half of what is free)",
+    )
+    parser.add_argument("--thorough", action="store_true", help="a finer grid, and longer: some four minutes")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="a picture of the sweep, .png or .svg (needs matplotlib)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tune and print. Returns 0; what cannot be tried is an error."""
+    if options.plot is not None:
+        check_plot(options.plot)
+    console = Console(stderr=options.json)
+    columns = (
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        found = tune(
+            options.path or [os.getcwd()],
+            thorough=options.thorough,
+            size=options.size,
+            report=lambda done, what: bar.update(task, completed=done, description=escape(what)),
+        )
+    _print(console, found)
+    if options.plot is not None:
+        draw(found, options.plot)
+        console.print(f"plot: {escape(options.plot)}", highlight=False, soft_wrap=True)
+    if options.json:
+        print(json.dumps({"infinity": __version__, **asdict(found)}))
+    return 0
+
+
+def _print(console: Console, found: Tuning) -> None:
+    for disk in found.disks:
+        console.print(_table(disk), "")
+    if found.stripes is not None:
+        _print_stripes(console, found)
+    lines = [f"memory: {found.stream / 1e9:.1f} GB/s read and written in place"]
+    if found.link is not None:
+        lines.append(
+            f"device link: {found.link.to_device / 1e9:.1f} GB/s to the device, "
+            f"{found.link.to_host / 1e9:.1f} GB/s back"
+        )
+    if found.note is not None:
+        lines.append(found.note)
+    kept = "kept in" if found.saved else "NOT kept, for this user cannot write"
+    lines.append(f"done in {found.seconds:.0f} s · {kept} {found.profile}")
+    for line in lines:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _table(disk: DiskSweep) -> Table:
+    """The choice, and what would be best for each mode alone."""
+    how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
+    title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
+    for name in ("", "engine", "block", "depth", *(f"{mode} GB/s" for mode in MODES)):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for mode in MODES:
+        table.add_row(f"best {mode}", *_cells(disk.best[mode]))
+    table.add_row("chosen", *_cells(disk.chosen), style="bold")
+    return table
+
+
+def _cells(found: Measured) -> list[str]:
+    settings = found.settings
+    rates = [f"{getattr(found, mode) / 1e9:.2f}" for mode in MODES]
+    return [settings.backend, format_size(settings.block_bytes), str(settings.depth), *rates]
+
+
+def _print_stripes(console: Console, found: Tuning) -> None:
+    stripes = found.stripes
+    assert stripes is not None
+    table = Table(title="all paths together", title_justify="left", box=None, pad_edge=False)
+    for name in ("path", "share"):
+        table.add_column(name, justify="left" if name == "path" else "right", no_wrap=True)
+    for path, share in zip(stripes.paths, stripes.shares, strict=True):
+        table.add_row(escape(path), f"{share:.0%}")
+    rates = ", ".join(f"{mode} {getattr(stripes, mode) / 1e9:.2f}" for mode in MODES)
+    console.print(table, f"{rates} GB/s", "", highlight=False)
+    for one, other in found.shared:
+        console.print(
+            escape(f"{one} and {other} are on one device: striping over both brings nothing."),
+            highlight=False,
+            soft_wrap=True,
+        )

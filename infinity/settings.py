@@ -1,0 +1,229 @@
+"""How each disk is best spoken to: found by `infinity tune`, kept in the user's cache, used by all I/O."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infinity import machine
+from infinity.aio import BACKENDS, Engine, Faults
+from infinity.cache import cache_file, read_json, write_json
+from infinity.errors import ConfigError
+
+FORMAT = 1
+"""Of the file. One of another format is ignored."""
+
+_LARGEST_BLOCK = 1 << 30
+_DEEPEST = 4096
+_AND = " + "
+
+
+@dataclass(frozen=True, order=True)
+class IoSettings:
+    """How an engine is made."""
+
+    backend: str
+    """One of `infinity.aio.BACKENDS`, or "auto"."""
+    block_bytes: int
+    """Requests are cut into blocks of this size."""
+    depth: int
+    """Blocks in flight; for the threads backend also the number of threads, up to 16."""
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return self.block_bytes * self.depth
+
+
+DEFAULT = IoSettings("auto", 4 << 20, 32)
+"""Of a disk that was never tuned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskProfile:
+    """What `infinity tune` found for one disk. Rates are bytes per second with these settings, that day."""
+
+    settings: IoSettings
+    path: str
+    """The directory where it was measured."""
+    read: float
+    write: float
+    mixed: float
+    at: str
+    """When, in ISO 8601, UTC."""
+    facts: Mapping[str, Any]
+    """The machine: processor, CPUs, memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StripeProfile:
+    """Shares of several disks together, as `infinity.tiers.striping.choose_striping` takes speeds."""
+
+    shares: tuple[float, ...]
+    mixed: float
+    """Bytes per second of all together."""
+    at: str
+
+
+def profile_path() -> Path:
+    """Where the findings of `infinity tune` are kept."""
+    return cache_file("tune.json")
+
+
+def disk_key(directory: str | os.PathLike[str]) -> str:
+    """What tells the disk under an existing directory from others: host, device, file system, kernel."""
+    device = os.stat(directory).st_dev
+    where = f"{os.major(device)}:{os.minor(device)}"
+    return f"{platform.node()} {where} {machine.file_system(directory)} Linux {machine.kernel()}"
+
+
+def now() -> str:
+    """The present moment as profiles write it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+class Profile:
+    """The file of findings. One that is absent or cannot be used is empty; `note` says why it cannot."""
+
+    def __init__(self) -> None:
+        self.path = profile_path()
+        self.note: str | None = None
+        """Why the file is ignored."""
+        self._disks: dict[str, Any] = {}
+        self._stripes: dict[str, Any] = {}
+        try:
+            found = read_json(self.path)
+            if found["format"] != FORMAT:
+                raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")
+            disks, stripes = dict(found["disks"]), dict(found["stripes"])
+            for entry in disks.values():
+                _disk_profile(entry)
+            for key, entry in stripes.items():
+                if len(_stripe_profile(entry).shares) != len(key.split(_AND)):
+                    raise ValueError("it has shares of other disks")
+            self._disks, self._stripes = disks, stripes
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.note = f"The profile {self.path} is ignored: {error.strerror}."
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = str(error) if isinstance(error, ValueError) else "it is not what infinity tune writes"
+            self.note = f"The profile {self.path} is ignored ({reason}). Run infinity tune again."
+
+    def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
+        """The findings for the disk under an existing directory, if any."""
+        entry = self._disks.get(disk_key(directory))
+        return None if entry is None else _disk_profile(entry)
+
+    def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
+        """The findings for the disks under these directories together, shares in this order, if any."""
+        key, order = _key_of_all(directories)
+        if key not in self._stripes:
+            return None
+        found = _stripe_profile(self._stripes[key])
+        shares = [0.0] * len(order)
+        for place, share in zip(order, found.shares, strict=True):
+            shares[place] = share
+        return replace(found, shares=tuple(shares))
+
+    def keep_disk(self, directory: str | os.PathLike[str], found: DiskProfile) -> None:
+        """Replace the findings for a disk; `save` makes it last."""
+        self._disks[disk_key(directory)] = asdict(found)
+
+    def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
+        """Replace the findings for several disks together; `save` makes it last."""
+        key, order = _key_of_all(directories)
+        self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
+
+    def save(self) -> bool:
+        """Write the file at once; False where the system refuses."""
+        return write_json(self.path, {"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
+
+
+def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
+    """What to use for an existing directory: as tuned, or the default.
+
+    INFINITY_AIO names the engine where it is set, and findings about another one do not apply. A profile
+    that cannot be used is ignored with a warning.
+    """
+    profile = Profile()
+    if profile.note is not None:
+        warnings.warn(profile.note, RuntimeWarning, stacklevel=2)
+    try:
+        found = profile.disk(directory)
+    except OSError:  # whoever does I/O there says it better
+        return DEFAULT
+    forced = os.environ.get("INFINITY_AIO") or "auto"
+    if found is None or forced not in ("auto", found.settings.backend):
+        return DEFAULT
+    return found.settings
+
+
+def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
+    """How much each of these directories should hold, relative to the others, where that was tuned."""
+    found = Profile().stripes(directories)
+    return None if found is None else found.shares
+
+
+def open_engine(
+    directory: str | os.PathLike[str],
+    *,
+    backend: str = "auto",
+    depth: int | None = None,
+    block_bytes: int | None = None,
+    faults: Faults | None = None,
+) -> Engine:
+    """An engine for an existing directory, with `settings_for` it wherever an argument leaves the choice.
+
+    A tuned backend that does not work any more is the same as none. Raises what `Engine` raises.
+    """
+    settings = settings_for(directory)
+    if backend not in ("auto", settings.backend):
+        settings = DEFAULT
+
+    def engine(name: str, settings: IoSettings) -> Engine:
+        return Engine(
+            directory,
+            backend=name,
+            depth=settings.depth if depth is None else depth,
+            block_bytes=settings.block_bytes if block_bytes is None else block_bytes,
+            faults=faults,
+        )
+
+    if backend != "auto" or settings.backend == "auto":
+        return engine(backend, settings)
+    try:
+        return engine(settings.backend, settings)
+    except ConfigError:
+        return engine("auto", DEFAULT)
+
+
+def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
+    """The key of a set of disks, in whatever order they are given, and which of them comes when in it."""
+    keys = [disk_key(directory) for directory in directories]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return _AND.join(keys[place] for place in order), order
+
+
+def _disk_profile(entry: Any) -> DiskProfile:
+    """Raises ValueError, TypeError or KeyError for what `asdict` of one did not make."""
+    settings = IoSettings(**entry["settings"])
+    if settings.backend not in BACKENDS:
+        raise ValueError(f"it names an engine {settings.backend!r}")
+    if not 4096 <= settings.block_bytes <= _LARGEST_BLOCK or settings.block_bytes % 4096:
+        raise ValueError(f"it has blocks of {settings.block_bytes} bytes")
+    if not 1 <= settings.depth <= _DEEPEST:
+        raise ValueError(f"it has {settings.depth} blocks in flight")
+    return DiskProfile(**{**entry, "settings": settings})
+
+
+def _stripe_profile(entry: Any) -> StripeProfile:
+    shares = tuple(float(share) for share in entry["shares"])
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise ValueError(f"it has shares of {list(shares)}")
+    return StripeProfile(**{**entry, "shares": shares})

@@ -1,0 +1,211 @@
+"""Tuning: every path swept, several together, memory and the link measured, and what was found kept."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity import aio, bandwidths, machine
+from infinity.config import Size, format_size, parse_size
+from infinity.errors import ConfigError, StorageFull
+from infinity.profile import LinkSpeed, link_speed, stream_speed
+from infinity.settings import DiskProfile, Profile, StripeProfile, now
+from infinity.tiers.arena import HostArena
+from infinity.tuning.stripes import StripeSweep, sweep_stripes
+from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, sweep_disk
+from infinity.tuning.testfile import SMALLEST, Memory, TestFile, usable_bytes
+
+_FILE_BYTES = 2 << 30
+_IN_FLIGHT = 256 << 20
+_LINK_BYTES = 256 << 20
+_STRIPES = 0.2
+"""Of the time, where there are several paths."""
+_FILL_SECONDS = 8.0
+"""Of writing all test files once, at most."""
+
+Report = Callable[[float, str], None]
+"""Called before each trial with the share that is done, from 0 to 1, and what is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Everything that one run of `infinity tune` found. Rates are bytes per second."""
+
+    disks: tuple[DiskSweep, ...]
+    stripes: StripeSweep | None
+    """None for a single path."""
+    shared: tuple[tuple[str, str], ...]
+    """Pairs of paths that are on one device, where striping brings nothing."""
+    stream: float
+    link: LinkSpeed | None
+    """None without a CUDA device."""
+    seconds: float
+    profile: str
+    """The file that holds what was found."""
+    saved: bool
+    note: str | None
+    """Why an older profile was not used and is gone."""
+
+
+def tune(
+    paths: Sequence[str],
+    *,
+    thorough: bool = False,
+    size: Size | None = None,
+    report: Report = lambda done, what: None,
+) -> Tuning:
+    """Find how to speak to the disks under these directories, and keep it for plans and all I/O.
+
+    size: bytes of each test file; by default 2 GiB, or half of what is free. It is written once and removed.
+    Raises ConfigError for directories or sizes that cannot be used and for an unknown INFINITY_AIO,
+    StorageError and StorageFull for directories that cannot hold the file; nothing is left behind then.
+    """
+    effort, start = THOROUGH if thorough else QUICK, time.monotonic()
+    sizes = _file_sizes(paths, size)
+    backends = [_backends(path) for path in paths]
+
+    def progress(what: str) -> None:
+        # Beyond the sweeps: a moment for files, memory and the link.
+        report(min(1.0, (time.monotonic() - start) / (effort.seconds + 4.0)), what)
+
+    progress("memory")
+    stream = stream_speed()
+    disks, stripes = _sweep(paths, sizes, backends, effort, progress)
+    stream = max(stream, stream_speed())  # whoever else is at work only slows it down
+    link = _link() if torch.cuda.is_available() else None
+    profile = Profile()
+    note = profile.note
+    saved = _keep(profile, disks, stripes)
+    bandwidths.keep(
+        {
+            path: {mode: getattr(disk.chosen, mode) for mode in ("read", "write", "mixed")}
+            for path, disk in zip(paths, disks, strict=True)
+        },
+        stream=stream,
+        link=None if link is None else min(link.to_device, link.to_host),
+    )
+    report(1.0, "done")
+    return Tuning(
+        disks=disks,
+        stripes=stripes,
+        shared=_shared(disks),
+        stream=stream,
+        link=link,
+        seconds=time.monotonic() - start,
+        profile=os.fspath(profile.path),
+        saved=saved,
+        note=note,
+    )
+
+
+def _sweep(
+    paths: Sequence[str],
+    sizes: Sequence[int],
+    backends: Sequence[list[str]],
+    effort: Effort,
+    progress: Progress,
+) -> tuple[tuple[DiskSweep, ...], StripeSweep | None]:
+    several = len(paths) > 1
+    alone = effort.seconds * (1 - _STRIPES if several else 1) / len(paths)
+    memory = Memory(max(SMALLEST, min(_IN_FLIGHT, machine.memory().usable // 8) // SMALLEST * SMALLEST))
+    with contextlib.ExitStack() as cleanup:
+        files = []
+        for path, nbytes, names in zip(paths, sizes, backends, strict=True):
+            progress(f"writing {format_size(nbytes)} in {path}")
+            file = TestFile(path, nbytes, memory, seconds=_FILL_SECONDS / len(paths), backend=names[0])
+            files.append(cleanup.enter_context(file))
+        disks = tuple(
+            sweep_disk(file, names, effort, seconds=alone, bytes_in_flight=memory.nbytes, progress=progress)
+            for file, names in zip(files, backends, strict=True)
+        )
+        if not several:
+            return disks, None
+        together = sweep_stripes(
+            files, disks, memory, effort, seconds=effort.seconds * _STRIPES, progress=progress
+        )
+        return disks, together
+
+
+def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
+    """Bytes of each test file, in whole MiB. Raises what `tune` raises."""
+    if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
+        raise ConfigError(f"The paths {list(paths)} are none or name one twice.", "Give each directory once.")
+    room = usable_bytes(paths)
+    if size is None:
+        for path, free in zip(paths, room, strict=True):
+            if free // 2 < SMALLEST:
+                raise StorageFull(
+                    f"{path} has {format_size(free)} free, too few for a test file.",
+                    f"Free {format_size(2 * SMALLEST)} there, or give another path.",
+                    path=path,
+                    errno=errno.ENOSPC,
+                )
+        return [min(_FILE_BYTES, free // 2) >> 20 << 20 for free in room]
+    wanted = parse_size(size, what="size") >> 20 << 20
+    if wanted < SMALLEST:
+        raise ConfigError(
+            f"A test file of {size} says nothing about a disk.",
+            f"Give --size {format_size(SMALLEST)} or more.",
+        )
+    return [wanted] * len(paths)
+
+
+def _backends(path: str) -> list[str]:
+    """The engines that work in a directory, in the order of choice; INFINITY_AIO leaves one."""
+    forced = os.environ.get("INFINITY_AIO") or "auto"
+    if forced != "auto":
+        with aio.Engine(path, backend=forced) as engine:
+            return [engine.facts.backend]
+    working = [backend for backend in aio.probe(path).backends if backend.ok]
+    if not working:
+        with aio.Engine(path) as engine:  # raises, with the reasons
+            return [engine.facts.backend]
+    direct = any(backend.direct for backend in working)
+    return [backend.name for backend in working if backend.direct or not direct]
+
+
+def _link() -> LinkSpeed:
+    with (
+        HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,
+        arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease,
+    ):
+        return link_speed(torch.device("cuda"), lease.residency())
+
+
+def _keep(profile: Profile, disks: Sequence[DiskSweep], stripes: StripeSweep | None) -> bool:
+    cpu = machine.cpu()
+    facts = {"cpu": cpu.model, "cpus": cpu.allowed, "memory": machine.memory().total}
+    at = now()
+    for disk in disks:
+        chosen = disk.chosen
+        profile.keep_disk(
+            disk.path,
+            DiskProfile(
+                settings=chosen.settings,
+                path=disk.path,
+                read=chosen.read,
+                write=chosen.write,
+                mixed=chosen.mixed,
+                at=at,
+                facts=facts,
+            ),
+        )
+    if stripes is not None:
+        profile.keep_stripes(stripes.paths, StripeProfile(shares=stripes.shares, mixed=stripes.mixed, at=at))
+    return profile.save()
+
+
+def _shared(disks: Sequence[DiskSweep]) -> tuple[tuple[str, str], ...]:
+    devices = [(disk.path, os.stat(disk.path).st_dev) for disk in disks]
+    return tuple(
+        (path, other)
+        for index, (path, device) in enumerate(devices)
+        for other, where in devices[index + 1 :]
+        if where == device
+    )

@@ -1,0 +1,171 @@
+"""The search against disks that are made up: noise, outliers, drift, too little time."""
+
+import math
+import random
+import statistics
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.settings import IoSettings
+from infinity.tuning.search import Halving, best_of, choose, grid, median_rate, scores, standing
+from infinity.tuning.sweep import MODES, QUICK, THOROUGH
+
+MIB = 1 << 20
+POINTS = grid(("io_uring", "libaio", "threads"), QUICK.blocks, QUICK.depths, 128 * MIB)
+
+
+class Disk:
+    """A disk of known speed, with a clock of its own: each trial takes 0.3 s of it."""
+
+    def __init__(self, seed: int, *, noise: float = 0.15, outliers: float = 0.03, trial: float = 0.3) -> None:
+        self.random = random.Random(seed)
+        self.noise, self.outliers, self.seconds = noise, outliers, trial
+        self.now = 0.0
+        self.tried: list[IoSettings] = []
+        self.favourite = self.random.choice((256 << 10, MIB, 4 * MIB))
+
+    def clock(self) -> float:
+        return self.now
+
+    def truth(self, settings: IoSettings) -> dict[str, float]:
+        """Queues that are too short are slow, blocks of the wrong size and threads lose some."""
+        filled = settings.bytes_in_flight / (settings.bytes_in_flight + 2 * MIB)
+        off = abs(math.log2(settings.block_bytes / self.favourite))
+        rate = 3e9 * filled * 0.92**off * (0.85 if settings.backend == "threads" else 1.0)
+        return {"read": rate, "write": 1.4 * rate, "mixed": 1.1 * rate * filled}
+
+    def trial(self, settings: IoSettings) -> Mapping[str, float]:
+        self.tried.append(settings)
+        self.now += self.seconds
+        drift = 2.0 if self.now > 20 else 1.0  # a neighbour has left
+        return {mode: rate * drift * self.luck() for mode, rate in self.truth(settings).items()}
+
+    def luck(self) -> float:
+        late = 0.15 if self.random.random() < self.outliers else 1.0
+        return late * math.exp(self.random.gauss(0, self.noise))
+
+    def halving(self, seconds: float = 40.0, **options: object) -> Halving[IoSettings]:
+        return Halving(
+            POINTS,
+            self.trial,
+            seconds=seconds,
+            finalists=4,
+            order=random.Random(1),
+            clock=self.clock,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def share_of_best(self, settings: IoSettings) -> float:
+        """The least, over modes, of the true speed relative to the best there is."""
+        best = {mode: max(self.truth(point)[mode] for point in POINTS) for mode in MODES}
+        return min(self.truth(settings)[mode] / best[mode] for mode in MODES)
+
+
+@pytest.mark.parametrize(("noise", "least"), [(0.0, 0.95), (0.05, 0.93), (0.15, 0.85)])
+def test_the_choice_is_as_good_as_noise_lets_anybody_know(noise: float, least: float) -> None:
+    found = []
+    for seed in range(60):
+        disk = Disk(seed, noise=noise, outliers=0.0 if noise == 0 else 0.03)
+        found.append(disk.share_of_best(choose(disk.halving().passes)))
+    assert statistics.median(found) >= 0.95
+    assert sorted(found)[3] >= least  # one in twenty may have been unlucky
+
+
+def test_all_are_tried_once_and_the_better_ones_more_often() -> None:
+    disk = Disk(0, noise=0.0, outliers=0.0)
+    halving = disk.halving()
+    assert set(disk.tried[: len(POINTS)]) == set(POINTS)
+    sizes = [len(found) for found in halving.passes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 4 <= sizes[-1] <= 4 + len(MODES)
+    assert sizes.count(sizes[-1]) > 4
+    assert disk.now <= 40.0 + sizes[0] * disk.seconds
+
+
+def test_the_best_of_each_mode_and_who_must_stay_are_tried_to_the_end() -> None:
+    slow = IoSettings("io_uring", 256 << 10, 4)
+    reader = IoSettings("libaio", 256 << 10, 8)
+    disk = Disk(3, noise=0.0, outliers=0.0)
+    true = disk.truth
+
+    def truth(settings: IoSettings) -> dict[str, float]:
+        return true(settings) | ({"read": 9e9, "write": 1e6, "mixed": 1e6} if settings == reader else {})
+
+    disk.truth = truth  # type: ignore[method-assign]
+    halving = disk.halving(always=[slow])
+    assert slow in halving.passes[-1]
+    assert reader in halving.passes[-1]
+    assert best_of(halving.passes, "read") == reader
+    assert best_of(halving.passes) != reader
+    assert choose(halving.passes) not in (slow, reader)
+
+
+def test_a_slow_disk_is_tried_in_part_and_in_time() -> None:
+    disk = Disk(0, noise=0.0, outliers=0.0, trial=3.0)
+    halving = disk.halving()
+    assert 2 <= len(halving.passes[0]) < len(POINTS)
+    assert disk.now <= 40.0 + 3.0 * 6
+    assert choose(halving.passes) in halving.passes[0]
+
+
+def test_two_points_are_tried_even_without_any_time() -> None:
+    disk = Disk(0, trial=100.0)
+    halving = disk.halving(seconds=1.0)
+    assert len(disk.tried) == 2
+    assert choose(halving.passes) in disk.tried
+
+
+def test_a_single_point_is_the_choice() -> None:
+    only = IoSettings("threads", MIB, 4)
+    disk = Disk(0)
+    halving = Halving([only], disk.trial, seconds=3.0, finalists=4, order=random.Random(0), clock=disk.clock)
+    assert choose(halving.passes) == only
+    assert 8 <= len(disk.tried) <= 10
+
+
+def test_ties_go_to_the_cheaper() -> None:
+    cheap, deep = IoSettings("io_uring", MIB, 8), IoSettings("io_uring", MIB, 64)
+    threads, faster = IoSettings("threads", MIB, 4), IoSettings("libaio", MIB, 64)
+
+    def rates(**found: float) -> dict[str, float]:
+        return found
+
+    tie = [{cheap: rates(read=100.0), deep: rates(read=101.0), threads: rates(read=102.0)}]
+    assert choose(tie) == cheap
+    clear = [{cheap: rates(read=90.0), deep: rates(read=95.0), faster: rates(read=100.0)}]
+    assert choose(clear) == faster
+
+
+def test_drift_between_passes_favours_nobody() -> None:
+    passes = [{"a": {"read": 10.0}, "b": {"read": 11.0}, "c": {"read": 5.0}}]
+    passes.append({name: {"read": rates["read"] * 7} for name, rates in passes[0].items() if name != "c"})
+    found = standing(passes, "read")
+    assert set(found) == {"a", "b"}
+    assert found["b"] / found["a"] == pytest.approx(1.1)
+    assert median_rate(passes, "a", "read") == 40.0
+    assert median_rate(passes, "c", "read") == 5.0
+
+
+def test_a_mode_left_behind_costs_its_time() -> None:
+    even = {"read": 80.0, "write": 80.0}
+    uneven = {"read": 100.0, "write": 50.0}
+    other = {"read": 50.0, "write": 100.0}
+    found = scores([{"even": even, "uneven": uneven, "other": other}])
+    assert found["even"] == pytest.approx(0.8)
+    assert found["uneven"] == found["other"] == pytest.approx(2 / 3)
+
+
+@given(
+    st.sets(st.sampled_from(("io_uring", "libaio", "threads")), min_size=1),
+    st.integers(12, 30).map(lambda power: 1 << power),
+)
+def test_the_grid_keeps_to_its_limits(backends: set[str], most: int) -> None:
+    found = grid(sorted(backends), THOROUGH.blocks, THOROUGH.depths, most)
+    assert len(set(found)) == len(found)
+    assert all(settings.bytes_in_flight <= most for settings in found)
+    assert all(settings.depth <= 16 for settings in found if settings.backend == "threads")
+    smallest = THOROUGH.blocks[0] * THOROUGH.depths[0]
+    assert bool(found) == (smallest <= most)
