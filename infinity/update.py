@@ -193,15 +193,15 @@ class Updater:
             if key not in hypers:
                 hypers[key] = len(found)
                 found.append(rule.hyper(group, step, first))
-            segments.append(cpu_adam.Segment(piece.offset, piece.count, hypers[key]))
+            seed = job.state.seed(piece.parameter, step)
+            segments.append(cpu_adam.Segment(piece.offset, piece.count, hypers[key], piece.start, seed))
         job.ticket = self._threads.submit(
             cpu_adam.Update(
                 grad=job.gradient,
                 segments=segments,
                 hypers=found,
                 scale=self._gradients.unscale,
-                first_moment=arrays.get(rule.first_moment or ""),
-                second_moment=arrays.get(rule.second_moment or ""),
+                **rule.moments_of(arrays),
                 **self._masters(job, arrays),
             )
         )
