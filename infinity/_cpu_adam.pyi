@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK: int
+CODE_BLOCK: int
 DEFAULT_CHUNK: int
 
 class Dtype(Enum):
@@ -20,6 +21,11 @@ class ParameterFormat(Enum):
     PLAIN_BF16 = 2
     PLAIN_F16 = 3
     SPLIT = 4
+
+class MomentFormat(Enum):
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
 
 class Access(Enum):
     READ = 0
@@ -86,6 +92,7 @@ class Pool:
         elements: int,
         grad_dtype: Dtype,
         format: ParameterFormat,
+        moments: MomentFormat,
         grad: int,
         accumulated: int,
         parameter: int,
@@ -93,7 +100,9 @@ class Pool:
         copy: int,
         first_moment: int,
         second_moment: int,
-        segments: Sequence[tuple[int, int, int]],
+        first_scale: int,
+        second_scale: int,
+        segments: Sequence[tuple[int, int, int, int, int]],
         hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper],
         scale: float,
     ) -> UpdateTicket: ...
@@ -107,7 +116,7 @@ class Pool:
         read_accumulated: bool,
         write_accumulated: bool,
         squares: bool,
-        segments: Sequence[tuple[int, int, int]],
+        segments: Sequence[tuple[int, int, int, int, int]],
         scale: float,
     ) -> GradientTicket: ...
     def submit_stream(

@@ -130,8 +130,7 @@ class ChunkUpdate:
                 segments=due.segments,
                 hypers=due.hypers,
                 scale=due.scale,
-                first_moment=arrays.get(states.rule.first_moment or ""),
-                second_moment=arrays.get(states.rule.second_moment or ""),
+                **states.rule.moments_of(arrays),
                 **self._masters(arrays),
             )
         )

@@ -122,7 +122,9 @@ class Precision:
     """What floating parameters are cast to for forward and backward: "bf16", "fp16" or "fp32"."""
 
     states: str = "fp32"
-    """The format of master parameters and moments: "fp32"."""
+    """The format of the optimizer's moments: "fp32"; "bf16", half the bytes, rounded stochastically; or
+    "int8", a quarter, companded codes with an exponent for every 64 elements (see infinity/moments.py).
+    Masters are fp32 in all three: a bf16 parameter and 16 bits more, or float32."""
 
     keep: tuple[str, ...] = ()
     """Patterns (fnmatch) of parameter names that stay fp32, such as "*.norm.*"; capitals count."""
@@ -134,8 +136,6 @@ class Precision:
         _one_of("compute precision", self.compute, tuple(_COMPUTE_DTYPES))
         _one_of("states precision", self.states, _STATE_FORMATS)
         _one_of("accumulation precision", self.accumulate, _ACCUMULATION)
-        if self.states != "fp32":
-            raise ConfigError(f"There are no {self.states} states yet.", 'Give states="fp32".')
         keep = tuple(self.keep) if isinstance(self.keep, (tuple, list)) else (None,)
         if not all(isinstance(pattern, str) and pattern for pattern in keep):
             raise ConfigError(

@@ -141,7 +141,7 @@ def plan(
     budget, precision = check_kinds(budget, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = as_model(model_or_config)
-    rule = None if optimizer is None else Rule.of(optimizer)
+    rule = None if optimizer is None else Rule.of(optimizer, precision.states)
     draft = functools.partial(
         make_plan,
         model,

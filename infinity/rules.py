@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 
 from infinity.config import round_up
-from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Hyper
+from infinity.cpu_adam import CODE_BLOCK, SGD, Adagrad, Adam, AdamW, Hyper
 from infinity.errors import ConfigError, UnsupportedOptimizer
+from infinity.moments import DTYPES
 from infinity.tiers import PAGE_ALIGNMENT
 
 Group = Mapping[str, Any]
@@ -26,11 +28,18 @@ _MASTERS = {
 
 @dataclass(frozen=True)
 class StateArray:
-    """A flat array that an optimizer page holds for each chunk, one element per parameter element."""
+    """A flat array that an optimizer page holds for each chunk."""
 
     name: str
-    """"remainder" or "master" (the rest of, or the whole fp32 master), or torch's name of a moment."""
+    """"remainder" or "master" (the rest of, or the whole fp32 master), torch's name of a moment, or that with
+    ".scale" (the exponents of int8 codes)."""
     dtype: torch.dtype
+    per: int = 1
+    """Elements of the parameter to which one entry belongs."""
+
+    def entries(self, start: int, count: int) -> tuple[int, int]:
+        """(first, how many) of the entries of elements [start, start + count); `per` divides start."""
+        return start // self.per, -(-count // self.per)
 
 
 @dataclass(frozen=True)
@@ -48,9 +57,23 @@ class StateFormat:
         offsets, end = [], 0
         for array in self.arrays:
             offsets.append(end)
-            end += round_up(self.count * array.dtype.itemsize, PAGE_ALIGNMENT)
+            _, entries = array.entries(0, self.count)
+            end += round_up(entries * array.dtype.itemsize, PAGE_ALIGNMENT)
         object.__setattr__(self, "offsets", tuple(offsets))
         object.__setattr__(self, "nbytes", end)
+
+    def place(self, name: str, start: int, count: int) -> tuple[int, int]:
+        """(offset from the chunk's start, size) of elements [start, start + count) of an array, in bytes."""
+        for array, offset in zip(self.arrays, self.offsets, strict=True):
+            if array.name == name:
+                first, entries = array.entries(start, count)
+                return offset + first * array.dtype.itemsize, entries * array.dtype.itemsize
+        raise KeyError(name)
+
+
+def scale_of(moment: str) -> str:
+    """The name of the array of a moment's exponents."""
+    return f"{moment}.scale"
 
 
 def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
@@ -58,7 +81,7 @@ def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
     return StateFormat(tuple(arrays), count)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """The update rule of a torch optimizer. Use `Rule.of`; the subclasses are one each per family.
 
@@ -69,7 +92,7 @@ class Rule:
     name: str
     """The optimizer's class name."""
     moments: tuple[str, ...]
-    """torch's state keys of the fp32 arrays, in the order of the page."""
+    """torch's state keys of the moments, in the order of the page."""
     first_moment: str | None
     """The moment that `cpu_adam.Update.first_moment` takes."""
     second_moment: str | None
@@ -78,10 +101,12 @@ class Rule:
     """Whether torch's state has a "step" entry."""
     from_the_start: bool
     """Whether torch makes the states together with the optimizer, of every parameter."""
+    states: str = "fp32"
+    """The format of the moments, as `Precision.states` names it."""
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> Rule:
-        """The rule of `optimizer`.
+    def of(optimizer: torch.optim.Optimizer, states: str = "fp32") -> Rule:
+        """The rule of `optimizer` with moments of that format.
 
         Raises UnsupportedOptimizer unless its type is exactly one of torch.optim's AdamW, Adam, SGD and
         Adagrad with options that have an equal here, and ConfigError for a value out of range.
@@ -100,7 +125,7 @@ class Rule:
                 f"The optimizer is a {kind.__module__}.{kind.__qualname__}, whose update is not known here.",
                 f"Use one of torch.optim's {known} itself, not a subclass.",
             )
-        rule = make(optimizer)
+        rule = dataclasses.replace(make(optimizer), states=states)
         rule.check(optimizer.param_groups)
         return rule
 
@@ -112,7 +137,22 @@ class Rule:
                 f"Use one of {', '.join(str(each) for each in _MASTERS)}, or freeze them.",
             )
         master = tuple(StateArray(*each) for each in _MASTERS[dtype])
-        return master + tuple(StateArray(name, torch.float32) for name in self.moments)
+        moments: list[StateArray] = []
+        for name in self.moments:
+            moments.append(StateArray(name, DTYPES[self.states]))
+            if self.states == "int8":
+                moments.append(StateArray(scale_of(name), torch.uint8, CODE_BLOCK))
+        return master + tuple(moments)
+
+    def moments_of(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The arguments of `cpu_adam.Update` that are moments, of a chunk's arrays by name."""
+        found = {}
+        for which, moment in (("first", self.first_moment), ("second", self.second_moment)):
+            if moment is not None:
+                found[f"{which}_moment"] = arrays[moment]
+                if scale_of(moment) in arrays:
+                    found[f"{which}_scale"] = arrays[scale_of(moment)]
+        return found
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raises what `hyper` would for any of these, before anything is updated."""
@@ -193,7 +233,7 @@ class _SgdRule(Rule):
         return self.moments if _number("momentum", group["momentum"]) else ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _AdagradRule(Rule):
     accumulator: float
     """What torch's constructor fills sums with, even where a group names another value."""

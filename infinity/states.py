@@ -6,17 +6,20 @@ Moments are not written before they have content: the first update of a chunk ma
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from infinity import moments
+from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
 from infinity.layout import ParameterLayout, Piece, UnitLayout
 from infinity.masters import join, split
 from infinity.memory_order import in_memory_order
 from infinity.plan import Plan
-from infinity.rules import Rule, StateFormat
+from infinity.rules import Rule, StateArray, StateFormat, scale_of
 from infinity.store import Home, Store
 
 
@@ -47,27 +50,33 @@ class StatePage:
     def master_bytes(self, number: int) -> int:
         """The bytes of a chunk that are written from the start: its remainder or master array."""
         form = self.formats[number]
-        moments = [
+        others = [
             offset
             for array, offset in zip(form.arrays, form.offsets, strict=True)
             if array.name not in ("remainder", "master")
         ]
-        return moments[0] if moments else form.nbytes
+        return others[0] if others else form.nbytes
 
     def arrays(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A chunk's arrays by name, each (count,), in uint8 `data` that starts with them."""
+        """A chunk's arrays by name, each with all of its entries, in uint8 `data` that starts with them."""
         form = self.formats[number]
-        return {
-            array.name: data[offset : offset + form.count * array.dtype.itemsize].view(array.dtype)
-            for array, offset in zip(form.arrays, form.offsets, strict=True)
-        }
+        found = {}
+        for array in form.arrays:
+            offset, nbytes = form.place(array.name, 0, form.count)
+            found[array.name] = data[offset : offset + nbytes].view(array.dtype)
+        return found
 
     def place(self, number: int, name: str, piece: Piece) -> tuple[int, int]:
         """(offset in the page, bytes) of a piece of one array."""
-        form = self.formats[number]
-        index = [array.name for array in form.arrays].index(name)
-        size = form.arrays[index].dtype.itemsize
-        return self._offsets[number] + form.offsets[index] + piece.offset * size, piece.count * size
+        offset, nbytes = self.formats[number].place(name, piece.offset, piece.count)
+        return self._offsets[number] + offset, nbytes
+
+    def seed(self, parameter: int, step: int) -> int:
+        """32 bits that choose how the moments of a parameter are rounded in its update number `step`, from 1.
+
+        Of its name and the step alone, so that no bit follows a page, a chunk or a rank.
+        """
+        return zlib.crc32(f"{self.layout.parameters[parameter].names[0]}:{step}".encode())
 
 
 class States:
@@ -132,7 +141,7 @@ class States:
             found["step"] = torch.tensor(float(page.steps[parameter]), dtype=torch.float32, device="cpu")
         for name in self.rule.moments:
             if begun:
-                found[name] = self._read(page, parameter, name).as_strided(layout.shape, layout.stride)
+                found[name] = self._moment(page, parameter, name).as_strided(layout.shape, layout.stride)
             elif self.rule.from_the_start:
                 found[name] = torch.empty_strided(
                     layout.shape, layout.stride, dtype=torch.float32, device="cpu"
@@ -140,7 +149,10 @@ class States:
         return found
 
     def write(self, unit: int, parameter: int, state: Mapping[str, Any]) -> None:
-        """Replace the moments and the count of steps. Raises ConfigError for a frozen parameter."""
+        """Replace the moments, rounded to nearest in their format, and the count of steps.
+
+        Raises ConfigError for a frozen parameter.
+        """
         page = self.pages[unit]
         layout = page.layout.parameters[parameter]
         if state and not layout.trainable:
@@ -153,7 +165,8 @@ class States:
             if given and not page.begun[number]:
                 self._begin(page, number)
         for name in given:
-            self._write(page, parameter, name, _flat(state[name], layout))
+            for array, values in self._encoded(name, _flat(state[name], layout)).items():
+                self._write(page, parameter, array, values)
         page.steps[parameter] = int(state["step"]) if "step" in state else int(bool(given))
         if given:
             page.has_moments.add(parameter)
@@ -162,20 +175,46 @@ class States:
 
     def fill(self, page: StatePage, number: int, data: torch.Tensor) -> None:
         """Give a chunk's moments in RAM the content that they have before any update."""
-        for name, array in page.arrays(number, data).items():
-            if name in self.rule.moments:
-                array.fill_(self.rule.initial(name))
+        arrays = page.arrays(number, data)
+        for name, initial in self._initial().items():
+            arrays[name].copy_(initial)
 
     def _begin(self, page: StatePage, number: int) -> None:
-        for name in self.rule.moments:
-            piece = Piece(0, 0, 0, page.layout.chunks[number].count)
+        piece = Piece(0, 0, 0, page.layout.chunks[number].count)
+        for name, initial in self._initial().items():
             offset, nbytes = page.place(number, name, piece)
-            values = torch.full((nbytes // 4,), self.rule.initial(name), dtype=torch.float32, device="cpu")
-            self._store.patch(page.home, offset, values)
+            self._store.patch(page.home, offset, initial.repeat(nbytes // initial.itemsize))
         page.begun[number] = True
 
+    def _initial(self) -> dict[str, torch.Tensor]:
+        """Arrays of the moments by name -> what each entry is before any update, (1,)."""
+        found: dict[str, torch.Tensor] = {}
+        for name in self.rule.moments:
+            block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")
+            found |= {array: values[:1] for array, values in self._encoded(name, block).items()}
+        return found
+
+    def _encoded(self, moment: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays, by name, that hold float32 `values` (numel,) of a moment."""
+        if self.rule.states != "int8":
+            return {moment: values.to(moments.DTYPES[self.rule.states])}
+        codes, exponents = moments.encode(values, self._span(moment))
+        return {moment: codes, scale_of(moment): exponents}
+
+    def _moment(self, page: StatePage, parameter: int, moment: str) -> torch.Tensor:
+        """float32 (numel,)."""
+        stored = self._read(page, parameter, moment)
+        if self.rule.states != "int8":
+            return stored.to(torch.float32)
+        exponents = self._read(page, parameter, scale_of(moment))
+        return moments.decode(stored, exponents, self._span(moment))
+
+    def _span(self, moment: str) -> int:
+        return moments.FIRST_SPAN if moment == self.rule.first_moment else moments.SECOND_SPAN
+
     def _read(self, page: StatePage, parameter: int, name: str) -> torch.Tensor:
-        dtype = torch.int16 if name == "remainder" else torch.float32
+        """All entries of an array that belong to a parameter, in order."""
+        dtype = self._array(page, parameter, name).dtype
         parts = [
             self._store.fetch(page.home, *page.place(number, name, piece)).view(dtype)
             for number, piece in page.layout.pieces(parameter)
@@ -183,9 +222,15 @@ class States:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
 
     def _write(self, page: StatePage, parameter: int, name: str, values: torch.Tensor) -> None:
+        array = self._array(page, parameter, name)
         for number, piece in page.layout.pieces(parameter):
             offset, _ = page.place(number, name, piece)
-            self._store.patch(page.home, offset, values[piece.start : piece.start + piece.count].contiguous())
+            first, entries = array.entries(piece.start, piece.count)
+            self._store.patch(page.home, offset, values[first : first + entries].contiguous())
+
+    def _array(self, page: StatePage, parameter: int, name: str) -> StateArray:
+        arrays = self.rule.arrays(page.layout.parameters[parameter].dtype)
+        return next(array for array in arrays if array.name == name)
 
 
 def _flat(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:

@@ -203,7 +203,8 @@ class Updater:
             if key not in known:
                 known[key] = len(hypers)
                 hypers.append(self._states.rule.hyper(group, step, first))
-            segments.append(cpu_adam.Segment(piece.offset, piece.count, known[key]))
+            seed = state.seed(piece.parameter, step)
+            segments.append(cpu_adam.Segment(piece.offset, piece.count, known[key], piece.start, seed))
         return segments, hypers
 
     def _conclude(self, group_of: GroupOf) -> None:

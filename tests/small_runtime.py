@@ -31,6 +31,7 @@ def opened(
     *,
     home: str = "nvme",
     compute: str = "fp32",
+    states: str = "fp32",
     device_factor: int = 1,
 ) -> Iterator[Any]:
     """The model offloaded to the device it is on, with its pages at `home`, AdamW as its optimizer.
@@ -39,7 +40,7 @@ def opened(
     nothing is left in the directory.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    precision = infinity.Precision(compute=compute)
+    precision = infinity.Precision(compute=compute, states=states)
     at = next(model.parameters()).device
     device = "cpu" if at.type == "meta" else at
     budget = budget_for(home, model, optimizer, directory, precision, device=device)

@@ -17,8 +17,8 @@ def test_quick_run_reports_every_contender() -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["benchmark"] == "cpu_adam" and report["skipped"]
     names = list(report["results"])
-    assert [name.partition(":")[0] for name in names[:3]] == ["plain", "split", "fp32"]
+    assert [name.partition(":")[0] for name in names[:5]] == ["plain", "split", "fp32", "bf16", "int8"]
     assert "torch fused AdamW, fp32" in names
-    assert [report["results"][name]["bytes_per_parameter"] for name in names[:3]] == [28, 26, 28]
+    assert [report["results"][name]["bytes_per_parameter"] for name in names[:5]] == [28, 26, 28, 18, 14]
     assert all(each["median_s"] > 0 for each in report["results"].values())
     assert all(report["machine"].values())

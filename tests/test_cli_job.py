@@ -103,7 +103,7 @@ REFUSED: list[tuple[list[Any], str]] = [
     (["--device", "tpu"], "tpu"),
     (["--device", "meta"], "meta"),
     (["--compute", "fp8"], "The compute precision is 'fp8'. Give one of bf16, fp16, fp32."),
-    (["--states", "int8"], "There are no int8 states yet."),
+    (["--states", "int4"], "The states precision is 'int4'. Give one of fp32, bf16, int8."),
     (["--budget-device", "much"], "The device budget 'much' cannot be read."),
     (["--budget-host", "1GB"], "The host budget '1GB' cannot be read."),
     (["--budget-host", "0"], "The host budget is zero."),

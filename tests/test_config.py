@@ -82,7 +82,7 @@ def test_accumulation_in_the_compute_dtype_follows_the_parameter() -> None:
         {"compute": "fp8"},
         {"compute": None},
         {"compute": ["bf16"]},
-        {"states": "int8"},
+        {"states": "int4"},
         {"states": "fp64"},
         {"accumulate": "bf16"},
         {"keep": "*.norm.*"},

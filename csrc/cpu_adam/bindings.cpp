@@ -107,28 +107,35 @@ class OwningPool {
     std::vector<std::pair<std::shared_ptr<Job>, nb::object>> held_;
 };
 
-using SegmentTuple = std::tuple<size_t, size_t, size_t>;
+// start, count, hyper, index, seed
+using SegmentTuple = std::tuple<size_t, size_t, size_t, size_t, uint32_t>;
 
 std::vector<Segment> segments_of(const std::vector<SegmentTuple>& tuples) {
     std::vector<Segment> segments;
     segments.reserve(tuples.size());
-    for (const auto& [start, count, hyper] : tuples) segments.push_back({start, count, hyper});
+    for (const auto& [start, count, hyper, index, seed] : tuples) {
+        segments.push_back({start, count, hyper, index, seed});
+    }
     return segments;
 }
 
 JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t elements,
-                                   Dtype grad_dtype, ParameterFormat format, uintptr_t grad,
-                                   uintptr_t accumulated, uintptr_t parameter, uintptr_t remainder,
-                                   uintptr_t copy, uintptr_t first_moment, uintptr_t second_moment,
+                                   Dtype grad_dtype, ParameterFormat format, MomentFormat moments,
+                                   uintptr_t grad, uintptr_t accumulated, uintptr_t parameter,
+                                   uintptr_t remainder, uintptr_t copy, uintptr_t first_moment,
+                                   uintptr_t second_moment, uintptr_t first_scale,
+                                   uintptr_t second_scale,
                                    const std::vector<SegmentTuple>& segments,
                                    const std::vector<Hyper>& hypers, double scale) {
     UpdateRequest request{
         elements,
         grad_dtype,
         format,
+        moments,
         {pointer<const void>(grad), pointer<const float>(accumulated), pointer<void>(parameter),
-         pointer<int16_t>(remainder), pointer<void>(copy), pointer<float>(first_moment),
-         pointer<float>(second_moment)},
+         pointer<int16_t>(remainder), pointer<void>(copy), pointer<void>(first_moment),
+         pointer<void>(second_moment), pointer<uint8_t>(first_scale),
+         pointer<uint8_t>(second_scale)},
         segments_of(segments),
         hypers,
         scale};
@@ -220,8 +227,9 @@ void bind_pool(nb::module_& m) {
         .def_prop_ro("isa", [](const OwningPool& self) { return self.kernels().name; })
         .def("reap", &OwningPool::reap)
         .def("submit_update", submit_update, "owners"_a, "elements"_a, "grad_dtype"_a, "format"_a,
-             "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a, "first_moment"_a,
-             "second_moment"_a, "segments"_a, "hypers"_a, "scale"_a)
+             "moments"_a, "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a,
+             "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "segments"_a,
+             "hypers"_a, "scale"_a)
         .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
              "accumulated"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
              "segments"_a, "scale"_a)
@@ -246,6 +254,10 @@ NB_MODULE(_cpu_adam, m) {
         .value("PLAIN_BF16", ParameterFormat::kPlainBf16)
         .value("PLAIN_F16", ParameterFormat::kPlainF16)
         .value("SPLIT", ParameterFormat::kSplit);
+    nb::enum_<MomentFormat>(m, "MomentFormat")
+        .value("F32", MomentFormat::kF32)
+        .value("BF16", MomentFormat::kBf16)
+        .value("INT8", MomentFormat::kInt8);
     nb::enum_<Access>(m, "Access")
         .value("READ", Access::kRead)
         .value("WRITE", Access::kWrite)
@@ -268,5 +280,6 @@ NB_MODULE(_cpu_adam, m) {
            double start) { return sum_in_order(sums.data(), sums.size(), start); },
         "sums"_a, "start"_a);
     m.attr("BLOCK") = kBlock;
+    m.attr("CODE_BLOCK") = kCodeBlock;
     m.attr("DEFAULT_CHUNK") = kDefaultChunk;
 }

@@ -23,6 +23,14 @@ enum class ParameterFormat : uint8_t {
 };
 constexpr int kParameterFormats = 5;
 
+// How the moments are kept; see moments.inl for the codes.
+enum class MomentFormat : uint8_t {
+    kF32,
+    kBf16,  // rounded stochastically
+    kInt8,  // one byte each, companded, rounded stochastically; an exponent per block of kCodeBlock
+};
+constexpr int kMomentFormats = 3;
+
 // One arithmetic each. SGD without momentum keeps no state, and Adam with a beta of at most one
 // half takes other formulas, so they are rules of their own.
 enum class Rule : uint8_t {
@@ -37,9 +45,14 @@ enum class Rule : uint8_t {
 constexpr int kRules = 7;
 
 // Elements per block, counted from a parameter's first element: norms are summed per block, and
-// work is cut at block boundaries only, so that a block-wise format of the moments can be added
-// whose blocks never straddle two threads.
+// work is cut at block boundaries only, so that no block of kCodeBlock straddles two threads.
 constexpr size_t kBlock = 4096;
+
+// Elements that share an exponent in kInt8, counted from a parameter's first element. 64 fp32
+// elements are the 256 bytes to which parameters are aligned: a block has the slot of its first
+// element divided by 64, and no two blocks of an array have the same one.
+constexpr size_t kCodeBlock = 64;
+static_assert(kBlock % kCodeBlock == 0);
 
 // [Note: fixed lanes] Element i of a block is squared into fp64 lane i % kLanes, and the lanes are
 // added in one fixed tree. Every ISA does exactly these additions, whatever its register width
@@ -66,13 +79,24 @@ struct Folded {
 
 // The arrays of an update, indexed by the same element number. Unused ones are null.
 struct UpdateArrays {
-    const void* grad = nullptr;      // Dtype elements
-    const float* acc = nullptr;      // added to the gradient
-    void* param = nullptr;           // fp32 master, or the uint16 high half of a split one
-    int16_t* remainder = nullptr;    // low half of a split master
-    void* copy = nullptr;            // copy out, written only
-    float* first_moment = nullptr;   // Adam: mean of gradients; SGD: momentum buffer
-    float* second_moment = nullptr;  // Adam: mean of squares; Adagrad: sum of squares
+    const void* grad = nullptr;     // Dtype elements
+    const float* acc = nullptr;     // added to the gradient
+    void* param = nullptr;          // fp32 master, or the uint16 high half of a split one
+    int16_t* remainder = nullptr;   // low half of a split master
+    void* copy = nullptr;           // copy out, written only
+    void* first_moment = nullptr;   // Adam: mean of gradients; SGD: momentum buffer
+    void* second_moment = nullptr;  // Adam: mean of squares; Adagrad: sum of squares
+    // kInt8: biased exponents, of the block that starts at element i in slot i / kCodeBlock.
+    uint8_t* first_scale = nullptr;
+    uint8_t* second_scale = nullptr;
+};
+
+// The elements that one call updates, and which random bits round their moments.
+struct Range {
+    size_t begin;    // index into the arrays
+    size_t count;    // elements
+    uint32_t index;  // of the first one in its parameter, modulo 2^32
+    uint32_t seed;   // of the parameter and its step
 };
 
 // The arrays of a gradient pass: x = grad (+ acc), optionally stored to acc, optionally squared.
@@ -95,7 +119,7 @@ struct StreamArray {
 constexpr int kMaxStreamArrays = 8;
 
 // True where a scaled gradient was not finite.
-using UpdateKernel = bool (*)(const UpdateArrays&, const Folded&, size_t begin, size_t count);
+using UpdateKernel = bool (*)(const UpdateArrays&, const Folded&, const Range&);
 // Writes one sum per started block of kBlock elements into `sums` if squares are asked for.
 using GradientKernel = void (*)(const GradientArrays&, size_t begin, size_t count, double* sums);
 // Returns a digest of what was read, so that no read can be left out.
@@ -104,7 +128,7 @@ using StreamKernel = uint64_t (*)(const StreamArray*, int arrays, size_t granule
 
 struct KernelTable {
     const char* name;
-    UpdateKernel update[kRules][kDtypes][kParameterFormats];
+    UpdateKernel update[kRules][kDtypes][kParameterFormats][kMomentFormats];
     GradientKernel gradient[kDtypes];
     StreamKernel stream;
 };

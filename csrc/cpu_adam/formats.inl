@@ -1,4 +1,4 @@
-// How parameters and moments are loaded and stored. Part of kernels.inl.
+// How parameters are loaded and stored. Part of kernels.inl.
 
 namespace infinity::cpu_adam {
 namespace {
@@ -63,32 +63,6 @@ struct Parameters {
     int16_t* low;
     float* wide_copy;
     uint16_t* narrow_copy;
-};
-
-// Another format of the moments is another struct with these four members; work is cut at
-// multiples of kBlock, so one that quantises block-wise sees whole blocks.
-struct MomentsF32 {
-    explicit MomentsF32(const UpdateArrays& a) : first(a.first_moment), second(a.second_moment) {}
-    template <class L>
-    INFINITY_INLINE F load_first(size_t i, L lanes) const {
-        return Vec::load(first + i, lanes);
-    }
-    template <class L>
-    INFINITY_INLINE F load_second(size_t i, L lanes) const {
-        return Vec::load(second + i, lanes);
-    }
-    template <class L>
-    INFINITY_INLINE void store_first(size_t i, F x, L lanes) const {
-        Vec::store(first + i, x, lanes);
-    }
-    template <class L>
-    INFINITY_INLINE void store_second(size_t i, F x, L lanes) const {
-        Vec::store(second + i, x, lanes);
-    }
-    INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_group(first, i); }
-    INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_group(second, i); }
-    float* first;
-    float* second;
 };
 
 }  // namespace

@@ -24,12 +24,30 @@ size_t copy_bytes(ParameterFormat format) {
     }
 }
 
-// One array of a request, as the checks see it.
+size_t moment_bytes(MomentFormat format) {
+    switch (format) {
+        case MomentFormat::kF32:
+            return 4;
+        case MomentFormat::kBf16:
+            return 2;
+        default:
+            return 1;
+    }
+}
+
+// One array of a request, as the checks see it: an entry for every `elements_per_entry` elements.
 struct Array {
     const char* name;
     const void* data;
-    size_t bytes_per_element;
+    size_t bytes_per_entry;
     bool written;
+    size_t elements_per_entry = 1;
+
+    // Bytes up to the entry of the last of so many elements.
+    size_t bytes(size_t elements) const {
+        const size_t whole = elements / elements_per_entry;
+        return (whole + (elements % elements_per_entry != 0 ? 1 : 0)) * bytes_per_entry;
+    }
 };
 
 void check_arrays(const std::vector<Array>& arrays, size_t elements) {
@@ -39,15 +57,15 @@ void check_arrays(const std::vector<Array>& arrays, size_t elements) {
             throw ConfigError("The array '" + std::string(a.name) + "' is missing.",
                               "Give it: this rule and format need it.");
         }
-        if (elements > (UINTPTR_MAX - at) / std::max<size_t>(a.bytes_per_element, 1)) {
+        if (elements > (UINTPTR_MAX - at) / std::max<size_t>(a.bytes_per_entry, 1)) {
             throw ConfigError("The array '" + std::string(a.name) + "' of " +
                                   std::to_string(elements) +
                                   " elements ends beyond the address "
                                   "space.",
                               "Give the number of elements, not of bytes.");
         }
-        if (a.bytes_per_element == 4 || a.bytes_per_element == 2) {
-            if (at % a.bytes_per_element != 0) {
+        if (a.bytes_per_entry == 4 || a.bytes_per_entry == 2) {
+            if (at % a.bytes_per_entry != 0) {
                 throw ConfigError(
                     "The array '" + std::string(a.name) + "' is not aligned to its elements.",
                     "Start it at a multiple of its element size in bytes.");
@@ -60,8 +78,8 @@ void check_arrays(const std::vector<Array>& arrays, size_t elements) {
             const Array& b = arrays[j];
             const uintptr_t at_a = reinterpret_cast<uintptr_t>(a.data);
             const uintptr_t at_b = reinterpret_cast<uintptr_t>(b.data);
-            if ((a.written || b.written) && at_a < at_b + elements * b.bytes_per_element &&
-                at_b < at_a + elements * a.bytes_per_element) {
+            if ((a.written || b.written) && at_a < at_b + b.bytes(elements) &&
+                at_b < at_a + a.bytes(elements)) {
                 throw ConfigError(
                     "The arrays '" + std::string(b.name) + "' and '" + a.name + "' overlap.",
                     "Give each kind of state memory of its own.");
@@ -91,6 +109,18 @@ void check_segments(const std::vector<Segment>& segments, size_t elements) {
                                   std::to_string(order[i].second) + " overlap.",
                               "Give every element to one segment at most.");
         }
+    }
+}
+
+// Blocks count from a parameter's first element, and each has a slot of its own.
+void check_blocks(const std::vector<Segment>& segments) {
+    for (size_t i = 0; i < segments.size(); ++i) {
+        const Segment& s = segments[i];
+        if (s.count == 0 || (s.start % kCodeBlock == 0 && s.index % kCodeBlock == 0)) continue;
+        throw ConfigError(
+            "Segment " + std::to_string(i) + " (start " + std::to_string(s.start) + ", index " +
+                std::to_string(s.index) + ") does not start where a block of int8 moments can.",
+            "Give a start and an index that are multiples of " + std::to_string(kCodeBlock) + ".");
     }
 }
 
@@ -139,7 +169,7 @@ std::vector<ByteRange> touched(const std::vector<Array>& arrays,
         if (begin >= end) break;
         const uintptr_t at = reinterpret_cast<uintptr_t>(a.data);
         ranges.push_back(
-            {at + begin * a.bytes_per_element, at + end * a.bytes_per_element, a.written});
+            {at + begin / a.elements_per_entry * a.bytes_per_entry, at + a.bytes(end), a.written});
     }
     return ranges;
 }
@@ -153,8 +183,16 @@ std::vector<Array> arrays_of(const UpdateRequest& r, bool first_moment, bool sec
     if (const size_t bytes = copy_bytes(r.format); bytes != 0) {
         arrays.push_back({"copy", r.arrays.copy, bytes, true});
     }
-    if (first_moment) arrays.push_back({"first_moment", r.arrays.first_moment, 4, true});
-    if (second_moment) arrays.push_back({"second_moment", r.arrays.second_moment, 4, true});
+    const size_t bytes = moment_bytes(r.moments);
+    const bool scales = r.moments == MomentFormat::kInt8;
+    if (first_moment) {
+        arrays.push_back({"first_moment", r.arrays.first_moment, bytes, true});
+        if (scales) arrays.push_back({"first_scale", r.arrays.first_scale, 1, true, kCodeBlock});
+    }
+    if (second_moment) {
+        arrays.push_back({"second_moment", r.arrays.second_moment, bytes, true});
+        if (scales) arrays.push_back({"second_scale", r.arrays.second_scale, 1, true, kCodeBlock});
+    }
     return arrays;
 }
 
@@ -172,11 +210,14 @@ UpdateJob::UpdateJob(const KernelTable& kernels, const UpdateRequest& request, C
 void UpdateJob::run(size_t chunk) noexcept {
     for (size_t i = plan_.first[chunk]; i < plan_.first[chunk + 1]; ++i) {
         const Piece& piece = plan_.pieces[i];
-        const Folded& folded = folded_[request_.segments[piece.segment].hyper];
+        const Segment& segment = request_.segments[piece.segment];
+        const Folded& folded = folded_[segment.hyper];
         const UpdateKernel kernel =
             kernels_.update[static_cast<int>(folded.rule)][static_cast<int>(request_.grad_dtype)]
-                           [static_cast<int>(request_.format)];
-        if (kernel(request_.arrays, folded, piece.begin, piece.count)) {
+                           [static_cast<int>(request_.format)][static_cast<int>(request_.moments)];
+        const size_t index = segment.index + (piece.begin - segment.start);
+        const Range range{piece.begin, piece.count, static_cast<uint32_t>(index), segment.seed};
+        if (kernel(request_.arrays, folded, range)) {
             nonfinite_[piece.segment].store(true, std::memory_order_relaxed);
         }
     }
@@ -253,6 +294,9 @@ std::shared_ptr<UpdateJob> make_update_job(const KernelTable& kernels, UpdateReq
         }
         first_moment |= uses_first_moment(folded[s.hyper].rule);
         second_moment |= uses_second_moment(folded[s.hyper].rule);
+    }
+    if (request.moments == MomentFormat::kInt8 && (first_moment || second_moment)) {
+        check_blocks(request.segments);
     }
     const std::vector<Array> arrays = arrays_of(request, first_moment, second_moment);
     check_arrays(arrays, request.elements);

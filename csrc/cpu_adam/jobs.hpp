@@ -18,16 +18,20 @@ constexpr size_t kDefaultChunk = 16 * kBlock;
 
 // A contiguous part of the arrays that belongs to one parameter. Blocks count from `start`, so a
 // parameter that is split over segments must be split at multiples of kBlock of its elements.
+// Updates alone use what follows `count`.
 struct Segment {
     size_t start;
     size_t count;
-    size_t hyper;  // index of its hyper-parameters; unused by gradient jobs
+    size_t hyper = 0;   // index of its hyper-parameters
+    size_t index = 0;   // of the first element in its parameter
+    uint32_t seed = 0;  // of the parameter and step, for moments that are rounded stochastically
 };
 
 struct UpdateRequest {
     size_t elements;  // length of every array
     Dtype grad_dtype;
     ParameterFormat format;
+    MomentFormat moments;
     UpdateArrays arrays;
     std::vector<Segment> segments;
     std::vector<Hyper> hypers;

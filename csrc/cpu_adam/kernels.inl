@@ -67,6 +67,7 @@ INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
 // In this order: each uses the ones before.
 // clang-format off
 #include "formats.inl"
+#include "moments.inl"
 #include "rules.inl"
 #include "update.inl"
 #include "gradient.inl"
@@ -76,17 +77,28 @@ INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
 namespace infinity::cpu_adam {
 namespace {
 
+template <class R, Dtype D, ParameterFormat P>
+constexpr void fill_moments(UpdateKernel (&row)[kMomentFormats]) {
+    row[0] = update<R, D, P, MomentsF32>;
+    if constexpr (R::kFirst || R::kSecond) {
+        row[1] = update<R, D, P, MomentsBf16>;
+        row[2] = update<R, D, P, MomentsInt8>;
+    } else {  // nothing to keep, in whatever format
+        row[1] = row[2] = row[0];
+    }
+}
+
 template <class R, Dtype D>
-constexpr void fill_formats(UpdateKernel (&row)[kParameterFormats]) {
-    row[0] = update<R, D, ParameterFormat::kPlain>;
-    row[1] = update<R, D, ParameterFormat::kPlainF32>;
-    row[2] = update<R, D, ParameterFormat::kPlainBf16>;
-    row[3] = update<R, D, ParameterFormat::kPlainF16>;
-    row[4] = update<R, D, ParameterFormat::kSplit>;
+constexpr void fill_formats(UpdateKernel (&rows)[kParameterFormats][kMomentFormats]) {
+    fill_moments<R, D, ParameterFormat::kPlain>(rows[0]);
+    fill_moments<R, D, ParameterFormat::kPlainF32>(rows[1]);
+    fill_moments<R, D, ParameterFormat::kPlainBf16>(rows[2]);
+    fill_moments<R, D, ParameterFormat::kPlainF16>(rows[3]);
+    fill_moments<R, D, ParameterFormat::kSplit>(rows[4]);
 }
 
 template <class R>
-constexpr void fill_dtypes(UpdateKernel (&rows)[kDtypes][kParameterFormats]) {
+constexpr void fill_dtypes(UpdateKernel (&rows)[kDtypes][kParameterFormats][kMomentFormats]) {
     fill_formats<R, Dtype::kF32>(rows[0]);
     fill_formats<R, Dtype::kBf16>(rows[1]);
     fill_formats<R, Dtype::kF16>(rows[2]);

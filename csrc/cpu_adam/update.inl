@@ -3,75 +3,87 @@
 namespace infinity::cpu_adam {
 namespace {
 
+// One element's way from gradient and parameter to the new parameter.
+template <class R, Dtype D, ParameterFormat P>
+struct Pass {
+    Pass(const UpdateArrays& a, const Folded& h)
+        : grad(static_cast<const GradientElement<D>*>(a.grad)),
+          acc(a.acc),
+          rule(h),
+          parameters(a),
+          scale(Vec::set(h.scale)) {}
+
+    template <class L>
+    INFINITY_INLINE F step(size_t i, F& m, F& v, L lanes) {
+        F g = load_gradient<D>(grad, i, lanes);
+        if (acc != nullptr) g = Vec::add(Vec::load(acc + i, lanes), g);
+        g = Vec::mul(g, scale);
+        finite_gradient.see(g);
+        const F p = rule.step(parameters.load(i, lanes), g, m, v);
+        finite_result.see(p);
+        parameters.store(i, p, lanes);
+        return p;
+    }
+    INFINITY_INLINE void prefetch(size_t i) const {
+        prefetch_group(grad, i);
+        parameters.prefetch(i);
+    }
+
+    const GradientElement<D>* grad;
+    const float* acc;
+    R rule;
+    Parameters<P> parameters;
+    F scale;
+    Vec::Finite finite_gradient;
+    Vec::Finite finite_result;
+};
+
 // Makes every NaN of the outputs the same NaN, see [Note: quiet last].
-template <class R, ParameterFormat P>
-__attribute__((noinline)) void quiet(const UpdateArrays& a, size_t begin, size_t count) {
+template <class R, ParameterFormat P, class M>
+__attribute__((noinline)) void quiet(const UpdateArrays& a, const Range& range) {
     const Parameters<P> parameters(a);
-    const MomentsF32 moments(a);
+    const M moments(a, range);
     const auto element = [&](size_t i, auto lanes) {
-        if constexpr (R::kFirst) {
-            moments.store_first(i, Vec::quiet(moments.load_first(i, lanes)), lanes);
-        }
-        if constexpr (R::kSecond) {
-            moments.store_second(i, Vec::quiet(moments.load_second(i, lanes)), lanes);
-        }
+        if constexpr (!M::kBlocks) moments.template quiet<R>(i, lanes);
         const F p = Vec::quiet(parameters.load(i, lanes));
         parameters.store(i, p, lanes);
         parameters.store_copy(i, p, lanes);
     };
-    size_t i = begin;
-    const size_t end = begin + count;
+    size_t i = range.begin;
+    const size_t end = range.begin + range.count;
     for (; i + kWidth <= end; i += kWidth) element(i, Full{});
     if (i < end) element(i, Part(end - i));
 }
 
-template <class R, Dtype D, ParameterFormat P>
-bool update(const UpdateArrays& arrays, const Folded& h, size_t begin, size_t count) {
-    const UpdateArrays a = arrays;  // by value: no store can be thought to change it
-    const R rule(h);
-    const Parameters<P> parameters(a);
-    const MomentsF32 moments(a);
-    const F scale = Vec::set(h.scale);
-    const F zero = Vec::set(0.0F);
-    Vec::Finite finite_gradient;
-    Vec::Finite finite_result;
-
+template <class R, class M, class Body>
+INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& range) {
     const auto element = [&](size_t i, auto lanes) __attribute__((always_inline)) {
-        F g = load_gradient<D>(a.grad, i, lanes);
-        if (a.acc != nullptr) g = Vec::add(Vec::load(a.acc + i, lanes), g);
-        g = Vec::mul(g, scale);
-        finite_gradient.see(g);
-        F m = zero;
-        F v = zero;
+        F m = Vec::set(0.0F);
+        F v = Vec::set(0.0F);
         if constexpr (R::kFirst) m = moments.load_first(i, lanes);
         if constexpr (R::kSecond) v = moments.load_second(i, lanes);
-        const F p = rule.step(parameters.load(i, lanes), g, m, v);
-        finite_result.see(p);
-        if constexpr (R::kFirst) moments.store_first(i, m, lanes);
-        if constexpr (R::kSecond) moments.store_second(i, v, lanes);
-        parameters.store(i, p, lanes);
+        const F p = pass.step(i, m, v, lanes);
+        if constexpr (R::kFirst || R::kSecond) moments.template store<R>(i, m, v, lanes);
         return p;
     };
-
     // The copy is not read back soon: streaming it saves the read of its lines.
     const auto whole = [&](size_t i) __attribute__((always_inline)) {
-        parameters.stream_copy(i, element(i, Full{}));
+        pass.parameters.stream_copy(i, element(i, Full{}));
     };
     const auto part = [&](size_t i, size_t n) {
         const Part lanes(n);
-        parameters.store_copy(i, element(i, lanes), lanes);
+        pass.parameters.store_copy(i, element(i, lanes), lanes);
     };
     const auto prefetch = [&](size_t i) __attribute__((always_inline)) {
-        prefetch_group(static_cast<const GradientElement<D>*>(a.grad), i);
-        parameters.prefetch(i);
+        pass.prefetch(i);
         if constexpr (R::kFirst) moments.prefetch_first(i);
         if constexpr (R::kSecond) moments.prefetch_second(i);
     };
 
-    size_t i = begin;
-    const size_t end = begin + count;
-    if (size_t head = parameters.until_aligned(i); head != 0) {
-        if (head > count) head = count;
+    size_t i = range.begin;
+    const size_t end = range.begin + range.count;
+    if (size_t head = pass.parameters.until_aligned(i); head != 0) {
+        if (head > range.count) head = range.count;
         part(i, head);
         i += head;
     }
@@ -81,9 +93,63 @@ bool update(const UpdateArrays& arrays, const Folded& h, size_t begin, size_t co
     }
     for (; i + kWidth <= end; i += kWidth) whole(i);
     if (i < end) part(i, end - i);
+}
+
+// The same for moments in blocks: new ones wait until all of a block are there, with its exponents.
+template <class R, class M, class Body>
+INFINITY_INLINE void each_block(Body& pass, const M& moments, const Range& range) {
+    const bool streaming =
+        pass.parameters.until_aligned(range.begin) == 0;  // and blocks keep it so
+    const size_t end = range.begin + range.count;
+    for (size_t i = range.begin; i < end; i += kCodeBlock) {
+        for (size_t k = 0; k < kCodeBlock; k += kGroup) pass.prefetch(i + k);
+        if constexpr (R::kFirst) moments.prefetch_first(i);
+        if constexpr (R::kSecond) moments.prefetch_second(i);
+        F first[kCodeBlock / kWidth];
+        F second[kCodeBlock / kWidth];
+        typename M::Units units = moments.template units<R>(i);
+        const auto element = [&](size_t k, auto lanes) __attribute__((always_inline)) {
+            F m = Vec::set(0.0F);
+            F v = Vec::set(0.0F);
+            if constexpr (R::kFirst) m = moments.load_first(i + k, units.first, lanes);
+            if constexpr (R::kSecond) v = moments.load_second(i + k, units.second, lanes);
+            const F p = pass.step(i + k, m, v, lanes);
+            if constexpr (R::kFirst) units.see_first(first[k / kWidth] = m, lanes);
+            if constexpr (R::kSecond) units.see_second(second[k / kWidth] = v, lanes);
+            return p;
+        };
+        const size_t n = end - i < kCodeBlock ? end - i : kCodeBlock;
+        size_t k = 0;
+        for (; k + kWidth <= n; k += kWidth) {
+            const F p = element(k, Full{});
+            if (streaming) {
+                pass.parameters.stream_copy(i + k, p);
+            } else {
+                pass.parameters.store_copy(i + k, p, Full{});
+            }
+        }
+        if (k < n) {
+            const Part lanes(n - k);
+            pass.parameters.store_copy(i + k, element(k, lanes), lanes);
+        }
+        moments.template store<R>(i, n, first, second, units);
+    }
+}
+
+template <class R, Dtype D, ParameterFormat P, class M>
+bool update(const UpdateArrays& arrays, const Folded& h, const Range& given) {
+    const UpdateArrays a = arrays;  // by value: no store can be thought to change it
+    const Range range = given;
+    Pass<R, D, P> pass(a, h);
+    const M moments(a, range);
+    if constexpr (M::kBlocks) {
+        each_block<R>(pass, moments, range);
+    } else {
+        each_element<R>(pass, moments, range);
+    }
     Vec::fence();
-    if (!finite_result.all()) quiet<R, P>(a, begin, count);
-    return !finite_gradient.all();
+    if (!pass.finite_result.all()) quiet<R, P, M>(a, range);
+    return !pass.finite_gradient.all();
 }
 
 }  // namespace

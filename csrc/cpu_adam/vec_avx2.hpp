@@ -15,6 +15,10 @@ struct Vec {
         __m256 a;
         __m256 b;
     };
+    struct U {  // uint32, likewise
+        __m256i a;
+        __m256i b;
+    };
     static constexpr int kWidth = 16;
     struct Full {};
     // The first `count` elements. There are no masked 16-bit accesses before AVX-512, so those go
@@ -117,6 +121,70 @@ struct Vec {
     static void stream_f16(uint16_t* p, F x) { stream_words(p, round_f16(x)); }
     static void fence() { _mm_sfence(); }
 
+    static U set_u(uint32_t x) {
+        const __m256i all = _mm256_set1_epi32(static_cast<int>(x));
+        return {all, all};
+    }
+    static U as_u(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+    static F as_f(U x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+    static U add_u(U x, U y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+    static U mul_u(U x, U y) {
+        return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
+    }
+    static U and_u(U x, U y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+    static U or_u(U x, U y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+    static U xor_u(U x, U y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+    static U min_u(U x, U y) { return {_mm256_min_epu32(x.a, y.a), _mm256_min_epu32(x.b, y.b)}; }
+    static U max_u(U x, U y) { return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)}; }
+    template <int kBits>
+    static U shl(U x) {
+        return {_mm256_slli_epi32(x.a, kBits), _mm256_slli_epi32(x.b, kBits)};
+    }
+    template <int kBits>
+    static U shr(U x) {
+        return {_mm256_srli_epi32(x.a, kBits), _mm256_srli_epi32(x.b, kBits)};
+    }
+    // Lane times step.
+    static U ramp(uint32_t step) {
+        return mul_u({_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                      _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)},
+                     set_u(step));
+    }
+    // Zero beyond the lanes.
+    static U keep(U x, Full) { return x; }
+    static U keep(U x, Part lanes) { return and_u(x, {lanes.a, lanes.b}); }
+    static uint32_t largest(U x) {
+        const __m256i half = _mm256_max_epu32(x.a, x.b);
+        __m128i most =
+            _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4E));
+        most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
+    }
+    static U load_bytes(const uint8_t* p, Full) {
+        return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static U load_bytes(const uint8_t* p, Part lanes) {
+        alignas(16) uint8_t buffer[16] = {};
+        for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
+        return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(buffer)));
+    }
+    // Each at most 255.
+    static void store_bytes(uint8_t* p, U x, Full) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+    }
+    static void store_bytes(uint8_t* p, U x, Part lanes) {
+        alignas(16) uint8_t buffer[16];
+        _mm_store_si128(reinterpret_cast<__m128i*>(buffer), narrow(x));
+        for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
+    }
+    // The high half of each.
+    template <class L>
+    static void store_high(uint16_t* p, U x, L lanes) {
+        x = shr<16>(x);
+        store_words(p, in_order(_mm256_packus_epi32(x.a, x.b)), lanes);
+    }
+
     // See [Note: fixed lanes].
     struct Squares {
         __m256d lane[kLanes / 4];
@@ -165,6 +233,13 @@ struct Vec {
     static __m256 quiet_half(__m256 x) {
         const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
         return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    }
+    static U widen(__m128i bytes) {
+        return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+    }
+    static __m128i narrow(U x) {
+        const __m256i words = in_order(_mm256_packus_epi32(x.a, x.b));
+        return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     }
     static __m256i load_words(const uint16_t* p, Full) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

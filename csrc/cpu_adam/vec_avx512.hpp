@@ -11,6 +11,7 @@ namespace {
 
 struct Vec {
     using F = __m512;
+    using U = __m512i;  // uint32
     static constexpr int kWidth = 16;
     struct Full {};
     // The first `count` elements; the lanes beyond are zero.
@@ -83,6 +84,60 @@ struct Vec {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(p), round_f16(x));
     }
     static void fence() { _mm_sfence(); }
+
+    static U set_u(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+    static U as_u(F x) { return _mm512_castps_si512(x); }
+    static F as_f(U x) { return _mm512_castsi512_ps(x); }
+    static U add_u(U a, U b) { return _mm512_add_epi32(a, b); }
+    static U mul_u(U a, U b) { return _mm512_mullo_epi32(a, b); }
+    static U and_u(U a, U b) { return _mm512_and_si512(a, b); }
+    static U or_u(U a, U b) { return _mm512_or_si512(a, b); }
+    static U xor_u(U a, U b) { return _mm512_xor_si512(a, b); }
+    static U min_u(U a, U b) { return _mm512_min_epu32(a, b); }
+    static U max_u(U a, U b) { return _mm512_max_epu32(a, b); }
+    template <int kBits>
+    static U shl(U x) {
+        return _mm512_slli_epi32(x, kBits);
+    }
+    template <int kBits>
+    static U shr(U x) {
+        return _mm512_srli_epi32(x, kBits);
+    }
+    // Lane times step.
+    static U ramp(uint32_t step) {
+        return mul_u(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                     set_u(step));
+    }
+    // Zero beyond the lanes.
+    static U keep(U x, Full) { return x; }
+    static U keep(U x, Part lanes) { return _mm512_maskz_mov_epi32(lanes.mask, x); }
+    static uint32_t largest(U x) {
+        const __m256i half =
+            _mm256_max_epu32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+        __m128i most =
+            _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4E));
+        most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
+        return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
+    }
+    static U load_bytes(const uint8_t* p, Full) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static U load_bytes(const uint8_t* p, Part lanes) {
+        return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes.mask, p));
+    }
+    // The low byte of each.
+    static void store_bytes(uint8_t* p, U x, Full) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+    }
+    static void store_bytes(uint8_t* p, U x, Part lanes) {
+        _mm_mask_storeu_epi8(p, lanes.mask, _mm512_cvtepi32_epi8(x));
+    }
+    // The high half of each.
+    template <class L>
+    static void store_high(uint16_t* p, U x, L lanes) {
+        store_words(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)), lanes);
+    }
 
     // See [Note: fixed lanes].
     struct Squares {

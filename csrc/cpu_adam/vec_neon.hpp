@@ -5,12 +5,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace infinity::cpu_adam {
 namespace {
 
 struct Vec {
     using F = float32x4_t;
+    using U = uint32x4_t;
     static constexpr int kWidth = 4;
     struct Full {};
     // The first `count` elements. There are no masked accesses, so they go through a copy; the
@@ -89,6 +91,63 @@ struct Vec {
     static void stream_f16(uint16_t* p, F x) { store_f16(p, x, Full{}); }
     static void fence() {}
 
+    static U set_u(uint32_t x) { return vdupq_n_u32(x); }
+    static U as_u(F x) { return vreinterpretq_u32_f32(x); }
+    static F as_f(U x) { return vreinterpretq_f32_u32(x); }
+    static U add_u(U a, U b) { return vaddq_u32(a, b); }
+    static U mul_u(U a, U b) { return vmulq_u32(a, b); }
+    static U and_u(U a, U b) { return vandq_u32(a, b); }
+    static U or_u(U a, U b) { return vorrq_u32(a, b); }
+    static U xor_u(U a, U b) { return veorq_u32(a, b); }
+    static U min_u(U a, U b) { return vminq_u32(a, b); }
+    static U max_u(U a, U b) { return vmaxq_u32(a, b); }
+    template <int kBits>
+    static U shl(U x) {
+        return vshlq_n_u32(x, kBits);
+    }
+    template <int kBits>
+    static U shr(U x) {
+        return vshrq_n_u32(x, kBits);
+    }
+    // Lane times step.
+    static U ramp(uint32_t step) {
+        const uint32_t lane[4] = {0, step, 2 * step, 3 * step};
+        return vld1q_u32(lane);
+    }
+    // Zero beyond the lanes.
+    static U keep(U x, Full) { return x; }
+    static U keep(U x, Part lanes) {
+        const uint32_t lane[4] = {0, 1, 2, 3};
+        const U inside =
+            vcltq_u32(vld1q_u32(lane), vdupq_n_u32(static_cast<uint32_t>(lanes.count)));
+        return vandq_u32(x, inside);
+    }
+    static uint32_t largest(U x) { return vmaxvq_u32(x); }
+    static U load_bytes(const uint8_t* p, Full) {
+        uint32_t four;
+        std::memcpy(&four, p, 4);
+        return widen(four);
+    }
+    static U load_bytes(const uint8_t* p, Part lanes) {
+        uint32_t four = 0;
+        std::memcpy(&four, p, lanes.count);
+        return widen(four);
+    }
+    // The low byte of each.
+    static void store_bytes(uint8_t* p, U x, Full) {
+        const uint32_t four = narrow(x);
+        std::memcpy(p, &four, 4);
+    }
+    static void store_bytes(uint8_t* p, U x, Part lanes) {
+        const uint32_t four = narrow(x);
+        std::memcpy(p, &four, lanes.count);
+    }
+    // The high half of each.
+    template <class L>
+    static void store_high(uint16_t* p, U x, L lanes) {
+        store_words(p, vshrn_n_u32(x, 16), lanes);
+    }
+
     // See [Note: fixed lanes].
     struct Squares {
         float64x2_t lane[kLanes / 2];
@@ -121,6 +180,11 @@ struct Vec {
     };
 
   private:
+    static U widen(uint32_t four) { return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))); }
+    static uint32_t narrow(U x) {
+        const uint16x4_t words = vmovn_u32(x);
+        return vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
+    }
     static uint16x4_t load_words(const uint16_t* p, Full) { return vld1_u16(p); }
     static uint16x4_t load_words(const uint16_t* p, Part lanes) {
         uint16_t buffer[4] = {};

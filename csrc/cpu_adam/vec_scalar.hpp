@@ -10,6 +10,7 @@ namespace {
 
 struct Vec {
     using F = float;
+    using U = uint32_t;
     static constexpr int kWidth = 1;
     struct Full {};
     struct Part {  // never made: a width of one leaves no tail
@@ -99,6 +100,47 @@ struct Vec {
     static void stream_bf16(uint16_t* p, F x) { store_bf16(p, x, Full{}); }
     static void stream_f16(uint16_t* p, F x) { store_f16(p, x, Full{}); }
     static void fence() {}
+
+    static U set_u(uint32_t x) { return x; }
+    static U as_u(F x) { return bits(x); }
+    static F as_f(U x) { return from_bits(x); }
+    static U add_u(U a, U b) { return a + b; }
+    static U mul_u(U a, U b) { return a * b; }
+    static U and_u(U a, U b) { return a & b; }
+    static U or_u(U a, U b) { return a | b; }
+    static U xor_u(U a, U b) { return a ^ b; }
+    static U min_u(U a, U b) { return a < b ? a : b; }
+    static U max_u(U a, U b) { return a < b ? b : a; }
+    template <int kBits>
+    static U shl(U x) {
+        return x << kBits;
+    }
+    template <int kBits>
+    static U shr(U x) {
+        return x >> kBits;
+    }
+    // Lane times step.
+    static U ramp(uint32_t) { return 0; }
+    // Zero beyond the lanes.
+    template <class L>
+    static U keep(U x, L) {
+        return x;
+    }
+    static uint32_t largest(U x) { return x; }
+    template <class L>
+    static U load_bytes(const uint8_t* p, L) {
+        return *p;
+    }
+    // The low byte of each.
+    template <class L>
+    static void store_bytes(uint8_t* p, U x, L) {
+        *p = static_cast<uint8_t>(x);
+    }
+    // The high half of each.
+    template <class L>
+    static void store_high(uint16_t* p, U x, L) {
+        *p = static_cast<uint16_t>(x >> 16);
+    }
 
     // See [Note: fixed lanes].
     struct Squares {

@@ -78,7 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_memory_options(memory: Any) -> None:
     memory.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    memory.add_argument("--states", default="fp32", help="of the optimizer: fp32 (default: %(default)s)")
+    memory.add_argument(
+        "--states", default="fp32", help="of the optimizer: fp32, bf16 or int8 (default: %(default)s)"
+    )
     memory.add_argument("--compute", default="bf16", help="bf16, fp16 or fp32 (default: %(default)s)")
     memory.add_argument(
         "--budget-device", metavar="SIZE", help="device memory, such as 20GiB (default: what is free)"

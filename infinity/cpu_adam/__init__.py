@@ -26,6 +26,7 @@ from infinity.cpu_adam.placement import default_cpus
 from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, runnable_isas
 from infinity.cpu_adam.work import (
     BLOCK,
+    CODE_BLOCK,
     Array,
     Gradient,
     GradientResult,
@@ -39,6 +40,7 @@ from infinity.cpu_adam.work import (
 
 __all__ = [
     "BLOCK",
+    "CODE_BLOCK",
     "DEFAULT_CHUNK",
     "SGD",
     "Adagrad",

@@ -15,6 +15,11 @@ GRAD_DTYPES = {
     torch.bfloat16: _cpu_adam.Dtype.BF16,
     torch.float16: _cpu_adam.Dtype.F16,
 }
+MOMENT_FORMATS = {
+    torch.float32: _cpu_adam.MomentFormat.F32,
+    torch.bfloat16: _cpu_adam.MomentFormat.BF16,
+    torch.uint8: _cpu_adam.MomentFormat.INT8,
+}
 COPY_FORMATS = {
     torch.float32: _cpu_adam.ParameterFormat.PLAIN_F32,
     torch.bfloat16: _cpu_adam.ParameterFormat.PLAIN_BF16,
@@ -30,14 +35,25 @@ def parameter_format(work: Update) -> _cpu_adam.ParameterFormat:
     return COPY_FORMATS.get(work.copy.dtype, _cpu_adam.ParameterFormat.PLAIN)
 
 
-def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int]]:
+def moment_dtype(work: Update) -> torch.dtype:
+    """The dtype of the moments, float32 without any. ConfigError if it is none of them, or two."""
+    dtypes = {each.dtype for each in (work.first_moment, work.second_moment) if each is not None}
+    if len(dtypes) > 1 or not dtypes <= set(MOMENT_FORMATS):
+        raise ConfigError(
+            f"The moments have dtypes {', '.join(sorted(str(each) for each in dtypes))}.",
+            f"Give both the same: {' or '.join(str(each) for each in MOMENT_FORMATS)}.",
+        )
+    return dtypes.pop() if dtypes else torch.float32
+
+
+def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int, int, int]]:
     for index, each in enumerate(segments):
-        if min(each.start, each.count, each.hyper) < 0:
+        if min(each.start, each.count, each.hyper, each.index, each.seed) < 0 or each.seed >> 32:
             raise ConfigError(
-                f"Segment {index} has a negative field: {each}.",
-                "Give start, count and hyper, all at least 0.",
+                f"Segment {index} has a field that is negative, or a seed of more than 32 bits: {each}.",
+                "Give start, count, hyper, index and seed, all at least 0, and the seed below 2**32.",
             )
-    return [(each.start, each.count, each.hyper) for each in segments]
+    return [(each.start, each.count, each.hyper, each.index, each.seed) for each in segments]
 
 
 class Page:
@@ -47,8 +63,8 @@ class Page:
         self.elements = 0
         self.owners: list[object] = []
 
-    def add(self, name: str, array: Array | None, *dtypes: torch.dtype) -> int:
-        """The array's address, 0 for None."""
+    def add(self, name: str, array: Array | None, *dtypes: torch.dtype, per: int = 1) -> int:
+        """The array's address, 0 for None. It has an entry for every `per` elements of the others."""
         if array is None:
             return 0
         if isinstance(array, Span):
@@ -71,12 +87,15 @@ class Page:
                 f"Give {' or '.join(str(each) for each in dtypes)}.",
             )
         count = element_count(array)
-        if self.owners and count != self.elements:
+        if per == 1 and not self.owners:
+            self.elements = count
+        if count != -(-self.elements // per):
             raise ConfigError(
                 f"'{name}' has {count} elements where the arrays before it have {self.elements}.",
-                "Give flat arrays of one length.",
+                "Give flat arrays of one length."
+                if per == 1
+                else f"Give one entry for every {per} elements of the others.",
             )
-        self.elements = count
         self.owners.append(owner)
         return address
 

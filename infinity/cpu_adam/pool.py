@@ -10,10 +10,19 @@ from typing import Generic, TypeVar, overload
 import torch
 
 from infinity import _cpu_adam
-from infinity.cpu_adam.page import COPY_FORMATS, GRAD_DTYPES, Page, parameter_format, segment_tuples
+from infinity.cpu_adam.page import (
+    COPY_FORMATS,
+    GRAD_DTYPES,
+    MOMENT_FORMATS,
+    Page,
+    moment_dtype,
+    parameter_format,
+    segment_tuples,
+)
 from infinity.cpu_adam.placement import place
 from infinity.cpu_adam.work import (
     BLOCK,
+    CODE_BLOCK,
     Gradient,
     GradientResult,
     Stream,
@@ -167,16 +176,25 @@ class ThreadPool:
                 "An update was given both a remainder and a copy.",
                 "Leave the copy out: a split master's parameter is its bf16 copy.",
             )
+        moment = moment_dtype(work)
+        if moment != torch.uint8 and (work.first_scale is not None or work.second_scale is not None):
+            raise ConfigError(
+                f"An update with moments of {moment} was given scales.",
+                "Leave them out: int8 codes have them.",
+            )
         native = self._native.submit_update(
             grad=page.add("grad", work.grad, *GRAD_DTYPES),
             grad_dtype=GRAD_DTYPES[work.grad.dtype],
             format=parameter_format(work),
+            moments=MOMENT_FORMATS[moment],
             accumulated=page.add("accumulated", work.accumulated, torch.float32),
             parameter=page.add("parameter", work.parameter, parameter),
             remainder=page.add("remainder", work.remainder, torch.int16),
             copy=page.add("copy", work.copy, *COPY_FORMATS),
-            first_moment=page.add("first_moment", work.first_moment, torch.float32),
-            second_moment=page.add("second_moment", work.second_moment, torch.float32),
+            first_moment=page.add("first_moment", work.first_moment, moment),
+            second_moment=page.add("second_moment", work.second_moment, moment),
+            first_scale=page.add("first_scale", work.first_scale, torch.uint8, per=CODE_BLOCK),
+            second_scale=page.add("second_scale", work.second_scale, torch.uint8, per=CODE_BLOCK),
             segments=segment_tuples(work.segments),
             hypers=[each.native() for each in work.hypers],
             scale=work.scale,

@@ -16,6 +16,9 @@ from infinity.cpu_adam.hyper import Hyper
 BLOCK: int = _cpu_adam.BLOCK
 """Elements per norm block; parameters may be split over segments at multiples of this only."""
 
+CODE_BLOCK: int = _cpu_adam.CODE_BLOCK
+"""Elements of a parameter that share an exponent in int8 moments."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -35,11 +38,21 @@ Array: TypeAlias = torch.Tensor | Span
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, start + count) of a page's arrays, and the index of their hyper-parameters."""
+    """Elements [start, start + count) of a page's arrays, all of one parameter.
+
+    With bfloat16 and int8 moments, an update rounds up or down by random bits that are a function of `seed`
+    and of an element's index in its parameter, modulo 2**32: the same of a parameter however it is split, if
+    every part is given its own `index`.
+    """
 
     start: int
     count: int
     hyper: int = 0
+    """Index of the hyper-parameters. Updates alone look at it and at what follows."""
+    index: int = 0
+    """Of the first element, in its parameter."""
+    seed: int = 0
+    """32 bits, others for every parameter and step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +60,14 @@ class Update:
     """One optimizer step over a page. All arrays are flat and of one length.
 
     The gradient that the rule sees is (accumulated + grad) * scale. Bytes moved per parameter with
-    bf16 gradients: 28 with an fp32 master and a bf16 copy, 26 with a split master.
+    bf16 gradients: 28 with an fp32 master and a bf16 copy, 26 with a split master, 18 with a split master
+    and bfloat16 moments, 14 with a split master and int8 moments.
+
+    Both moments have one format. bfloat16 ones are rounded stochastically: to one of both neighbours, with
+    probabilities that make the mean right. int8 ones are codes relative to the largest magnitude of each
+    block of CODE_BLOCK elements, rounded likewise ([Note: int8 codes] in csrc/cpu_adam/moments.inl;
+    `infinity.moments` reads them). Their segments start, and have an index, at multiples of CODE_BLOCK, and
+    an element that is not finite makes NaN of its block. A page of zeros holds zeros in every format.
     """
 
     grad: Array
@@ -64,9 +84,14 @@ class Update:
     """Copy of the new fp32 master: float32, bfloat16 (rounded half up, equal to a split master's high
     half) or float16 (to nearest, ties to even); written."""
     first_moment: Array | None = None
-    """float32: Adam's mean of gradients, SGD's momentum buffer."""
+    """float32, bfloat16 or uint8 (int8 codes): Adam's mean of gradients, SGD's momentum buffer."""
     second_moment: Array | None = None
-    """float32: Adam's mean of squares, Adagrad's sum of squares."""
+    """Likewise: Adam's mean of squares, Adagrad's sum of squares."""
+    first_scale: Array | None = None
+    """uint8, ceil(n / CODE_BLOCK): the exponents of int8 codes, of the block that starts at element i in
+    entry i // CODE_BLOCK."""
+    second_scale: Array | None = None
+    """Likewise."""
     scale: float = 1.0
     """Unscaling times clipping, as one factor."""
 

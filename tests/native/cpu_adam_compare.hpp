@@ -1,6 +1,7 @@
 // Runs two kernel tables over the same adversarial inputs and demands the same bits.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -41,6 +42,16 @@ struct Page {
             high.push_back(static_cast<uint16_t>(random()));
             low.push_back(static_cast<int16_t>(random()));
             copy.push_back(0.0F);
+            first_half.push_back(static_cast<uint16_t>(random()));
+            second_half.push_back(static_cast<uint16_t>(random() & 0x7FFFU));
+            first_code.push_back(static_cast<uint8_t>(random()));
+            second_code.push_back(static_cast<uint8_t>(random()));
+        }
+        // Blocks of every exponent, those of not a number and below the lowest too.
+        for (size_t i = 0; i < elements / kCodeBlock + 1; ++i) {
+            const bool any = random() % 4 == 0;
+            first_scale.push_back(static_cast<uint8_t>(any ? random() : 100 + random() % 40));
+            second_scale.push_back(static_cast<uint8_t>(any ? random() : 100 + random() % 40));
         }
         for (uint8_t& byte : grad) byte = static_cast<uint8_t>(random());
         for (size_t i = 0; i < elements; ++i) {
@@ -48,7 +59,20 @@ struct Page {
             if (random() % 2 == 0) std::memcpy(grad.data() + 4 * i, &g, 4);
         }
     }
-    UpdateArrays arrays(ParameterFormat format, bool accumulated) {
+    // Half of the blocks without infinities and NaNs, so that codes are compared and not their
+    // lack.
+    void calm() {
+        std::mt19937 random(7);
+        for (size_t i = 0; i < acc.size(); ++i) {
+            if (i / kCodeBlock % 2 != 0) continue;
+            const float g = std::ldexp(static_cast<float>(random() % 1000) - 500.0F,
+                                       -static_cast<int>(random() % 40));
+            acc[i] = param[i] = g;
+            std::memset(grad.data() + 4 * i, 0, 4);
+            first_scale[i / kCodeBlock] = second_scale[i / kCodeBlock] = 110;
+        }
+    }
+    UpdateArrays arrays(ParameterFormat format, MomentFormat moments, bool accumulated) {
         UpdateArrays a;
         a.grad = grad.data();
         if (accumulated) a.acc = acc.data();
@@ -61,12 +85,22 @@ struct Page {
         }
         a.first_moment = first.data();
         a.second_moment = second.data();
+        if (moments == MomentFormat::kBf16) {
+            a.first_moment = first_half.data();
+            a.second_moment = second_half.data();
+        } else if (moments == MomentFormat::kInt8) {
+            a.first_moment = first_code.data();
+            a.second_moment = second_code.data();
+            a.first_scale = first_scale.data();
+            a.second_scale = second_scale.data();
+        }
         return a;
     }
     std::vector<uint8_t> grad;
     std::vector<float> param, acc, first, second, copy;
-    std::vector<uint16_t> high;
+    std::vector<uint16_t> high, first_half, second_half;
     std::vector<int16_t> low;
+    std::vector<uint8_t> first_code, second_code, first_scale, second_scale;
 };
 
 template <class T>
@@ -77,7 +111,10 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 inline bool same_bits(const Page& a, const Page& b) {
     return same_bits(a.param, b.param) && same_bits(a.first, b.first) &&
            same_bits(a.second, b.second) && same_bits(a.copy, b.copy) &&
-           same_bits(a.high, b.high) && same_bits(a.low, b.low) && same_bits(a.acc, b.acc);
+           same_bits(a.high, b.high) && same_bits(a.low, b.low) && same_bits(a.acc, b.acc) &&
+           same_bits(a.first_half, b.first_half) && same_bits(a.second_half, b.second_half) &&
+           same_bits(a.first_code, b.first_code) && same_bits(a.second_code, b.second_code) &&
+           same_bits(a.first_scale, b.first_scale) && same_bits(a.second_scale, b.second_scale);
 }
 
 inline std::vector<Hyper> every_rule() {
@@ -93,27 +130,44 @@ inline std::vector<Hyper> every_rule() {
             AdagradHyper{0.1, 0.01, 1e-10, 1e-4, 7, false}};
 }
 
+inline void compare_formats(const KernelTable& a, const KernelTable& b, const Folded& folded,
+                            size_t elements, const Range& range, MomentFormat moments,
+                            uint32_t seed) {
+    const int rule = static_cast<int>(folded.rule);
+    const int kept = static_cast<int>(moments);
+    for (int dtype = 0; dtype < kDtypes; ++dtype) {
+        for (int format = 0; format < kParameterFormats; ++format) {
+            for (const bool accumulated : {false, true}) {
+                Page one(elements, ++seed);
+                if (accumulated) one.calm();
+                Page two = one;
+                const ParameterFormat f = static_cast<ParameterFormat>(format);
+                const bool bad_one = a.update[rule][dtype][format][kept](
+                    one.arrays(f, moments, accumulated), folded, range);
+                const bool bad_two = b.update[rule][dtype][format][kept](
+                    two.arrays(f, moments, accumulated), folded, range);
+                CHECK(bad_one == bad_two);
+                CHECK(same_bits(one, two));
+            }
+        }
+    }
+}
+
+// `begin` counts for formats without blocks; those with blocks start at the next one.
 inline void compare_updates(const KernelTable& a, const KernelTable& b, size_t elements,
                             size_t begin, size_t count) {
     uint32_t seed = 1;
+    const size_t on_block = (begin + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
     for (const Hyper& hyper : every_rule()) {
         const Folded folded = fold(hyper, 0.75);
-        for (int dtype = 0; dtype < kDtypes; ++dtype) {
-            for (int format = 0; format < kParameterFormats; ++format) {
-                for (const bool accumulated : {false, true}) {
-                    Page one(elements, ++seed);
-                    Page two = one;
-                    const ParameterFormat f = static_cast<ParameterFormat>(format);
-                    const int rule = static_cast<int>(folded.rule);
-                    const bool bad_one = a.update[rule][dtype][format](one.arrays(f, accumulated),
-                                                                       folded, begin, count);
-                    const bool bad_two = b.update[rule][dtype][format](two.arrays(f, accumulated),
-                                                                       folded, begin, count);
-                    CHECK(bad_one == bad_two);
-                    CHECK(same_bits(one, two));
-                }
-            }
-        }
+        const uint32_t index = 0xFFFFFFC0U;  // wraps within the range
+        compare_formats(a, b, folded, elements, {begin, count, index, seed}, MomentFormat::kF32,
+                        seed);
+        compare_formats(a, b, folded, elements, {begin, count, index, seed}, MomentFormat::kBf16,
+                        seed);
+        compare_formats(a, b, folded, elements, {on_block, count, index, seed}, MomentFormat::kInt8,
+                        seed);
+        seed += 30;
     }
 }
 
@@ -159,13 +213,13 @@ inline void compare_streams(const KernelTable& a, const KernelTable& b) {
 // Counts and offsets around every register width, head alignment and block size.
 inline void compare_tables(const KernelTable& a, const KernelTable& b) {
     for (const size_t count : {0U, 1U, 2U, 3U, 7U, 15U, 16U, 17U, 31U, 63U, 97U}) {
-        for (const size_t begin : {0U, 1U, 5U}) compare_updates(a, b, 128, begin, count);
+        for (const size_t begin : {0U, 1U, 5U}) compare_updates(a, b, 192, begin, count);
     }
     for (const size_t count : {1U, 33U, 4095U, 4096U, 4097U, 8200U}) {
         compare_gradients(a, b, 9000, 0, count);
         compare_gradients(a, b, 9000, 7, count);
     }
-    compare_updates(a, b, 6000, 3, 5990);
+    compare_updates(a, b, 6100, 3, 5990);
     compare_streams(a, b);
 }
 

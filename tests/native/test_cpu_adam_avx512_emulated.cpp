@@ -69,6 +69,20 @@ inline __m256i truncate(__m512i x) {
     return all;
 }
 
+inline __m512i widen_bytes(__m128i x) {
+    return join<__m512i>(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)));
+}
+
+inline __m128i truncate_to_bytes(__m512i x) {
+    uint32_t wide[16];
+    uint8_t narrow[16];
+    std::memcpy(wide, &x, sizeof(wide));
+    for (int i = 0; i < 16; ++i) narrow[i] = static_cast<uint8_t>(wide[i]);
+    __m128i all;
+    std::memcpy(&all, narrow, sizeof(all));
+    return all;
+}
+
 inline __m512 from_halves(__m256i x) {
     return join<__m512>(_mm256_cvtph_ps(half<__m128i>(x, 0)), _mm256_cvtph_ps(half<__m128i>(x, 1)));
 }
@@ -91,6 +105,10 @@ inline __m512d to_double(__m256 x) {
 #define _mm512_cvtepu16_epi32(x) emulated::widen_unsigned(x)
 #define _mm512_cvtepi16_epi32(x) emulated::widen_signed(x)
 #define _mm512_cvtepi32_epi16(x) emulated::truncate(x)
+#define _mm512_cvtepu8_epi32(x) emulated::widen_bytes(x)
+#define _mm512_cvtepi32_epi8(x) emulated::truncate_to_bytes(x)
+#define _mm_maskz_loadu_epi8(mask, p) emulated::masked_load<__m128i, uint8_t>(mask, p)
+#define _mm_mask_storeu_epi8(p, mask, x) emulated::masked_store<uint8_t>(p, mask, x)
 #define _mm512_cvtph_ps(x) emulated::from_halves(x)
 #define _mm512_cvtps_ph(x, mode) emulated::to_halves(x)
 #define _mm512_cvtps_pd(x) emulated::to_double(x)

@@ -148,7 +148,8 @@ void test_float_mode() {
     for (const KernelTable* table : runnable_kernels()) {
         float p = 0;
         const float g = -1e-40F;
-        UpdateRequest request{1, Dtype::kF32, ParameterFormat::kPlain, {}, {{0, 1, 0}}, {}, 1.0};
+        UpdateRequest request{
+            1, Dtype::kF32, ParameterFormat::kPlain, MomentFormat::kF32, {}, {{0, 1, 0}}, {}, 1.0};
         request.arrays.grad = &g;
         request.arrays.param = &p;
         request.hypers = {SgdHyper{1.0, 0.0, 0.0, 0.0, false, false, false}};
@@ -158,27 +159,29 @@ void test_float_mode() {
 }
 
 // Chunks, segments and threads change nothing; every segment gets its own hyper-parameters.
-void test_jobs_match_one_kernel_call() {
+void compare_jobs_with_calls(MomentFormat moments, const std::vector<Segment>& segments) {
     constexpr size_t kElements = 5 * kBlock + 321;
     const std::vector<Hyper> hypers{AdamHyper{true, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, false},
                                     AdamHyper{true, 1e-3, 0.8, 0.99, 1e-6, 0.0, 9, false}};
-    const std::vector<Segment> segments{
-        {0, 2 * kBlock + 5, 0}, {2 * kBlock + 8, 3, 1}, {2 * kBlock + 20, 3 * kBlock + 301, 1}};
     Page expected(kElements, 11);
+    expected.calm();
     const KernelTable& kernels = *runnable_kernels().front();
     for (const Segment& s : segments) {
         const Folded folded = fold(hypers[s.hyper], 0.5);
-        kernels.update[0][0][4](expected.arrays(ParameterFormat::kSplit, true), folded, s.start,
-                                s.count);
+        const Range range{s.start, s.count, static_cast<uint32_t>(s.index), s.seed};
+        kernels.update[0][0][4][static_cast<int>(moments)](
+            expected.arrays(ParameterFormat::kSplit, moments, true), folded, range);
     }
     for (const size_t chunk : {kBlock, 2 * kBlock, 64 * kBlock}) {
         for (const size_t threads : {1U, 2U, 5U}) {
             Page page(kElements, 11);
+            page.calm();
             ThreadPool pool(unpinned(threads));
             const UpdateRequest request{kElements,
                                         Dtype::kF32,
                                         ParameterFormat::kSplit,
-                                        page.arrays(ParameterFormat::kSplit, true),
+                                        moments,
+                                        page.arrays(ParameterFormat::kSplit, moments, true),
                                         segments,
                                         hypers,
                                         0.5};
@@ -188,13 +191,26 @@ void test_jobs_match_one_kernel_call() {
     }
 }
 
+void test_jobs_match_one_kernel_call() {
+    const std::vector<Segment> anywhere{{0, 2 * kBlock + 5, 0, 0, 1},
+                                        {2 * kBlock + 8, 3, 1, 0, 2},
+                                        {2 * kBlock + 20, 3 * kBlock + 301, 1, 5 * kBlock, 3}};
+    const std::vector<Segment> on_blocks{{0, 2 * kBlock + 5, 0, 0, 1},
+                                         {2 * kBlock + 64, 3, 1, 0, 2},
+                                         {2 * kBlock + 128, 3 * kBlock + 193, 1, 5 * kBlock, 3}};
+    compare_jobs_with_calls(MomentFormat::kF32, anywhere);
+    compare_jobs_with_calls(MomentFormat::kBf16, anywhere);
+    compare_jobs_with_calls(MomentFormat::kInt8, on_blocks);
+}
+
 void test_bad_requests() {
     Page page(100, 1);
     const Page before = page;
     UpdateRequest good{100,
                        Dtype::kF32,
                        ParameterFormat::kPlainBf16,
-                       page.arrays(ParameterFormat::kPlainBf16, false),
+                       MomentFormat::kInt8,
+                       page.arrays(ParameterFormat::kPlainBf16, MomentFormat::kInt8, false),
                        {{0, 100, 0}},
                        {AdamHyper{true, 1e-2, 0.9, 0.999, 1e-8, 0.1, 3, false}},
                        1.0};
@@ -207,7 +223,21 @@ void test_bad_requests() {
     CHECK(bad([](UpdateRequest& r) { r.arrays.grad = nullptr; }));
     CHECK(bad([](UpdateRequest& r) { r.arrays.copy = nullptr; }));
     CHECK(bad([](UpdateRequest& r) { r.arrays.second_moment = nullptr; }));
-    CHECK(bad([](UpdateRequest& r) { r.arrays.second_moment = r.arrays.first_moment + 99; }));
+    CHECK(bad([](UpdateRequest& r) { r.arrays.copy = static_cast<float*>(r.arrays.param) + 99; }));
+    CHECK(bad([](UpdateRequest& r) { r.arrays.first_scale = nullptr; }));
+    CHECK(bad([](UpdateRequest& r) { r.arrays.second_scale = r.arrays.first_scale + 1; }));
+    CHECK(!bad([](UpdateRequest& r) {
+        r.moments = MomentFormat::kBf16;
+        r.arrays.first_moment = r.arrays.param;
+        r.arrays.param = r.arrays.copy;
+        r.arrays.copy = nullptr;
+        r.format = ParameterFormat::kPlain;
+        r.arrays.second_moment = static_cast<uint16_t*>(r.arrays.first_moment) + 100;
+        r.arrays.first_scale = nullptr;
+    }));
+    CHECK(bad([](UpdateRequest& r) { r.segments = {{1, 99, 0}}; }));
+    CHECK(bad([](UpdateRequest& r) { r.segments[0].index = 63; }));
+    CHECK(!bad([](UpdateRequest& r) { r.segments = {{64, 36, 0, 128}}; }));
     CHECK(bad([](UpdateRequest& r) { r.segments[0].count = 101; }));
     CHECK(bad([](UpdateRequest& r) { r.segments[0].start = SIZE_MAX; }));
     CHECK(bad([](UpdateRequest& r) { r.segments.push_back({50, 1, 0}); }));

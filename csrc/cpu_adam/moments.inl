@@ -1,0 +1,268 @@
+// How moments are loaded and stored, and the random bits that round them. Part of kernels.inl.
+//
+// [Note: unbiased moments] A mean that moves by a thousandth a step stands still once half a unit
+// of its last place is more than that: rounded to nearest, a second moment in bf16 ends 24% from
+// where it should be. Rounded up with a probability equal to the part that is cut off, every mean
+// is right on average. The random bits are a hash of a key, the same for all of a parameter's
+// elements in one step, and of the element's index in its parameter: they follow neither chunk nor
+// thread nor page.
+//
+// [Note: int8 codes] A block of kCodeBlock elements has an exponent e, that of its largest
+// magnitude; the unit s is 2^(e - kSpan). A magnitude x is kept as y = x / s + 1, a float of kSpan
+// + 1 binades whose three upper bits of mantissa, with the exponent above them, are the code: the
+// mu-law of telephony (ITU-T G.711) in more segments. Code 0 is 0; the steps are s / 8 at first and
+// double from each binade of y to the next, so that what is not tiny is off by one part in eight at
+// most, and rounding the bits of y is unbiased, for within a segment they are linear. The first
+// moment has a sign and 2^15 s, the second 2^31 s: its square root is as far-reaching. A second
+// moment that is not 0 is never stored as 0, or m / sqrt(v) would have no bound (the zero-point
+// problem, Li, Chen and Zhu, arXiv:2309.01507). A block with an element that is not finite, or
+// above 3.19e38, becomes NaN throughout: it says so rather than hide.
+
+namespace infinity::cpu_adam {
+namespace {
+
+using U = Vec::U;
+
+// 2^32 / phi, and half of MurmurHash3's finaliser: enough to scatter a Weyl sequence.
+constexpr uint32_t kWeyl = 0x9E3779B1U;
+constexpr uint32_t kMix = 0x85EBCA6BU;
+
+// 32 random bits per element: the low half rounds the first moment, the high half the second.
+struct Noise {
+    explicit Noise(const Range& range)
+        : ramp(Vec::ramp(kWeyl)),
+          start(key(range.seed) + (range.index - static_cast<uint32_t>(range.begin)) * kWeyl) {}
+    INFINITY_INLINE U at(size_t i) const {
+        U x = Vec::add_u(ramp, Vec::set_u(start + static_cast<uint32_t>(i) * kWeyl));
+        x = Vec::xor_u(x, Vec::template shr<16>(x));
+        x = Vec::mul_u(x, Vec::set_u(kMix));
+        return Vec::xor_u(x, Vec::template shr<13>(x));
+    }
+    // Seeds may be consecutive, keys may not. (The 32-bit mixer of C. Wellons' hash-prospector.)
+    static uint32_t key(uint32_t x) {
+        x = (x ^ (x >> 16)) * 0x7FEB352DU;
+        x = (x ^ (x >> 15)) * 0x846CA68BU;
+        return x ^ (x >> 16);
+    }
+    U ramp;
+    uint32_t start;
+};
+
+// Formats whose elements do not depend on each other.
+struct MomentsF32 {
+    static constexpr bool kBlocks = false;
+    MomentsF32(const UpdateArrays& a, const Range&)
+        : first(static_cast<float*>(a.first_moment)),
+          second(static_cast<float*>(a.second_moment)) {}
+    template <class L>
+    INFINITY_INLINE F load_first(size_t i, L lanes) const {
+        return Vec::load(first + i, lanes);
+    }
+    template <class L>
+    INFINITY_INLINE F load_second(size_t i, L lanes) const {
+        return Vec::load(second + i, lanes);
+    }
+    template <class R, class L>
+    INFINITY_INLINE void store(size_t i, F m, F v, L lanes) const {
+        if constexpr (R::kFirst) Vec::store(first + i, m, lanes);
+        if constexpr (R::kSecond) Vec::store(second + i, v, lanes);
+    }
+    // See [Note: quiet last].
+    template <class R, class L>
+    INFINITY_INLINE void quiet(size_t i, L lanes) const {
+        if constexpr (R::kFirst) Vec::store(first + i, Vec::quiet(load_first(i, lanes)), lanes);
+        if constexpr (R::kSecond) Vec::store(second + i, Vec::quiet(load_second(i, lanes)), lanes);
+    }
+    INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_group(first, i); }
+    INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_group(second, i); }
+    float* first;
+    float* second;
+};
+
+// Quiet before they are stored: a payload does not outlive the rounding.
+struct MomentsBf16 {
+    static constexpr bool kBlocks = false;
+    MomentsBf16(const UpdateArrays& a, const Range& range)
+        : first(static_cast<uint16_t*>(a.first_moment)),
+          second(static_cast<uint16_t*>(a.second_moment)),
+          noise(range) {}
+    template <class L>
+    INFINITY_INLINE F load_first(size_t i, L lanes) const {
+        return Vec::load_bf16(first + i, lanes);
+    }
+    template <class L>
+    INFINITY_INLINE F load_second(size_t i, L lanes) const {
+        return Vec::load_bf16(second + i, lanes);
+    }
+    template <class R, class L>
+    INFINITY_INLINE void store(size_t i, F m, F v, L lanes) const {
+        const U random = noise.at(i);
+        const U low = Vec::and_u(random, Vec::set_u(0xFFFFU));
+        if constexpr (R::kFirst) store_rounded(first + i, m, low, lanes);
+        if constexpr (R::kSecond) {
+            store_rounded(second + i, v, Vec::template shr<16>(random), lanes);
+        }
+    }
+    template <class L>
+    static INFINITY_INLINE void store_rounded(uint16_t* p, F x, U random, L lanes) {
+        Vec::store_high(p, Vec::add_u(Vec::as_u(Vec::quiet(x)), random), lanes);
+    }
+    template <class R, class L>
+    INFINITY_INLINE void quiet(size_t, L) const {}
+    INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_group(first, i); }
+    INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_group(second, i); }
+    uint16_t* first;
+    uint16_t* second;
+    Noise noise;
+};
+
+constexpr uint32_t kOneBits = 0x3F800000U;
+constexpr uint32_t kNanBits = 0x7FC00000U;
+
+inline float float_of(uint32_t bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+
+// See [Note: int8 codes]. kSpan: binades between the unit and the block's largest magnitude.
+template <uint32_t kSpan>
+struct Compander {
+    static constexpr uint32_t kLowest = kSpan + 1;  // whose unit is still a normal number
+    static constexpr uint32_t kNotFinite = 255;
+    static constexpr int kShift = 20;
+
+    // The exponent of a block whose largest magnitude has these bits. What would round up to the
+    // next binade (of x / s + 1, hence the 512) belongs to it already.
+    static uint32_t exponent(uint32_t largest) {
+        const uint32_t e = (largest + (1U << kShift) + 512U) >> 23;
+        if (e < kLowest) return kLowest;
+        return e < kNotFinite ? e : kNotFinite;
+    }
+    static F unit(uint32_t e) {
+        if (e == kNotFinite) return Vec::set(float_of(kNanBits));
+        return Vec::set(float_of(((e < kLowest ? kLowest : e) - kSpan) << 23));
+    }
+    static F inverse(uint32_t e) {
+        return Vec::set(e == kNotFinite ? 0.0F : float_of((254U - (e - kSpan)) << 23));
+    }
+    static INFINITY_INLINE F decode(U code, F unit) {
+        const U y = Vec::add_u(Vec::template shl<kShift>(code), Vec::set_u(kOneBits));
+        return Vec::mul(Vec::sub(Vec::as_f(y), Vec::set(1.0F)), unit);
+    }
+    // `random`: 16 bits at bit 4, to which the half of the last one is added.
+    static INFINITY_INLINE U encode(U magnitude, F inverse, U random) {
+        const F y = Vec::fma(Vec::as_f(magnitude), inverse, Vec::set(1.0F));
+        const U rounding = Vec::add_u(random, Vec::set_u(8U - kOneBits));
+        return Vec::template shr<kShift>(Vec::add_u(Vec::as_u(y), rounding));
+    }
+};
+
+// A block's exponent is known when all of its elements are, so the new moments wait in registers.
+struct MomentsInt8 {
+    static constexpr bool kBlocks = true;
+    using First = Compander<15>;
+    using Second = Compander<31>;
+
+    MomentsInt8(const UpdateArrays& a, const Range& range)
+        : first(static_cast<uint8_t*>(a.first_moment)),
+          second(static_cast<uint8_t*>(a.second_moment)),
+          first_scale(a.first_scale),
+          second_scale(a.second_scale),
+          noise(range) {}
+
+    template <class L>
+    INFINITY_INLINE F load_first(size_t i, F unit, L lanes) const {
+        const U code = Vec::load_bytes(first + i, lanes);
+        const F x = First::decode(Vec::and_u(code, Vec::set_u(0x7FU)), unit);
+        const U sign = Vec::and_u(Vec::template shl<24>(code), Vec::set_u(0x80000000U));
+        return Vec::as_f(Vec::xor_u(Vec::as_u(x), sign));
+    }
+    template <class L>
+    INFINITY_INLINE F load_second(size_t i, F unit, L lanes) const {
+        return Second::decode(Vec::load_bytes(second + i, lanes), unit);
+    }
+    // Of the block that is under way: the units of its codes, the largest new magnitudes.
+    struct Units {
+        F first;
+        F second;
+        U largest_first;
+        U largest_second;
+        template <class L>
+        INFINITY_INLINE void see_first(F x, L lanes) {
+            largest_first = Vec::max_u(largest_first, Vec::keep(magnitude(x), lanes));
+        }
+        template <class L>
+        INFINITY_INLINE void see_second(F x, L lanes) {
+            largest_second = Vec::max_u(largest_second, Vec::keep(magnitude(x), lanes));
+        }
+    };
+    // i: the first element of a block.
+    template <class R>
+    INFINITY_INLINE Units units(size_t i) const {
+        const F zero = Vec::set(0.0F);
+        Units u{zero, zero, Vec::set_u(0), Vec::set_u(0)};
+        if constexpr (R::kFirst) u.first = First::unit(first_scale[i / kCodeBlock]);
+        if constexpr (R::kSecond) u.second = Second::unit(second_scale[i / kCodeBlock]);
+        return u;
+    }
+    // n elements from i, the first of a block.
+    template <class R>
+    INFINITY_INLINE void store(size_t i, size_t n, const F* m, const F* v, const Units& u) const {
+        const uint32_t e = First::exponent(Vec::largest(u.largest_first));
+        const uint32_t f = Second::exponent(Vec::largest(u.largest_second));
+        const F first_inverse = First::inverse(e);
+        const F second_inverse = Second::inverse(f);
+        const auto encode = [&](size_t k, auto lanes) __attribute__((always_inline)) {
+            const U random = noise.at(i + k);
+            const size_t at = k / kWidth;
+            if constexpr (R::kFirst) store_first(i + k, m[at], first_inverse, random, lanes);
+            if constexpr (R::kSecond) store_second(i + k, v[at], second_inverse, random, lanes);
+        };
+        size_t k = 0;
+        for (; k + kWidth <= n; k += kWidth) encode(k, Full{});
+        if (k < n) encode(k, Part(n - k));
+        if constexpr (R::kFirst) close(first, first_scale, i, n, e);
+        if constexpr (R::kSecond) close(second, second_scale, i, n, f);
+    }
+    // Writes the exponent. Codes that were made of NaNs depend on the ISA, and give way to zeros.
+    static INFINITY_INLINE void close(uint8_t* codes, uint8_t* scale, size_t i, size_t n,
+                                      uint32_t e) {
+        scale[i / kCodeBlock] = static_cast<uint8_t>(e);
+        if (e == First::kNotFinite) {
+            for (size_t k = 0; k < n; ++k) codes[i + k] = 0;
+        }
+    }
+    template <class L>
+    INFINITY_INLINE void store_first(size_t i, F x, F inverse, U random, L lanes) const {
+        const U shifted = Vec::and_u(Vec::template shl<4>(random), Vec::set_u(0xFFFF0U));
+        const U code = First::encode(magnitude(x), inverse, shifted);
+        const U sign = Vec::and_u(Vec::template shr<24>(Vec::as_u(x)), Vec::set_u(0x80U));
+        Vec::store_bytes(first + i, Vec::or_u(code, sign), lanes);
+    }
+    template <class L>
+    INFINITY_INLINE void store_second(size_t i, F x, F inverse, U random, L lanes) const {
+        const U shifted = Vec::and_u(Vec::template shr<12>(random), Vec::set_u(0xFFFF0U));
+        const U code = Second::encode(magnitude(x), inverse, shifted);
+        const U least = Vec::min_u(magnitude(x), Vec::set_u(1));
+        Vec::store_bytes(second + i, Vec::max_u(code, least), lanes);
+    }
+    static INFINITY_INLINE U magnitude(F x) {
+        return Vec::and_u(Vec::as_u(x), Vec::set_u(0x7FFFFFFFU));
+    }
+    INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_codes(first, i); }
+    INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_codes(second, i); }
+    static INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
+        const uintptr_t at = reinterpret_cast<uintptr_t>(base) + i + kAhead;
+        __builtin_prefetch(reinterpret_cast<const void*>(at));
+    }
+
+    uint8_t* first;
+    uint8_t* second;
+    uint8_t* first_scale;
+    uint8_t* second_scale;
+    Noise noise;
+};
+
+}  // namespace
+}  // namespace infinity::cpu_adam
