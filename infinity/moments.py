@@ -5,9 +5,9 @@ of CODE_BLOCK elements, counted from the parameter's first. A block with biased 
 2**(e - 127 - span), and a code c stands for (y - 1) * s, where y is the float32 with the bits of 1.0 plus c
 << 20: three bits of mantissa, and four of exponent for first moments (span 15; the byte's upper bit is the
 sign) or five for second ones (span 31). This is the mu-law of ITU-T G.711, with more segments. Where e is
-255, all of the block is NaN. The kernels have the same codec, rounding stochastically; see [Note: int8
-codes] in csrc/cpu_adam/moments.inl. Here values are rounded to nearest, so that what was decoded is encoded
-without loss.
+255, all of the block is NaN.
+The kernels have the same codec, rounding stochastically; see [Note: int8 codes] in csrc/cpu_adam/moments.inl.
+Here values are rounded to nearest, so that what was decoded is encoded without loss.
 """
 
 from __future__ import annotations
