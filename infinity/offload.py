@@ -22,13 +22,14 @@ from infinity.page import ParameterPage
 from infinity.paging import Paging
 from infinity.parameter import PagedParameter, Place
 from infinity.parameter import adopt as adopt_parameter
+from infinity.parts import Parts
 from infinity.placement import Kind
 from infinity.plan import Plan
 from infinity.planning import check_kinds
 from infinity.planning import plan as make_plan
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import Trace
-from infinity.runtime import Parts, Runtime
+from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
 from infinity.states import StatePage, States
@@ -298,6 +299,6 @@ def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         for parameter in group["params"]:
             place = parameter._place
             groups[place.page.index, place.index] = number
-    paged = PagedOptimizer(optimizer, rule, runtime)
-    runtime.attach(paged, groups)
+    assert runtime.backend is not None
+    runtime.backend.attach(PagedOptimizer(optimizer, rule, runtime.backend), groups)
     retire(optimizer)

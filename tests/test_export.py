@@ -118,7 +118,7 @@ def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
     for name, each in model.named_parameters():
         place = each._place
         layout = place.page.layout.parameters[place.index]
-        values = runtime._values(place)
+        values = runtime.backend._values(place)
         if layout.trainable:
             values = states.master(place.page.index, place.index, values)
         elif values.is_floating_point():

@@ -1,0 +1,214 @@
+"""What `runtime.optimizer` stands on: gradients that arrive, steps, and the states of single parameters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from infinity.accumulate import Accumulator
+from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
+from infinity.optimizer import PagedOptimizer
+from infinity.parameter import PagedParameter, Place, take_gradient
+from infinity.parts import Parts
+from infinity.telemetry import Phase
+
+
+class Backend:
+    """The training half of a runtime. See optimizer.UpdateBackend, which it is."""
+
+    def __init__(
+        self, parts: Parts, refuse: Callable[[], None], check_capacity: Callable[[int], None]
+    ) -> None:
+        """refuse: raises where nothing may be used any more. check_capacity: see UpdateBackend."""
+        assert parts.gradients is not None and parts.states is not None and parts.updater is not None
+        self._failure: InfinityError | None = None
+        self.accumulator: Accumulator | None = None
+        """Gradients go through it, once there is one."""
+        self.check_capacity = check_capacity
+        self.optimizer: PagedOptimizer
+        """Set by `attach`."""
+        self._parts = parts
+        self._refuse = refuse
+        self._paging = parts.paging
+        self._gradients = parts.gradients
+        self._states = parts.states
+        self._updater = parts.updater
+        self._groups: dict[tuple[int, int], int] = {}
+        self._backward = -1
+        self._last_step = time.perf_counter()
+        gradients = parts.gradients
+        parts.paging.edited = parts.states.edited
+        parts.paging.gradient_of = lambda unit, index: index in gradients.pages[unit].content
+        parts.paging.drop_gradient_of = gradients.drop
+
+    @property
+    def failed(self) -> InfinityError | None:
+        """Why nothing that is used from now on can be right."""
+        return self._failure or self._updater.failure
+
+    def attach(self, optimizer: PagedOptimizer, groups: dict[tuple[int, int], int]) -> None:
+        """Called once by `offload`. groups: (unit, parameter) -> index of its param group."""
+        self.optimizer = optimizer
+        self._groups = groups
+
+    def clip(self, max_norm: float) -> float:
+        """See Runtime.clip_grad_norm_."""
+        with self._paging.lock:
+            self._refuse()
+            norm = self._gradients.norm()
+            self._gradients.clip(max_norm, norm)
+        return norm
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See Runtime.grad."""
+        place = self._place(parameter)
+        with self._paging.lock:
+            self._refuse()
+            return self._gradients.read(place.page.index, place.index)
+
+    def step(self) -> None:
+        """See PagedOptimizer.step. Raises ConfigError without a gradient, NonFiniteGradient."""
+        parts, gradients = self._parts, self._gradients
+        with self._paging.lock:
+            self._refuse()
+            parts.meter.entered(Phase.STEP)
+            parts.store.settle()  # here a gradient that did not reach its home costs this step only
+            if not gradients.any:
+                raise ConfigError(
+                    "step() was called and no parameter has a gradient.",
+                    "Call loss.backward() before it, and zero_grad() after it.",
+                )
+            finite = gradients.finite()
+            if finite:
+                self._update()
+            elif not parts.scale.dynamic:
+                raise NonFiniteGradient(
+                    "A gradient is infinite or NaN; nothing was updated.",
+                    "Call zero_grad() and go on with another batch, or lower the learning rate or clip.",
+                )
+            else:
+                parts.meter.skipped()
+            parts.scale.step_was(finite=finite)
+            if parts.scale.dynamic:
+                parts.meter.scaled(parts.scale.value)
+            now = time.perf_counter()
+            parts.meter.stepped(now - self._last_step)
+            parts.meter.entered(Phase.BETWEEN)
+            self._last_step = now
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        with self._paging.lock:
+            self._refuse()
+            self._paging.forwards.prune()
+            self._gradients.clear()
+
+    def has_state(self, parameter: torch.Tensor) -> bool:
+        """See optimizer.UpdateBackend."""
+        place = self._place(parameter)
+        states = self._states
+        page = states.pages.get(place.page.index)
+        if page is None:
+            return False
+        kept = states.rule.counts_steps or parameter.dtype != torch.float32
+        return (
+            states.rule.from_the_start
+            or place.index in page.has_moments
+            or bool(page.steps[place.index] and kept)
+        )
+
+    def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See optimizer.UpdateBackend."""
+        place, states = self._place(parameter), self._states
+        with self._paging.lock:
+            self._refuse()
+            self._updater.complete(place.page.index)
+            found = states.read(place.page.index, place.index)
+            layout = place.page.layout.parameters[place.index]
+            stepped = states.pages[place.page.index].steps[place.index]
+            if (found or stepped) and layout.trainable and parameter.dtype != torch.float32:
+                master = states.master(place.page.index, place.index, self._values(place))
+                found["master"] = master.as_strided(layout.shape, layout.stride)
+            return found
+
+    def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        """See optimizer.UpdateBackend."""
+        place, states = self._place(parameter), self._states
+        with self._paging.lock:
+            self._refuse()
+            self._updater.complete(place.page.index)
+            states.write(place.page.index, place.index, state)
+            if "master" in state and parameter.dtype != torch.float32:
+                states.restore(place.page.index, place.index, self._values(place), state["master"])
+
+    # --- what hooks call -------------------------------------------------------------------------------
+
+    def gradient_arrived(self, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete: take it from autograd."""
+        gradient = take_gradient(parameter)
+        place = self._place(parameter)
+        with self._paging.lock:
+            self._refuse()
+            if gradient is not None:
+                self._updater.complete(place.page.index)
+                self._paging.heap.allocated(gradient.nbytes)
+                add = self._gradients.add if self.accumulator is None else self.accumulator.add
+                add(place.page.index, place.index, gradient.detach())
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward:
+                self._backward = backward
+                self._parts.meter.entered(Phase.BACKWARD)
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._backward_done)
+
+    def _backward_done(self) -> None:
+        with self._paging.lock:
+            self._backward = -1
+            self._gradients.finish()
+            self._parts.meter.entered(Phase.BETWEEN)
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        """All or poisoned: an update that failed half way cannot be taken back or repeated."""
+        parts = self._parts
+        if not parts.store.device.shares_host:
+            parts.engine.land_all()  # what arrives now would miss the update
+        self._paging.sync_edits()
+        order = parts.engine.next_step()
+        try:
+            self._updater.step(self._group_of, order, self._paging.exposed)
+        except BaseException as error:
+            self._failure = (
+                error.again()
+                if isinstance(error, InfinityError)
+                else ConfigError(
+                    "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
+                )
+            )
+            raise
+        self._paging.updated()
+        parts.engine.look_ahead()
+
+    def _group_of(self, unit: int, parameter: int) -> Mapping[str, Any] | None:
+        index = self._groups.get((unit, parameter))
+        return None if index is None else self.optimizer.param_groups[index]
+
+    def _values(self, place: Place) -> torch.Tensor:
+        """A parameter's values in RAM, flat, in memory order."""
+        page = place.page
+        self._paging.write_back(page)
+        layout = page.layout.parameters[place.index]
+        nbytes = layout.numel * layout.dtype.itemsize
+        return self._parts.store.fetch(page.home, page.start(place.index), nbytes).view(layout.dtype)
+
+    def _place(self, parameter: torch.Tensor) -> Place:
+        if isinstance(parameter, PagedParameter) and parameter._place.pager is self._paging:
+            return parameter._place
+        raise ConfigError(
+            "A tensor was given that is no parameter of the offloaded model.",
+            "Give one of model.parameters().",
+        )

@@ -1,0 +1,37 @@
+"""What one runtime is made of: the floors below, wired together by `infinity.offload`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity import cpu_adam
+from infinity.gradients import Gradients
+from infinity.page import ParameterPage
+from infinity.paging import Paging
+from infinity.plan import Plan
+from infinity.prefetch.engine import Engine
+from infinity.scaling import LossScale
+from infinity.states import States
+from infinity.store import Store
+from infinity.telemetry import Meter
+from infinity.update import Updater
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The floors of one runtime, wired together. `gradients`, `states` and `updater` only for training."""
+
+    model: nn.Module
+    plan: Plan
+    store: Store
+    meter: Meter
+    threads: cpu_adam.ThreadPool
+    scale: LossScale
+    pages: list[ParameterPage]
+    engine: Engine
+    paging: Paging
+    gradients: Gradients | None
+    states: States | None
+    updater: Updater | None
