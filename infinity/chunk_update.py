@@ -96,8 +96,6 @@ class ChunkUpdate:
     ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
     copy: Transfer | None = None
     """Up to a device with memory of its own, once the outcome was sent home."""
-    failed: bool = False
-    """Whether a read did; nothing was changed then."""
 
     @property
     def arrived(self) -> bool:

@@ -67,6 +67,8 @@ class Updater:
         self._running: list[ChunkUpdate] = []
         self._left: dict[int, int] = {}
         """Unit -> how many of its chunks are due or running."""
+        self._unread: set[int] = set()
+        """Units of which a read ahead failed: nobody tries again before somebody waits for them."""
         self._copies: deque[ChunkUpdate] = deque()
         """Of which only the copy up to the device is under way, from their slots."""
         store.reclaimers.append(self._free_a_slot)
@@ -107,6 +109,7 @@ class Updater:
 
     def complete(self, unit: int) -> None:
         """Bring the updates of a unit to their end, but for writes. Raises StorageError; see the note."""
+        self._unread.discard(unit)
         while unit in self._left:
             while self._begin_next(unit, self._store.try_slot):
                 pass
@@ -134,7 +137,7 @@ class Updater:
         while self._copies and self._copies[0].copied:
             self._copies.popleft()
         for running in list(self._running):
-            if running.ticket is None and not running.failed and running.arrived:
+            if running.ticket is None and running.arrived:
                 self._submit_quietly(running)
             if running.ticket is not None and (self._shares_cpu or running.ticket.done()):
                 self._take_home(running)
@@ -153,6 +156,7 @@ class Updater:
         """Forget what is due, and wait until nothing is under way."""
         self._due.clear()
         self._left.clear()
+        self._unread.clear()
         for running in self._running:
             running.end()
         self._running.clear()
@@ -242,6 +246,8 @@ class Updater:
 
     def _can_begin(self, unit: int) -> bool:
         """Whether a unit's parameters are where an update ahead of time should take them from."""
+        if unit in self._unread:
+            return False
         page = self._pages[unit]
         if not self._store.device.shares_host or page.home.in_place:
             return True
@@ -264,11 +270,12 @@ class Updater:
         return True
 
     def _submit_quietly(self, running: ChunkUpdate) -> None:
-        """Reads have ended: go on, or note that it did not go well; whoever waits for it tries again."""
+        """Reads have ended: go on, or leave it to whoever waits for the unit to try again."""
         try:
             running.finish_reads()
         except InfinityError:
-            running.failed = True
+            self._put_back(running)
+            self._unread.add(running.due.unit)
             return
         self._submit(running)
 
@@ -279,9 +286,6 @@ class Updater:
 
     def _end(self, running: ChunkUpdate) -> None:
         """Bring one update to its end, but for its writes. Raises StorageError; see the note."""
-        if running.failed:
-            self._put_back(running)
-            return
         if running.ticket is None:
             try:
                 with self._store.meter.stalling(Edge.NVME_TO_HOST):

@@ -347,6 +347,7 @@ class Engine:
         self.pages[unit].land(residency)
 
     def _turn_back(self, unit: int) -> None:
+        self.updates.release(unit)
         arrival = self._arrivals.pop(unit, None)
         if arrival is not None:
             arrival.abandon()
@@ -355,10 +356,10 @@ class Engine:
 
     def _evict(self, unit: int) -> None:
         page = self.pages[unit]
-        self.updates.release(unit)
         if page.presence is Presence.ARRIVING:
             self._turn_back(unit)
         elif page.presence is Presence.PRESENT:
+            self.updates.release(unit)
             self.keeper.write_back(page)
             self._resident.pop(unit, None)
             page.leave()
