@@ -83,7 +83,7 @@ class Updater:
         self.complete_all()  # of units that nobody used since the last step
         self._store.link.drain()
         found = {page.index: due for page in self._pages if (due := self._due_of(page, group_of))}
-        first = {unit: place for place, unit in reversed(list(enumerate(order)))}
+        first = {unit: place for place, unit in enumerate(order)}
         for unit in sorted(found, key=lambda each: first.get(each, len(order) + each)):
             self._due[unit] = deque(found[unit])
             self._left[unit] = len(found[unit])
@@ -139,18 +139,16 @@ class Updater:
         for running in list(self._running):
             if running.ticket is None and running.arrived:
                 self._submit_quietly(running)
+        for running in list(self._running):
             if running.ticket is not None and (self._shares_cpu or running.ticket.done()):
                 self._take_home(running)
             if running.copied:
                 self._forget(running)
-        for unit in list(self._due):
-            if not self._can_begin(unit):
+        while self._due:
+            unit, queue = next(iter(self._due.items()))
+            enough = len(self._running) >= _MOST_RUNNING and queue[0].in_place
+            if enough or not self._can_begin(unit) or not self._begin_next(unit, self._store.try_slot):
                 return
-            while unit in self._due:
-                if len(self._running) >= _MOST_RUNNING and self._due[unit][0].in_place:
-                    return
-                if not self._begin_next(unit, self._store.try_slot):
-                    return
 
     def abandon(self) -> None:
         """Forget what is due, and wait until nothing is under way."""
@@ -237,12 +235,14 @@ class Updater:
     # --- what is under way ------------------------------------------------------------------------------
 
     def _update_in_place(self) -> None:
-        """Run what rests in host RAM as a whole, between reads that go on."""
-        for due in [each for queue in self._due.values() for each in queue if each.in_place]:
-            if due in self._due.get(due.unit, ()):
-                self._begin(due, _no_slot)
-                self._end(self._running[-1])
-                self.advance()
+        """Run what rests in host RAM as a whole, a few at a time, between reads that go on."""
+        found = [each for queue in self._due.values() for each in queue if each.in_place]
+        for start in range(0, len(found), _MOST_RUNNING):
+            for due in found[start : start + _MOST_RUNNING]:
+                if due in self._due.get(due.unit, ()):
+                    self._begin(due, _no_slot)
+                    self._submit(self._running[-1])
+            self.advance()
 
     def _can_begin(self, unit: int) -> bool:
         """Whether a unit's parameters are where an update ahead of time should take them from."""
