@@ -3,143 +3,26 @@
 A demand names the units that one operation or module takes. The engine looks each up in the trace, starts
 what is missing, starts what the trace says comes next as far as the budget lets it, and waits for the
 missing ones only. Pages stay until their room is needed; who goes is the schedule's choice.
-
-[Note: two hops]
-Where the device has memory of its own, a page at home on NVMe comes in pieces, each through a staging slot:
-disk to slot, slot to device. An `Arrival` is that pipeline; `advance` moves it on without blocking, so the
-second hop of one page overlaps the first of the next whenever anybody calls the engine. On unified memory,
-and from homes in host RAM, there is one hop.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from infinity.config import format_size
-from infinity.errors import BudgetError, InfinityError
+from infinity.errors import BudgetError
 from infinity.page import ParameterPage, Presence
+from infinity.prefetch.arrival import Arrival
 from infinity.prefetch.schedule import HORIZON, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace
 from infinity.store import Store
-from infinity.telemetry import Edge, Meter
+from infinity.telemetry import Meter
 from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Transfer
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Page bytes [start, start + slot.nbytes) on their way through a slot."""
-
-    start: int
-    slot: torch.Tensor
-    transfer: Transfer
-    up: bool = False
-    """Whether the transfer is the second hop."""
-
-
-class Arrival:
-    """A parameter page on its way from its home to leased device bytes."""
-
-    def __init__(self, page: ParameterPage, lease: Lease, store: Store) -> None:
-        self.page = page
-        self.residency = lease.residency()
-        self._last_return = lease.last_return
-        lease.release()
-        self._store = store
-        self._todo = deque(range(0, page.nbytes, store.slot_bytes))
-        self._pieces: deque[_Piece] = deque()
-        self.final: Transfer | None = None
-        """The last transfer into the residency."""
-        self._failure: InfinityError | None = None
-        """Why the page does not come: whoever demands it is told by `finish`."""
-        if store.device.shares_host:
-            self._todo.clear()
-            self.final = store.read(page.home, 0, self.residency)
-        elif page.home.in_place:
-            self._todo.clear()
-            self._send_up(0, page.home.view(0, page.nbytes))
-
-    @property
-    def edge(self) -> Edge:
-        """The edge that the page waits for now."""
-        reading = self._todo or any(not each.up for each in self._pieces)
-        if reading or (self._store.device.shares_host and self.page.home.tier is Tier.NVME):
-            return Edge.NVME_TO_HOST
-        return Edge.HOST_TO_DEVICE
-
-    def advance(self, *, block: bool) -> bool:
-        """Move pieces on; with `block`, at least one. Returns whether a slot came free."""
-        try:
-            return self._advance(block)
-        except InfinityError as error:
-            self._failure = error.again()
-        self.abandon()
-        return True
-
-    def _advance(self, block: bool) -> bool:
-        freed = False
-        while self._pieces and (block or self._pieces[0].transfer.done()):
-            piece = self._pieces[0]
-            piece.transfer.wait()
-            if piece.up:
-                self._pieces.popleft()
-                freed = True
-                block = False
-            else:
-                piece.transfer = self._send_up(piece.start, piece.slot)
-                piece.up = True
-        for piece in self._pieces:
-            if not piece.up and piece.transfer.done():
-                piece.transfer.wait()
-                piece.transfer = self._send_up(piece.start, piece.slot)
-                piece.up = True
-        while self._todo:
-            slot = self._store.try_slot()
-            if slot is None:
-                break
-            self._read(slot)
-        return freed
-
-    def finish(self) -> torch.Tensor:
-        """Wait until compute may use the page; returns the residency. Raises StorageError."""
-        while self._todo or self._pieces:
-            if not self._pieces:
-                self._read(self._store.slot())
-            self.advance(block=True)
-        if self._failure is not None:
-            raise self._failure.again()
-        if self.final is not None:
-            if self._store.device.shares_host:
-                self.final.wait()
-            self._store.link.fence(self.final)
-        return self.residency
-
-    def abandon(self) -> None:
-        """Wait until nothing writes to the bytes any more, whatever became of it."""
-        self._todo.clear()
-        transfers = [each.transfer for each in self._pieces]
-        for transfer in (*transfers, *([self.final] if self.final is not None else [])):
-            try:
-                transfer.wait()
-            except InfinityError:
-                continue  # nobody will read these bytes
-        self._pieces.clear()
-
-    def _read(self, slot: torch.Tensor) -> None:
-        start = self._todo.popleft()
-        slot = slot[: min(slot.nbytes, self.page.nbytes - start)]
-        self._pieces.append(_Piece(start, slot, self._store.read(self.page.home, start, slot)))
-
-    def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
-        into = self.residency[start : start + source.nbytes]
-        self.final = self._store.copy_up(into, source, self._last_return)
-        return self.final
 
 
 class Keeper(Protocol):
