@@ -160,9 +160,7 @@ class Gradients:
         if self.more_to_come:
             return
         for unit, number in self._staged:
-            stage = self.pages[unit].states[number].stage
-            assert stage is not None
-            stage.waiting.clear()
+            self._stage(unit, number).waiting.clear()
         self._take_some_home()
 
     def norm(self) -> float:
@@ -321,13 +319,15 @@ class Gradients:
         self._staged[page.index, number] = None
         return page.typed(number, stage.data)
 
+    def _stage(self, unit: int, number: int) -> Stage:
+        """Of a chunk that is staged."""
+        stage = self.pages[unit].states[number].stage
+        assert stage is not None
+        return stage
+
     def _take_some_home(self) -> None:
         """Stages that wait for nothing go home, but for the latest."""
-        whole = [
-            (unit, number)
-            for unit, number in self._staged
-            if not (stage := self.pages[unit].states[number].stage) or not stage.waiting
-        ]
+        whole = [key for key in self._staged if not self._stage(*key).waiting]
         for unit, number in whole[: max(0, len(whole) - self._most_kept)]:
             self._take_home(self.pages[unit], number)
 

@@ -238,8 +238,7 @@ class Paging:
             return True
         if page.residency is None:
             return page.living() is not None
-        ours = len(page.parameters) + len(self._loans.get(unit, ())) + 2  # the residency, the wrapper here
-        return torch._C._storage_Use_Count(page.residency.untyped_storage()._cdata) > ours
+        return self._held_outside(page, page.residency)
 
     def sync_edits(self) -> None:
         """Take every edit home."""
@@ -293,12 +292,16 @@ class Paging:
         loans = self._loans.get(page.index)
         if not loans:
             return
-        storage = loans[0].alias.untyped_storage()
-        ours = len(loans) + 1  # the wrapper above
+        if not self._held_outside(page, loans[0].alias):
+            del self._loans[page.index]
+
+    def _held_outside(self, page: ParameterPage, memory: torch.Tensor) -> bool:
+        """Whether anybody but the runtime holds the storage of `memory`, bytes of the page."""
+        storage = memory.untyped_storage()
+        ours = len(self._loans.get(page.index, ())) + 1  # the wrapper above
         if page.residency is not None:
             ours += 1 + len(page.parameters)
-        if torch._C._storage_Use_Count(storage._cdata) <= ours:
-            del self._loans[page.index]
+        return torch._C._storage_Use_Count(storage._cdata) > ours
 
     def forget(self) -> None:
         """Let go of every alias."""

@@ -105,7 +105,7 @@ class Updater:
 
     def begun(self, unit: int) -> bool:
         """Whether the unit is pending, and something for it under way."""
-        return unit in self._left and any(each.due.unit == unit for each in self._running)
+        return any(each.due.unit == unit for each in self._running)
 
     def complete(self, unit: int) -> None:
         """Bring the updates of a unit to their end, but for writes. Raises StorageError; see the note."""
