@@ -18,7 +18,7 @@ from typing import Any
 import specs
 from peers.budgets import WORDS
 from train import add_run_options, job_of, run
-from training_report import report_of
+from training_report import prediction_cells, report_of
 
 from infinity.lm.presets import PRESETS
 
@@ -74,9 +74,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         "| RAM planned | RAM grown / planned |\n|---|---|---|---|---|---|---|---|---|"
     )
     for row in rows:
-        known = row["predicted_s"] is not None
-        predicted = f"{row['predicted_s']:.3f} ({row['predicted_limit']})" if known else "unknown"
-        ratio = f"{row['predicted_over_measured']:.2f}" if known else ""
+        predicted, ratio = prediction_cells(row)
         print(
             f"| {row['model']} | {row['budget']} | {predicted} | {row['measured_s']:.3f} | {ratio} "
             f"| {row['limit_s']:.3f} | {row['over_limit']:.2f} | {row['ram_bytes'] / 1e9:.3f} GB "

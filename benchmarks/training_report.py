@@ -151,13 +151,18 @@ def _show_ours(report: dict[str, Any]) -> None:
             f"{limit[part]:.3f}" for part in ("compute", "update", "disk", "link") if part in limit
         )
         by_fio = f" {limit['fio_disk']:.3f} |" if fio else ""
-        known = plan["predicted_s"] is not None
-        predicted = f"{plan['predicted_s']:.3f} ({plan['predicted_limit']})" if known else "unknown"
-        ratio = f"{plan['predicted_over_measured']:.2f}" if known else ""
+        predicted, ratio = prediction_cells(plan)
         print(
             f"| {name} | {limit['seconds']:.3f} | {parts} |{by_fio} {each['over_limit']:.2f} | {predicted} "
             f"| {ratio} | {plan['ram_bytes'] / 1e9:.3f} GB | {plan['growth_over_plan']:.3f} |"
         )
+
+
+def prediction_cells(plan: dict[str, Any]) -> tuple[str, str]:
+    """What was predicted, and its ratio to what was measured, as cells of a table."""
+    if plan["predicted_s"] is None:
+        return "unknown", ""
+    return f"{plan['predicted_s']:.3f} ({plan['predicted_limit']})", f"{plan['predicted_over_measured']:.2f}"
 
 
 def _any_link(ours: dict[str, dict[str, Any]]) -> bool:
