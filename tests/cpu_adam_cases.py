@@ -75,3 +75,11 @@ def states(n: int, seed: int = 1, *, finite: bool = False) -> dict[str, torch.Te
 
 def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: each.clone() for name, each in tensors.items()}
+
+
+def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same content, `offset` elements past an aligned start."""
+    room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
+    view = room[offset:]
+    view.copy_(tensor)
+    return view

@@ -17,6 +17,7 @@ from cpu_adam_cases import (
     clones,
     floats,
     join,
+    padded,
     quiet,
     round_half_up,
     same_bits,
@@ -182,14 +183,6 @@ def test_maximize_is_descent_on_the_negative(pool: ThreadPool) -> None:
 
 
 # ---- Bits depend on nothing but the element ----
-
-
-def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same content, `offset` elements past an aligned start."""
-    room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
-    view = room[offset:]
-    view.copy_(tensor)
-    return view
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_adam_cases import RULES, bits, clones, floats, join, same_bits, split, states
+from cpu_adam_cases import RULES, bits, clones, floats, join, padded, same_bits, split, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,13 +191,6 @@ def test_means_do_not_stand_still(form: str) -> None:
 
 
 # ---- Bits depend on nothing but the element, its index and the seed ----
-
-
-def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
-    view = room[offset:]
-    view.copy_(tensor)
-    return view
 
 
 @settings(max_examples=40, deadline=None)
