@@ -152,7 +152,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 
-_PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
+_PERIODS = (*range(1, 17), 32, 64, 128, 256)
 _TOLERANCE = 0.05
 _SMALLEST_STRIPE = 4096
 
