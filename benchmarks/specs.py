@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from peers.budgets import WORDS
 
 STATES = ("fp32", "bf16", "int8")
+UPDATES = ("lazy", "eager", "sync")
 PEERS = {
     "deepspeed": ("deepspeed", ("nvme", "cpu", "cpu3")),
     "torch": ("plain", ("fused", "plain")),
@@ -16,8 +17,8 @@ PEERS = {
 """Peer -> its file in peers/, and its modes, the default first."""
 
 OURS_HELP = f"""a contender of ours, commas between: host=SIZE, device=SIZE, nvme=SIZE|none,
-states={"|".join(STATES)}; or first, instead of host=, one of {", ".join(WORDS)}:
-as many pages in RAM as that says; repeatable"""
+states={"|".join(STATES)}, update={"|".join(UPDATES)} (eager: without clipping);
+or first, instead of host=, one of {", ".join(WORDS)}: as many pages in RAM as that says; repeatable"""
 PEER_HELP = "one of " + ", ".join(
     f"{name}:{mode}" if len(modes) > 1 else name for name, (_, modes) in PEERS.items() for mode in modes
 )
@@ -36,6 +37,7 @@ class Spec:
     nvme: str | None = None
     """A size, "none", or None for as much as the model can take."""
     states: str = "fp32"
+    update: str = "lazy"
 
     @property
     def ours(self) -> bool:
@@ -50,15 +52,16 @@ def ours(text: str) -> Spec:
         key, equals, value = part.partition("=")
         if number == 0 and part in WORDS:
             key, value = "mode", part
-        elif not equals or not value or key not in ("host", "device", "nvme", "states"):
+        elif not equals or not value or key not in ("host", "device", "nvme", "states", "update"):
             raise argparse.ArgumentTypeError(
-                f"{part!r} in {text!r} is none of host=, device=, nvme=, states="
+                f"{part!r} in {text!r} is none of host=, device=, nvme=, states=, update="
             )
         if key in fields:
             raise argparse.ArgumentTypeError(f"{text!r} says {key} twice")
         fields[key] = value
-    if fields.get("states", "fp32") not in STATES:
-        raise argparse.ArgumentTypeError(f"states are {', '.join(STATES)}, not {fields['states']!r}")
+    for key, known in (("states", STATES), ("update", UPDATES)):
+        if fields.get(key, known[0]) not in known:
+            raise argparse.ArgumentTypeError(f"{key} is one of {', '.join(known)}, not {fields[key]!r}")
     if ("mode" in fields) == ("host" in fields):
         raise argparse.ArgumentTypeError(f"{text!r} needs host=SIZE or one of {', '.join(WORDS)}, not both")
     return Spec(name=f"infinity {text}", contender="ours", **{"mode": "fit"} | fields)

@@ -206,6 +206,7 @@ class Bench:
                 "nvme": None if spec.nvme == "none" else spec.nvme or most,
             },
             states=spec.states,
+            update=spec.update,
         )
 
     def _measure_compute(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from infinity.accumulate import Accumulator
+from infinity.eager import EagerStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.optimizer import PagedOptimizer
 from infinity.parameter import PagedParameter, Place, take_gradient
@@ -40,6 +42,12 @@ class Backend:
         self._backward = -1
         self._last_step = time.perf_counter()
         gradients = parts.gradients
+        self._eager: EagerStep | None = None
+        if parts.plan.accumulation is not None:
+            self._eager = EagerStep(
+                parts.pages, gradients, parts.states.rule, accumulation=parts.plan.accumulation
+            )
+            gradients.added = self._update_early
         parts.paging.edited = parts.states.edited
         parts.paging.gradient_of = lambda unit, index: index in gradients.pages[unit].content
         parts.paging.drop_gradient_of = gradients.drop
@@ -55,9 +63,14 @@ class Backend:
         self._groups = groups
 
     def clip(self, max_norm: float) -> float:
-        """See Runtime.clip_grad_norm_."""
+        """See Runtime.clip_grad_norm_. Raises ConfigError with eager updates."""
         with self._paging.lock:
             self._refuse()
+            if self._eager is not None:
+                raise ConfigError(
+                    "clip_grad_norm_ was called, but eager updates have used the gradients to measure.",
+                    'Offload with update="lazy" to clip.',
+                )
             norm = self._gradients.norm()
             self._gradients.clip(max_norm, norm)
         return norm
@@ -81,16 +94,21 @@ class Backend:
                     "step() was called and no parameter has a gradient.",
                     "Call loss.backward() before it, and zero_grad() after it.",
                 )
+            if self._eager is not None:
+                self._eager.step(self.optimizer.param_groups)
             finite = gradients.finite()
             if finite:
                 self._update()
             elif not parts.scale.dynamic:
+                done = "nothing was updated" if self._eager is None else self._eager.done
                 raise NonFiniteGradient(
-                    "A gradient is infinite or NaN; nothing was updated.",
+                    f"A gradient is infinite or NaN; {done}.",
                     "Call zero_grad() and go on with another batch, or lower the learning rate or clip.",
                 )
             else:
                 parts.meter.skipped()
+            if self._eager is not None:
+                self._eager.stepped()
             parts.scale.step_was(finite=finite)
             if parts.scale.dynamic:
                 parts.meter.scaled(parts.scale.value)
@@ -105,6 +123,8 @@ class Backend:
             self._refuse()
             self._paging.forwards.prune()
             self._gradients.clear()
+            if self._eager is not None:
+                self._eager.clear()
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """See optimizer.UpdateBackend."""
@@ -173,14 +193,41 @@ class Backend:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        """All or poisoned: an update that failed half way cannot be taken back or repeated."""
+        """Update all that is left to `step`."""
         parts = self._parts
         if not parts.store.device.shares_host:
             parts.engine.land_all()  # what arrives now would miss the update
         self._paging.sync_edits()
         order = parts.engine.next_step()
-        try:
+        with self._all_or_poisoned():
             self._updater.step(self._group_of, order, self._paging.exposed)
+        self._paging.updated()
+        parts.engine.look_ahead()
+
+    def _update_early(self, unit: int) -> None:
+        """Update a unit if it has all gradients of the step."""
+        eager, parts = self._eager, self._parts
+        assert eager is not None
+        if not eager.is_ready(unit):
+            return
+        groups = eager.options(self.optimizer.param_groups)
+        if not parts.store.device.shares_host:
+            parts.engine.land(unit)
+        self._paging.write_back(parts.pages[unit])
+
+        def group_of(unit: int, parameter: int) -> Mapping[str, Any] | None:
+            index = self._groups.get((unit, parameter))
+            return None if index is None else groups[index]
+
+        with self._all_or_poisoned():
+            self._updater.begin_early(unit, group_of)
+        self._paging.updated(unit)
+
+    @contextmanager
+    def _all_or_poisoned(self) -> Iterator[None]:
+        """An update that fails half way inside cannot be taken back or repeated."""
+        try:
+            yield
         except BaseException as error:
             self._failure = (
                 error.again()
@@ -190,8 +237,6 @@ class Backend:
                 )
             )
             raise
-        self._paging.updated()
-        parts.engine.look_ahead()
 
     def _group_of(self, unit: int, parameter: int) -> Mapping[str, Any] | None:
         index = self._groups.get((unit, parameter))

@@ -12,7 +12,8 @@ first element, combined in the order of names. So the norm depends on no unit, c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,6 +64,10 @@ class GradientPage:
         self.home = home
         self.content: set[int] = set()
         """Parameters that have a gradient."""
+        self.arrivals: Counter[int] = Counter()
+        """Parameter -> how many gradients were added for it since `Gradients.clear`."""
+        self.spent = False
+        """Whether eager updates have them, so that nobody else does."""
         self.states = [_ChunkState() for _ in layout.chunks]
         self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
         self._dtypes = [
@@ -108,13 +113,16 @@ class Gradients:
         """The loss scale that the stored gradients have."""
         self._clipping: float | None = None
         """The factor of clip_grad_norm_, once it was called in this step."""
+        self.added: Callable[[int], None] = _ignore_addition
+        """Told of the unit after every addition."""
         self.more_to_come = False
         """Whether another micro-batch's gradients of the same parameters come next: a chunk that is complete
         then stays in its slot as long as nobody needs that."""
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
-        self._most_kept = store.plan.slots // 2
+        self.slots = store.plan.slots
+        self.most_kept = self.slots // 2
         """Stages that wait for nothing and stay all the same; the other slots keep things moving."""
         self._names = sorted(
             (parameter.names[0], unit, index)
@@ -122,7 +130,6 @@ class Gradients:
             for index, parameter in enumerate(page.layout.parameters)
             if parameter.trainable
         )
-        store.reclaimers.append(self._free_a_slot)
 
     @property
     def unscale(self) -> float:
@@ -140,8 +147,8 @@ class Gradients:
         Raises ConfigError after clipping, StorageError where the page cannot be read or written; the
         gradients of this step are lost then, which `check` says until `clear`.
         """
-        self._check_addition()
         page = self.pages[unit]
+        self._check_addition(page, parameter)
         flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
         try:
             # Chunks that wait in a slot first: the others might need it before this completes them.
@@ -154,6 +161,8 @@ class Gradients:
             self._lose(error)
             raise
         page.content.add(parameter)
+        page.arrivals[parameter] += 1
+        self.added(unit)
 
     def finish(self) -> None:
         """The end of a backward: stages of which a parameter was not used wait for it no longer."""
@@ -195,6 +204,12 @@ class Gradients:
         page = self.pages.get(unit)
         if page is None or parameter not in page.content:
             return None
+        if page.spent:
+            raise ConfigError(
+                f"The gradient of {page.layout.parameters[parameter].names[0]} is spent: an eager update had "
+                "it during the backward.",
+                'Look at it in a hook of the parameter (p.register_hook), or offload with update="lazy".',
+            )
         layout = page.layout.parameters[parameter]
         parts = [self._copy(page, number, piece) for number, piece in page.layout.pieces(parameter)]
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=layout.dtype, device="cpu")
@@ -212,10 +227,18 @@ class Gradients:
         return None
 
     def lend_stage(self, unit: int, number: int) -> Stage | None:
-        """A chunk's stage, if it has one, to an update that uses its slot from now on, and reads the data."""
-        stage = self.pages[unit].states[number].stage
+        """A chunk's stage, if it has one, to an update that uses its slot from now on, and reads the data.
+
+        Of a page that is spent the update has it alone.
+        """
+        state = self.pages[unit].states[number]
+        stage = state.stage
         if stage is None:
             return None
+        if self.pages[unit].spent:
+            state.stage = None
+            del self._staged[unit, number]
+            return stage
         if stage.rest is None:  # an update has had it, and no zero_grad() came since
             self._take_home(self.pages[unit], number)
             return None
@@ -227,6 +250,8 @@ class Gradients:
         """Forget every gradient, and what went wrong with them."""
         for page in self.pages.values():
             page.content.clear()
+            page.arrivals.clear()
+            page.spent = False
             page.states = [_ChunkState() for _ in page.layout.chunks]
             page.home.renew()
         self._staged.clear()
@@ -242,6 +267,13 @@ class Gradients:
             )
         )
 
+    def free_a_slot(self) -> bool:
+        """Take the oldest stage home; False if there is none."""
+        for unit, number in self._staged:
+            self._take_home(self.pages[unit], number)
+            return True
+        return False
+
     def drop(self, unit: int, parameter: int) -> None:
         """Forget one parameter's gradient."""
         if unit in self.pages:
@@ -252,7 +284,14 @@ class Gradients:
         content = self.pages[unit].content
         return (piece for piece in chunk.pieces if piece.parameter in content)
 
-    def _check_addition(self) -> None:
+    def _check_addition(self, page: GradientPage, parameter: int) -> None:
+        if page.spent:
+            raise ConfigError(
+                f"One more gradient of {page.layout.parameters[parameter].names[0]} came after its eager "
+                f"update, which was to follow number {page.arrivals[parameter]} of the step.",
+                "Declare with accumulation= how many there are in a step, and call zero_grad() after step(); "
+                'offload with update="lazy" where their number is not known.',
+            )
         if self._clipping is not None:
             raise ConfigError(
                 "A backward came between clip_grad_norm_ and zero_grad().",
@@ -328,7 +367,7 @@ class Gradients:
     def _take_some_home(self) -> None:
         """Stages that wait for nothing go home, but for the latest."""
         whole = [key for key in self._staged if not self._stage(*key).waiting]
-        for unit, number in whole[: max(0, len(whole) - self._most_kept)]:
+        for unit, number in whole[: max(0, len(whole) - self.most_kept)]:
             self._take_home(self.pages[unit], number)
 
     def _take_home(self, page: GradientPage, number: int) -> None:
@@ -353,12 +392,6 @@ class Gradients:
                 "Call runtime.optimizer.zero_grad() and repeat the step.",
             )
 
-    def _free_a_slot(self) -> bool:
-        for unit, number in self._staged:
-            self._take_home(self.pages[unit], number)
-            return True
-        return False
-
     def _copy(self, page: GradientPage, number: int, piece: Piece) -> torch.Tensor:
         here = self.chunk_in_place(page, number)
         if here is not None:
@@ -375,6 +408,10 @@ class Gradients:
         staged = room[: fresh.nbytes].view(fresh.dtype)
         self._store.copy_down(staged, fresh).wait()
         return staged
+
+
+def _ignore_addition(unit: int) -> None:
+    return None
 
 
 def _in_ram(tensor: torch.Tensor) -> bool:

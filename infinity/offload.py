@@ -50,6 +50,7 @@ def offload(
     weights: str | os.PathLike[str] | None = None,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     update: str = "auto",
+    accumulation: int | None = None,
 ) -> Runtime:
     """Move the states of `model` into pages, and return the runtime that moves them from now on.
 
@@ -58,14 +59,15 @@ def offload(
     parameters, whose place `Runtime.optimizer` takes; None: inference only. device: default "cuda" where
     there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
     example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "lazy", each
-    unit before its next use, while what comes before that computes; "auto" chooses (lazy).
+    unit before its next use, while what comes before that computes; "eager", each unit in the backward that
+    brings its last gradient, for which `accumulation` says how many gradients of each parameter make a step
+    (infinity/eager.py says what else that takes); "auto" chooses (lazy).
 
     Raises BudgetError before anything is moved where a budget is too small (`needed`: one that would do),
     UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and
     optimizer are then as they were.
     """
     budget, precision = check_kinds(budget, precision)
-    _check_update(update)
     _check(model, optimizer)
     plan = make_plan(
         model,
@@ -75,6 +77,7 @@ def offload(
         example_inputs=example_inputs,
         device=device,
         update=update,
+        accumulation=accumulation,
     )
     return carry_out(plan, model, optimizer, budget=budget, weights=weights)
 
@@ -167,6 +170,7 @@ class _Builder:
         pages = self._converted(addresses)
         self._move_buffers()
         engine = Engine(pages, store, Trace(), meter)
+        store.reclaimers.append(engine.free_a_slot)
         paging = Paging(pages, addresses, engine, store, heap)
         for page in pages:
             for index, parameter in enumerate(page.parameters):
@@ -182,9 +186,10 @@ class _Builder:
                 store,
                 threads=threads,
                 incoming=engine.incoming,
-                lazy=plan.lazy,
+                lazy=plan.update != "sync",
             )
             engine.updates = updater
+            store.reclaimers += [updater.free_a_slot, gradients.free_a_slot]  # the last costs a write
         parts = Parts(
             model=self.model,
             plan=plan,
@@ -252,14 +257,6 @@ def _guard(plan: Plan) -> HeapGuard:
     if plan.device.type != "cpu" or plan.activations is None:
         return HeapGuard(None)
     return HeapGuard(machine.process_memory().resident + plan.ram_bytes)
-
-
-def _check_update(update: str) -> None:
-    if update not in ("auto", "lazy", "sync"):
-        raise ConfigError(
-            f"The update {update!r} is {'not there yet' if update == 'eager' else 'not known'}.",
-            'Give "auto", "lazy" or "sync".',
-        )
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -245,9 +245,9 @@ class Paging:
         for page in self.pages:
             self.write_back(page)
 
-    def updated(self) -> None:
-        """The pages were updated: views that share a parameter's version have moved, and that is no edit."""
-        for loans in self._loans.values():
+    def updated(self, unit: int | None = None) -> None:
+        """All pages were updated, or one: versions that views share with parameters moved by no edit."""
+        for loans in self._loans.values() if unit is None else [self._loans.get(unit, [])]:
             for loan in loans:
                 loan.version = loan.alias._version
 

@@ -12,7 +12,7 @@ import torch
 from infinity.config import Precision, format_size, round_up
 from infinity.layout import ModelLayout
 from infinity.placement import Homes, Kind
-from infinity.predict import Bandwidths, Prediction, Traffic, predict, traffic
+from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic
 from infinity.rules import Rule, StateFormat, state_format
 from infinity.table import render
 from infinity.tiers import PAGE_ALIGNMENT, Tier
@@ -51,8 +51,10 @@ class Plan:
     speeds: Bandwidths | None = None
     compute: float | None = None
     """Seconds that the operations of one forward and backward take; None: unknown."""
-    lazy: bool = True
-    """Whether updates run under the next forward; else each step waits for its own."""
+    update: UpdateTime = "lazy"
+    """When a step's updates run, as infinity.predict has it."""
+    accumulation: int | None = None
+    """Gradients of each parameter in a step, where they were declared for eager updates."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
@@ -118,7 +120,7 @@ class Plan:
             self._pages,
             trained,
             resident=self.resident_bytes,
-            lazy=self.lazy,
+            update=self.update,
             unified=self.unified,
             computes_in_ram=self.device.type == "cpu",
         )

@@ -19,7 +19,7 @@ from infinity.layout import build
 from infinity.operators import Roofline, seconds_of
 from infinity.placement import Room, Search
 from infinity.plan import Plan
-from infinity.predict import Bandwidths
+from infinity.predict import Bandwidths, UpdateTime
 from infinity.reserve import Reserve
 from infinity.rules import Rule
 from infinity.shortage import format_count, shortage, usable_nvme
@@ -59,7 +59,8 @@ def make_plan(
     speeds: Bandwidths | None = None,
     activations: int | None = None,
     compute: float | None = None,
-    lazy: bool = True,
+    update: UpdateTime = "lazy",
+    accumulation: int | None = None,
 ) -> Plan:
     """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
 
@@ -112,7 +113,8 @@ def make_plan(
         reserved=reserve.within(budgets[computes_in]),
         speeds=speeds,
         compute=compute,
-        lazy=lazy,
+        update=update,
+        accumulation=accumulation,
     )
     return replace(made, prediction=made.predict())
 
@@ -126,6 +128,7 @@ def plan(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     update: str = "auto",
+    accumulation: int | None = None,
 ) -> Plan:
     """What `offload` would do with the same arguments, without moving a byte.
 
@@ -133,12 +136,13 @@ def plan(
     for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
     knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
     most), and bandwidths are probed and kept in the cache directory (2 s; those of a disk soon expire).
-    device: default "cuda" where there is one, else "cpu". update: as of `offload`.
+    device: default "cuda" where there is one, else "cpu". update, accumulation: as of `offload`.
 
     Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
     for a directory that cannot be probed.
     """
     budget, precision = check_kinds(budget, precision)
+    chosen = _update_time(update, accumulation, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = as_model(model_or_config)
     rule = None if optimizer is None else Rule.of(optimizer, precision.states)
@@ -150,7 +154,8 @@ def plan(
         precision=precision,
         device=target,
         available=Available.now(target),
-        lazy=update != "sync",
+        update=chosen,
+        accumulation=accumulation,
     )
     if example_inputs is None:
         return draft()
@@ -175,6 +180,30 @@ def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bud
             f"The precision is a {type(precision).__name__}.", 'Give infinity.Precision(compute="bf16", ...).'
         )
     return budget or Budget(), precision or Precision()
+
+
+def _update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
+    """Raises ConfigError for what is not known, or cannot be together."""
+    if update not in ("auto", "lazy", "eager", "sync"):
+        raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')
+    if update != "eager":
+        if accumulation is not None:
+            raise ConfigError(
+                f"accumulation={accumulation} was declared without eager updates.",
+                'Give update="eager" as well, or leave it out: other updates know when step() is called.',
+            )
+        return "sync" if update == "sync" else "lazy"
+    if not isinstance(accumulation, int) or accumulation < 1:
+        raise ConfigError(
+            "Eager updates run in the last backward of a step, and nobody said which that is.",
+            "Declare how many backwards a step has: accumulation=1, or more.",
+        )
+    if precision.compute_dtype == torch.float16:
+        raise ConfigError(
+            "Eager updates were asked for with fp16, whose steps are skipped where any gradient overflows.",
+            'Give compute="bf16" or "fp32", or update="lazy".',
+        )
+    return "eager"
 
 
 def as_model(model_or_config: Any) -> nn.Module:

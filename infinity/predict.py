@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from infinity.errors import ConfigError
 from infinity.placement import Homes, Kind
@@ -27,6 +28,10 @@ class Bandwidths:
     """Host to device or back, one way; None where they are the same memory."""
     flops: float
     """Floating-point operations per second of matrix products in the compute dtype."""
+
+
+UpdateTime = Literal["lazy", "eager", "sync"]
+"""When updates run: under the next forward, under the last backward, or after it."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +88,19 @@ class Traffic:
     accumulation: Phase = Phase()
     """What the backward of every further micro-batch moves beyond that: gradients are read to be added to."""
     update: Phase = Phase()
-    """If it is lazy, what it moves beyond the forward under which it runs."""
-    lazy: bool = True
-    """Whether the update runs under the first forward; else it follows the last backward."""
+    """What it moves beyond the forward, or the last backward, under which it runs."""
+    when: UpdateTime = "lazy"
 
     def phases(self, micro_batches: int) -> list[tuple[Phase, int, int]]:
         """A step's parts that follow one another: bytes, forwards, backwards."""
         more = micro_batches - 1
         backwards = self.backward * micro_batches + self.accumulation * more
-        if self.lazy:
+        if self.when == "lazy":
             first = (self.forward + self.update, 1, 0)
             return [first, (self.forward * more + backwards, more, micro_batches)]
+        if self.when == "eager":
+            rest = self.forward * more + backwards + self.update
+            return [(self.forward, 1, 0), (rest, more, micro_batches)]
         computing = self.forward * micro_batches + backwards
         return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
 
@@ -114,7 +121,7 @@ def traffic(
     trained: Sequence[int],
     *,
     resident: int,
-    lazy: bool,
+    update: UpdateTime,
     unified: bool,
     computes_in_ram: bool,
 ) -> Traffic:
@@ -122,9 +129,9 @@ def traffic(
 
     pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
     resident: bytes of parameter pages, not at home where they are used, that forward and backward each find
-    there; lazy: see Traffic; computes_in_ram: the device is the CPU, though it may have a budget of its own.
-    Any other such page comes up for forward and for backward, and its trained part goes through the update;
-    gradients are written once and read once; states are read and written.
+    there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may have a budget of its
+    own. Any other such page comes up for forward and for backward, and its trained part goes through the
+    update; gradients are written once and read once (not by eager updates); states are read and written.
     """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
@@ -134,7 +141,7 @@ def traffic(
         if home[Kind.PARAMETER] not in near
     )
     missing = 1 - min(1.0, resident / away) if away else 0.0
-    forward = backward = accumulation = update = Phase()
+    forward = backward = accumulation = updating = Phase()
     for unit, home in enumerate(homes):
         parameter, gradient, states = (pages[kind][unit] for kind in Kind)
         come_up = math.ceil(parameter * missing)
@@ -150,13 +157,19 @@ def traffic(
         for kind, nbytes in sizes.items():
             written = 0 if kind is Kind.GRADIENT else nbytes
             if home[kind] is Tier.NVME:
-                # In unified memory a lazy one takes the parameters that come up for forward.
-                shared = lazy and unified and kind is Kind.PARAMETER
-                update += Phase(disk_read=0 if shared else nbytes, disk_write=written)
+                # In unified memory it takes the parameters that come up for the model, if that is at hand;
+                # and an eager one the gradients where they arrived.
+                shared = update != "sync" and unified and kind is Kind.PARAMETER
+                shared = shared or (update == "eager" and kind is Kind.GRADIENT)
+                updating += Phase(disk_read=0 if shared else nbytes, disk_write=written)
             elif home[kind] is Tier.DEVICE and not unified:
-                update += Phase(to_host=nbytes, to_device=written)
+                updating += Phase(to_host=nbytes, to_device=written)
         if home[Kind.GRADIENT] is Tier.NVME:
-            backward += Phase(disk_write=gradient)
+            stored = Phase(disk_write=gradient)
+            if update == "eager":  # all but the last micro-batch's
+                accumulation += stored
+            else:
+                backward += stored
             accumulation += Phase(disk_read=gradient)
         elif home[Kind.GRADIENT] is Tier.DEVICE and not unified:
             backward += Phase(to_device=gradient)
@@ -165,8 +178,10 @@ def traffic(
         fresh = trained[unit] if gradient else 0
         backward += Phase(host=fresh + 2 * gradient, to_host=0 if computes_in_ram else fresh)
         accumulation += Phase(host=gradient)
-        update += Phase(host=2 * trained[unit] + gradient + 2 * states)
-    return Traffic(forward=forward, backward=backward, accumulation=accumulation, update=update, lazy=lazy)
+        updating += Phase(host=2 * trained[unit] + gradient + 2 * states)
+    return Traffic(
+        forward=forward, backward=backward, accumulation=accumulation, update=updating, when=update
+    )
 
 
 _FORWARD_SHARE = 1 / 3

@@ -71,7 +71,6 @@ class Updater:
         """Units of which a read ahead failed: nobody tries again before somebody waits for them."""
         self._copies: deque[ChunkUpdate] = deque()
         """Of which only the copy up to the device is under way, from their slots."""
-        store.reclaimers.append(self._free_a_slot)
 
     def step(self, group_of: GroupOf, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
         """Update every parameter that has a gradient and a group: now, or before its next use.
@@ -80,21 +79,36 @@ class Updater:
         bytes, which is then updated before this returns. Raises StorageError; some chunks are updated then
         and others not.
         """
-        self.complete_all()  # of units that nobody used since the last step
+        later = [page for page in self._pages if not self._gradients.pages[page.index].spent]
+        for page in later:
+            self.complete(page.index)  # which nobody used since the last step
         self._store.link.drain()
-        found = {page.index: due for page in self._pages if (due := self._due_of(page, group_of))}
+        for page in later:
+            self._make_due(page, group_of)
         first = {unit: place for place, unit in enumerate(order)}
-        for unit in sorted(found, key=lambda each: first.get(each, len(order) + each)):
-            self._due[unit] = deque(found[unit])
-            self._left[unit] = len(found[unit])
-        self._conclude(group_of)
+        ordered = sorted(self._due, key=lambda each: first.get(each, len(order) + each))
+        self._due = {unit: self._due[unit] for unit in ordered}
         if not self.lazy:
             self.complete_all()
             self._store.settle()
             return
-        for unit in found:
+        for unit in list(self._left):
             if exposed(unit):
                 self.complete(unit)
+        self.advance()
+        if self._shares_cpu:
+            self._update_in_place()
+
+    def begin_early(self, unit: int, group_of: GroupOf) -> None:
+        """Update a unit with the gradients that it has, before the `step` that they are for.
+
+        Nobody else sees these gradients any more. Its pages are at home, or resident: not arriving in memory
+        of the device's own.
+        """
+        self.complete(unit)
+        self._store.link.follow_compute()  # whose kernels may still read what a copy up overwrites
+        self._gradients.pages[unit].spent = True
+        self._make_due(self._pages[unit], group_of)
         self.advance()
         if self._shares_cpu:
             self._update_in_place()
@@ -149,6 +163,20 @@ class Updater:
             enough = len(self._running) >= _MOST_RUNNING and queue[0].in_place
             if enough or not self._can_begin(unit) or not self._begin_next(unit, self._store.try_slot):
                 return
+
+    def free_a_slot(self) -> bool:
+        """Bring the oldest update, or copy up, to its end; False if there is none.
+
+        Before one is under way, begin one whose gradient has kept its slot.
+        """
+        if self._copies:
+            self._copies.popleft().end()
+            return True
+        if self._running:
+            self._end_quietly(self._running[0])
+            return True
+        staged = next((due for queue in self._due.values() for due in queue if due.stage is not None), None)
+        return staged is not None and self._begin(staged, _no_slot)
 
     def abandon(self) -> None:
         """Forget what is due, and wait until nothing is under way."""
@@ -209,14 +237,17 @@ class Updater:
             segments.append(cpu_adam.Segment(piece.offset, piece.count, known[key], piece.start, seed))
         return segments, hypers
 
-    def _conclude(self, group_of: GroupOf) -> None:
-        """From here on every count says that the step was."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for page in self._pages:
-                content = self._gradients.pages[page.index].content
-                updated = [index for index in content if group_of(page.index, index) is not None]
-                if updated:
-                    self._count(page, self._states.pages[page.index], updated, group_of)
+    def _make_due(self, page: ParameterPage, group_of: GroupOf) -> None:
+        """From here on every count says that the unit's step was."""
+        due = self._due_of(page, group_of)
+        if due:
+            self._due[page.index] = deque(due)
+            self._left[page.index] = len(due)
+        content = self._gradients.pages[page.index].content
+        updated = [index for index in content if group_of(page.index, index) is not None]
+        if updated:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._count(page, self._states.pages[page.index], updated, group_of)
 
     def _count(self, page: ParameterPage, state: StatePage, updated: list[int], group_of: GroupOf) -> None:
         touched = set(updated)
@@ -340,20 +371,6 @@ class Updater:
 
     def _lose(self, error: InfinityError) -> None:
         self.failure = self.failure or error.again()
-
-    def _free_a_slot(self) -> bool:
-        """Bring the oldest update, or copy up, to its end; False if there is none.
-
-        Before one is under way, begin one whose gradient has kept its slot.
-        """
-        if self._copies:
-            self._copies.popleft().end()
-            return True
-        if self._running:
-            self._end_quietly(self._running[0])
-            return True
-        staged = next((due for queue in self._due.values() for due in queue if due.stage is not None), None)
-        return staged is not None and self._begin(staged, _no_slot)
 
 
 def _no_slot() -> None:

@@ -181,12 +181,13 @@ def paged(
     *,
     watch: bool = False,
     faults: Faults | None = None,
+    update: str = "auto",
 ) -> Run:
     """The same with the pages at `home` (see homes.py), slabs in `directory`.
 
     Watching reads every gradient and parameter at each step, which waits for updates; without it only the
-    first step's gradients are read. `faults` are injected into the disk. Asserts that the pages are where
-    they should be, and that nothing of them is left behind.
+    first step's gradients are read, and none with eager updates, which spend them. `faults` are injected into
+    the disk. Asserts that the pages are where they should be, and that nothing of them is left behind.
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
@@ -196,7 +197,13 @@ def paged(
     with (
         injected(faults),
         infinity.offload(
-            model, optimizer, budget=budget, precision=precision, device=recipe.device
+            model,
+            optimizer,
+            budget=budget,
+            precision=precision,
+            device=recipe.device,
+            update=update,
+            accumulation=recipe.accumulate if update == "eager" else None,
         ) as runtime,
     ):
         check_homes(home, runtime.plan)
@@ -206,7 +213,7 @@ def paged(
                 loss = seeded_loss(entry, model, entry.batch(step, micro), step, micro)
                 (loss / recipe.accumulate).backward()
                 run.losses.append(loss.item())
-            if watch or step == 0:
+            if (watch or step == 0) and update != "eager":
                 run.gradients.append({name: runtime.grad(each) for name, each in model.named_parameters()})
             if recipe.clip is not None:
                 run.norms.append(float(runtime.clip_grad_norm_(recipe.clip)))

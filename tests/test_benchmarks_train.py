@@ -124,6 +124,7 @@ def test_a_peer_of_torch_trains(module: ModuleType, mode: str, tmp_path: Path) -
         text=str(tmp_path / "text"),
         budgets={},
         states="fp32",
+        update="lazy",
     )
     contender, batches = module.open_contender(Task.from_json(task.to_json())), Batches(task)
     try:
@@ -141,6 +142,7 @@ def test_specs_say_what_they_are() -> None:
         and small.mode == "fit"
         and small.name == "infinity host=1GiB,states=bf16,nvme=none,device=64MiB"
     )
+    assert specs.ours("half,update=eager").update == "eager"
     assert (specs.ours("half,states=int8").mode, specs.ours("half").host) == ("half", None)
     assert [specs.peer(text).name for text in ("deepspeed", "torch:plain", "fsdp2")] == [
         "deepspeed:nvme",
@@ -151,7 +153,17 @@ def test_specs_say_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1GiB", "host=", "host=1GiB,host=2GiB", "half,host=1GiB", "states=bf16", "host=1,states=fp8"]
+    "text",
+    [
+        "",
+        "1GiB",
+        "host=",
+        "host=1GiB,host=2GiB",
+        "half,host=1GiB",
+        "states=bf16",
+        "host=1,states=fp8",
+        "half,update=soon",
+    ],
 )
 def test_specs_that_cannot_be_read_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):

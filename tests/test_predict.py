@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
 from infinity.placement import Kind
-from infinity.predict import Bandwidths, Phase, Prediction, Traffic, predict, traffic
+from infinity.predict import Bandwidths, Phase, Prediction, Traffic, UpdateTime, predict, traffic
 from infinity.tiers import Tier
 
 GB = 10**9
@@ -40,7 +40,7 @@ def test_an_update_in_step_follows_forward_and_backward() -> None:
         forward=Phase(disk_read=2 * GB),
         backward=Phase(disk_read=4 * GB, disk_write=1 * GB),
         update=Phase(disk_read=3 * GB, disk_write=3 * GB),
-        lazy=False,
+        when="sync",
     )
     # Forward and backward: 2 GB mixed (4/3 s) and 5 GB read alone (2.5 s); the update: 6 GB mixed.
     found = predict(moved, CPU, 1.0)
@@ -84,7 +84,7 @@ def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() ->
         backward=Phase(disk_read=1 * GB, host=4 * GB),
         accumulation=Phase(disk_read=1 * GB, host=2 * GB),
         update=Phase(disk_write=1 * GB),
-        lazy=False,
+        when="sync",
     )
     # Disk: 3 x 2 + 2 x 1 GB read, then 1 GB written; compute: 3 x (0.5 + 1) + 2 x 0.5.
     found = predict(moved, CPU, 0.5, 3)
@@ -107,7 +107,7 @@ traffics = st.builds(Traffic, forward=phases, backward=some, accumulation=phases
 @given(
     moved=traffics,
     more=traffics,
-    lazy=st.booleans(),
+    update=st.sampled_from(["lazy", "eager", "sync"]),
     link=st.none() | plain_rates,
     read=plain_rates,
     write=plain_rates,
@@ -116,7 +116,7 @@ traffics = st.builds(Traffic, forward=phases, backward=some, accumulation=phases
     micro_batches=st.integers(1, 5),
 )
 def test_more_bytes_never_take_less(
-    *, moved, more, lazy, link, read, write, share, seconds, micro_batches
+    *, moved, more, update, link, read, write, share, seconds, micro_batches
 ) -> None:
     # A disk that reads and writes at once is no faster than the two would be beside one another.
     mixed = min(read, write) * (1 + share)
@@ -128,9 +128,9 @@ def test_more_bytes_never_take_less(
         backward=moved.backward + more.backward,
         accumulation=moved.accumulation + more.accumulation,
         update=moved.update + more.update,
-        lazy=lazy,
+        when=update,
     )
-    moved = replace(moved, lazy=lazy)
+    moved = replace(moved, when=update)
     less = predict(moved, speeds, seconds, micro_batches).seconds
     assert predict(both, speeds, seconds, micro_batches).seconds >= less * (1 - 1e-9)
     assert predict(moved, speeds, seconds + 1, micro_batches).seconds >= less * (1 - 1e-9)
@@ -141,14 +141,14 @@ PAGES = {Kind.PARAMETER: [100, 100], Kind.GRADIENT: [40, 40], Kind.OPTIMIZER: [3
 
 
 def moved_with(
-    tier: Tier, *, unified: bool, computes_in_ram: bool, resident: int = 0, lazy: bool = True
+    tier: Tier, *, unified: bool, computes_in_ram: bool, resident: int = 0, update: UpdateTime = "lazy"
 ) -> Traffic:
     return traffic(
         tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
         PAGES,
         [80, 80],
         resident=resident,
-        lazy=lazy,
+        update=update,
         unified=unified,
         computes_in_ram=computes_in_ram,
     )
@@ -164,7 +164,7 @@ def test_traffic_of_pages_on_disk() -> None:
     assert (moved.disk_read, moved.disk_write) == (400 + 680, 80 + 760)
     apart = moved_with(Tier.NVME, unified=False, computes_in_ram=False)
     assert (apart.forward.to_device, apart.backward.to_device, apart.backward.to_host) == (200, 200, 160)
-    by_itself = moved_with(Tier.NVME, unified=True, computes_in_ram=True, lazy=False)
+    by_itself = moved_with(Tier.NVME, unified=True, computes_in_ram=True, update="sync")
     assert by_itself.update == Phase(disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600))
     assert apart.update.disk_read == by_itself.update.disk_read
 

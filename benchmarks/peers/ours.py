@@ -35,6 +35,7 @@ class Ours:
         budget, plan = _planned(task, self.model, optimizer, (tokens, tokens))
         # From here on memory is the plan's: planning has run every operation, so that libraries are loaded.
         base = machine.process_memory().resident
+        self._clips = task.update != "eager"
         self._plan = figures(plan) | {"rss_base": base}
         started = time.perf_counter()
         self.runtime = carry_out(plan, self.model, optimizer, budget=budget)
@@ -43,7 +44,8 @@ class Ours:
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.model(tokens, targets)
         loss.backward()
-        self.runtime.clip_grad_norm_(CLIP)
+        if self._clips:
+            self.runtime.clip_grad_norm_(CLIP)
         self.runtime.optimizer.step()
         self.runtime.optimizer.zero_grad()
         return float(loss.detach())
@@ -74,10 +76,15 @@ def _planned(
 ) -> tuple[infinity.Budget, infinity.Plan]:
     """What the task asks for: budgets as they are given, or as many bytes of RAM as its mode says."""
     # Exact with one micro-batch a step: nothing is summed.
-    precision = infinity.Precision(compute="bf16", accumulate="compute", states=task.states)
+    fixed: dict[str, Any] = {
+        "precision": infinity.Precision(compute="bf16", accumulate="compute", states=task.states),
+        "device": task.device,
+        "update": task.update,
+        "accumulation": 1 if task.update == "eager" else None,
+    }
 
     def draft(budget: infinity.Budget, **more: Any) -> infinity.Plan:
-        return infinity.plan(model, optimizer, budget=budget, precision=precision, device=task.device, **more)
+        return infinity.plan(model, optimizer, budget=budget, **fixed, **more)
 
     device, host = task.budgets["device"], task.budgets["host"]
     nvme = {task.directory: task.budgets["nvme"]} if task.budgets["nvme"] else None

@@ -40,6 +40,8 @@ class Task:
     """Of ours: device, host and nvme, sizes as Budget takes them."""
     states: str
     """Of ours: the format of optimizer states, as Precision takes it."""
+    update: str
+    """Of ours: when updates run, as offload takes it; eager ones go without clipping."""
 
     def to_json(self) -> str:
         """One line."""

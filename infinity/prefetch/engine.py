@@ -94,7 +94,6 @@ class Engine:
         self.keeper: Keeper
         """Set before the first demand."""
         self.updates: Updates = NoUpdates()
-        store.reclaimers.append(self._free_a_slot)
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
         """Make all `units` PRESENT together, and look ahead.
@@ -126,7 +125,7 @@ class Engine:
         self._look_ahead(units, pinned)
         for unit in units:
             with self.meter.faulting():
-                self._land(unit)
+                self.land(unit)
             self.updates.complete(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
@@ -162,7 +161,7 @@ class Engine:
     def land_all(self) -> None:
         """Wait for every arrival. Raises as `demand`."""
         for unit in list(self._arrivals):
-            self._land(unit)
+            self.land(unit)
 
     def step_done(self) -> None:
         """The step is over: the trace starts anew, and so does looking ahead."""
@@ -183,6 +182,10 @@ class Engine:
         """Give up every arrival, and wait until nothing is under way."""
         for unit in list(self._arrivals):
             self._turn_back(unit)
+
+    def free_a_slot(self) -> bool:
+        """Let the oldest arrival that holds slots finish a piece; False if none does."""
+        return any(arrival.advance(block=True) for arrival in list(self._arrivals.values()))
 
     def evict_all(self) -> None:
         """Send every page away that can leave."""
@@ -216,7 +219,8 @@ class Engine:
             self._turn_back(unit)
             raise
 
-    def _land(self, unit: int) -> None:
+    def land(self, unit: int) -> None:
+        """Wait for a unit, if it is arriving. Raises StorageError."""
         arrival = self._arrivals.get(unit)
         if arrival is None:
             return
@@ -331,7 +335,3 @@ class Engine:
             needed=needed,
             tier=tier.value,
         )
-
-    def _free_a_slot(self) -> bool:
-        """Let the oldest arrival that holds slots finish a piece."""
-        return any(arrival.advance(block=True) for arrival in list(self._arrivals.values()))

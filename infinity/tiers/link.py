@@ -93,8 +93,11 @@ class CpuLink:
     def fence(self, transfer: Transfer) -> None:
         """Order compute's further work after a transfer."""
 
+    def follow_compute(self) -> None:
+        """Order later copies up after all that compute has queued."""
+
     def drain(self) -> None:
-        """Wait until no copy is under way, and order later ones up after all that compute has queued."""
+        """Wait until no copy is under way, and `follow_compute`."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -203,11 +206,15 @@ class CudaLink:
         if isinstance(transfer, EventTransfer):
             torch.cuda.current_stream(self.device).wait_event(transfer.event)
 
+    def follow_compute(self) -> None:
+        """Order later copies up after all that compute has queued."""
+        self._up.wait_stream(torch.cuda.current_stream(self.device))
+
     def drain(self) -> None:
-        """Wait until no copy is under way, and order later ones up after all that compute has queued."""
+        """Wait until no copy is under way, and `follow_compute`."""
         self._up.synchronize()
         self._down.synchronize()
-        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        self.follow_compute()
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -1,0 +1,119 @@
+"""Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
+
+Gradients then need not leave the slots that they arrive in, and the disk has the backward to move states,
+not the next forward alone. What has not ended when the backward has goes on lazily.
+Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
+needs all gradients before the first update is refused: clipping, and the scaled losses of fp16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.gradients import Gradients
+from infinity.page import ParameterPage
+from infinity.rules import Rule
+
+Options = dict[str, Any]
+"""Of a param group, without its parameters."""
+
+
+class EagerStep:
+    """What eager updates of one step have to agree on: its gradients, and the optimizer's options."""
+
+    def __init__(
+        self, pages: Sequence[ParameterPage], gradients: Gradients, rule: Rule, *, accumulation: int
+    ) -> None:
+        """accumulation: gradients of each parameter in a step."""
+        self._pages = pages
+        self._gradients = gradients
+        self._rule = rule
+        self._accumulation = accumulation
+        self._options: list[Options] = []
+        """As they were when the step's first unit was updated; none before."""
+        self._updated = 0
+        """Units of this step."""
+        self._broken = False
+        """A gradient was not finite: no further unit is updated."""
+        self._stepped = False
+        # Whole units go, so their gradients stay where they arrive as long as there is room.
+        gradients.most_kept = gradients.slots
+
+    def is_ready(self, unit: int) -> bool:
+        """Whether the unit has all gradients of the step, and they are finite."""
+        page, gradients = self._pages[unit], self._gradients.pages[unit]
+        wanted = [
+            index
+            for index, layout in enumerate(page.layout.parameters)
+            if layout.trainable and page.parameters[index].requires_grad
+        ]
+        if self._broken or any(gradients.arrivals[index] < self._accumulation for index in wanted):
+            return False
+        self._broken = not all(math.isfinite(gradients.squares(index)) for index in wanted)
+        return not self._broken
+
+    def options(self, groups: Sequence[Mapping[str, Any]]) -> list[Options]:
+        """Of every group, for one more unit's update. Raises as `Rule.check`."""
+        if not self._options:
+            self._rule.check(groups)
+            self._options = _frozen(groups)
+        self._updated += 1
+        return self._options
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """`step()` was called: raises ConfigError where it cannot be the one that the updates were for."""
+        if self._stepped:
+            raise ConfigError(
+                "step() was called again for gradients that eager updates have used.",
+                "Call runtime.optimizer.zero_grad() after step(), and a backward before the next one.",
+            )
+        if self._options and not _same(self._options, _frozen(groups)):
+            raise ConfigError(
+                f"The optimizer's options were changed after {self._updated} units were updated with others.",
+                "Set them back, and change them (or call a scheduler) after step(), or offload with "
+                'update="lazy".',
+            )
+
+    def stepped(self) -> None:
+        """The step is over; its gradients are there until `clear`."""
+        self._stepped = True
+
+    def clear(self) -> None:
+        """Gradients are forgotten: the next step begins."""
+        self._options = []
+        self._updated = 0
+        self._broken = self._stepped = False
+
+    @property
+    def done(self) -> str:
+        """What of the step has been done, for an error that ends it."""
+        return f"{self._updated} of {len(self._pages)} units were updated before it came"
+
+
+def _frozen(groups: Sequence[Mapping[str, Any]]) -> list[Options]:
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in groups
+    ]
+
+
+def _same(one: Sequence[Options], other: Sequence[Options]) -> bool:
+    return len(one) == len(other) and all(
+        mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.as_tensor(one).equal(torch.as_tensor(other)))
+    return bool(one == other)

@@ -1,0 +1,286 @@
+"""Eager updates: the bits of any other update, begun in the backward, and what they cannot be asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zoo
+from homes import budget_for, places
+from parity import Recipe, differences
+from small_runtime import TIED, files, loss_of
+from torch import nn
+from zoo import Entry
+
+import infinity
+from infinity.aio import Faults
+from infinity.errors import ConfigError, NonFiniteGradient, StorageError
+from infinity.store import injected
+
+ENTRIES = [each for each in zoo.ENTRIES if each.one_gradient]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@places("device", "host", "nvme", "unified", "unified-nvme", "mixed", cuda=("device", "nvme", "mixed"))
+def test_the_same_bits_as_lazy_updates(entry: Entry, home: str, device: str, tmp_path: Path) -> None:
+    number = ENTRIES.index(entry) + len(home)
+    recipe = Recipe(
+        accumulate=(1, 3)[number % 2],
+        groups=(1, 2)[number // 2 % 2],
+        compute=("bf16", "fp32")[number // 3 % 2],
+        decay_rate=True,
+        device=device,
+    )
+    lazy = parity.paged(entry, recipe, home, tmp_path, update="lazy")
+    eager = parity.paged(entry, recipe, home, tmp_path, update="eager")
+    lazy.gradients.clear()
+    assert differences(vars(lazy), vars(eager)) == []
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_the_same_bits_whatever_is_slow(kind: str, tmp_path: Path) -> None:
+    recipe, faults = Recipe(compute="bf16"), Faults()
+    faults.delay(kind, 1, 0.001, times=None)
+    fast = parity.paged(TIED, recipe, "unified-nvme", tmp_path, update="eager")
+    slow = parity.paged(TIED, recipe, "unified-nvme", tmp_path, update="eager", faults=faults)
+    assert differences(vars(fast), vars(slow)) == []
+
+
+@contextlib.contextmanager
+def opened(
+    directory: Path, *, home: str = "unified-nvme", accumulation: int = 1, faults: Faults | None = None
+) -> Iterator[tuple[nn.Module, Any]]:
+    """(model, runtime), in bf16."""
+    model = TIED.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = infinity.Precision(compute="bf16", accumulate="compute")
+    budget = budget_for(home, model, optimizer, directory, precision)
+    with (
+        injected(faults or Faults()),
+        infinity.offload(
+            model,
+            optimizer,
+            budget=budget,
+            precision=precision,
+            device="cpu",
+            update="eager",
+            accumulation=accumulation,
+        ) as runtime,
+    ):
+        yield model, runtime
+    assert files(directory) == []
+
+
+def spent(runtime: Any) -> list[int]:
+    """Units that were updated before `step`."""
+    return [unit for unit, page in runtime._parts.gradients.pages.items() if page.spent]
+
+
+def test_units_are_updated_in_the_backward_that_is_declared_the_last(tmp_path: Path) -> None:
+    with opened(tmp_path, accumulation=2) as (model, runtime):
+        loss_of(model, 0).backward()
+        assert spent(runtime) == []
+        loss_of(model, 1).backward()
+        assert spent(runtime) == list(range(len(runtime.plan.layout.units)))
+        runtime.optimizer.step()
+        assert len(spent(runtime)) == len(runtime.plan.layout.units)
+        runtime.optimizer.zero_grad()
+        assert spent(runtime) == []
+        assert all(float(each["step"]) == 1 for each in runtime.optimizer.state.values())
+
+
+def test_gradients_of_the_last_backward_stay_off_the_disk(tmp_path: Path) -> None:
+    written = {}
+    for update in ("lazy", "eager"):
+        model = TIED.make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        precision = infinity.Precision(compute="bf16", accumulate="compute")
+        smallest = budget_for("unified-nvme", model, optimizer, tmp_path, precision)
+        budget = infinity.Budget(host=smallest.host_bytes + (256 << 10), nvme=smallest.nvme)
+        with infinity.offload(
+            model,
+            optimizer,
+            budget=budget,
+            precision=precision,
+            device="cpu",
+            update=update,
+            accumulation=1 if update == "eager" else None,
+        ) as runtime:
+            for step in range(3):
+                loss_of(model, step).backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            homes = [page.home for page in runtime._parts.gradients.pages.values()]
+            runtime._parts.updater.complete_all()
+            written[update] = runtime.stats.edges[infinity.telemetry.Edge.HOST_TO_NVME].bytes
+            assert any(home.extent is not None for home in homes)
+    assert written["eager"] < written["lazy"]
+
+
+def test_one_gradient_too_many_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as (model, _):
+        loss_of(model, 0).backward()
+        with pytest.raises(ConfigError, match=r"One more gradient of .* accumulation="):
+            loss_of(model, 1).backward()
+
+
+def test_a_gradient_that_is_spent_cannot_be_read_or_clipped(tmp_path: Path) -> None:
+    with opened(tmp_path) as (model, runtime):
+        loss_of(model, 0).backward()
+        with pytest.raises(ConfigError, match="spent"):
+            runtime.grad(next(model.parameters()))
+        with pytest.raises(ConfigError, match="eager updates have used the gradients"):
+            runtime.clip_grad_norm_(1.0)
+        runtime.optimizer.step()
+
+
+def test_a_second_step_needs_a_second_backward(tmp_path: Path) -> None:
+    with opened(tmp_path) as (model, runtime):
+        loss_of(model, 0).backward()
+        runtime.optimizer.step()
+        with pytest.raises(ConfigError, match=r"step\(\) was called again"):
+            runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        runtime.optimizer.step()
+
+
+def test_options_changed_between_backward_and_step_are_refused_until_they_are_set_back(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as (model, runtime):
+        group = runtime.optimizer.param_groups[0]
+        loss_of(model, 0).backward()
+        group["lr"] *= 2
+        with pytest.raises(ConfigError, match="options were changed"):
+            runtime.optimizer.step()
+        group["lr"] /= 2
+        runtime.optimizer.step()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_step(tmp_path: Path) -> None:
+    with opened(tmp_path) as (model, runtime):
+        parameter = next(iter(model.parameters()))
+        handle = parameter.register_hook(lambda gradient: gradient * float("nan"))
+        loss_of(model, 0).backward()
+        with pytest.raises(NonFiniteGradient, match=r"[0-9]+ of [0-9]+ units were updated before"):
+            runtime.optimizer.step()
+        handle.remove()
+        runtime.optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        runtime.optimizer.step()
+        assert all(bool(each.isfinite().all()) for each in model.state_dict().values())
+
+
+def test_a_backward_that_broke_off_can_be_left_behind(tmp_path: Path) -> None:
+    """What it had updated has one step more than the rest."""
+    with opened(tmp_path) as (model, runtime):
+        first = next(iter(model.parameters()))
+
+        def refuse(gradient: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("enough")
+
+        handle = first.register_hook(refuse)
+        with pytest.raises(RuntimeError, match="enough"):
+            loss_of(model, 0).backward()
+        handle.remove()
+        begun = spent(runtime)
+        runtime.optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        for parameter, state in runtime.optimizer.state.items():
+            unit = parameter._place.page.index
+            assert float(state["step"]) == (2 if unit in begun else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"update": "eager"}, "nobody said which"),
+        ({"update": "eager", "accumulation": 0}, "nobody said which"),
+        ({"update": "lazy", "accumulation": 2}, "without eager updates"),
+        ({"update": "soon"}, "not known"),
+        ({"update": "eager", "accumulation": 1, "precision": infinity.Precision(compute="fp16")}, "fp16"),
+    ],
+)
+def test_what_cannot_be_together_is_refused_before_anything_moves(
+    options: dict[str, Any], words: str
+) -> None:
+    model = TIED.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = [each.data_ptr() for each in model.parameters()]
+    for call in (infinity.offload, infinity.plan):
+        with pytest.raises(ConfigError, match=words):
+            call(model, optimizer, budget=infinity.Budget(host="64MiB"), device="cpu", **options)
+    assert [each.data_ptr() for each in model.parameters()] == before
+
+
+def test_a_parameter_that_backward_needs_after_its_update_is_named(tmp_path: Path) -> None:
+    """As PyTorch does where an optimizer steps in a hook: the old values are gone."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held = self.second.weight.detach()
+            return self.second(torch.sin(self.first(x) @ held))
+
+    model = Late()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with (
+        infinity.offload(
+            model,
+            optimizer,
+            budget=infinity.Budget(host="64MiB"),
+            device="cpu",
+            update="eager",
+            accumulation=1,
+        ),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        model(torch.randn(3, 40)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_faults_in_the_backward_end_in_typed_errors(kind: str, tmp_path: Path) -> None:
+    """Every request of a step fails in turn: it is tried again, or the runtime refuses for good."""
+    clean = None
+    for number in range(1, 200):
+        faults = Faults()
+        failed = False
+        with opened(tmp_path, faults=faults) as (model, runtime):
+            loss_of(model, 0).backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            runtime._parts.updater.complete_all()
+            runtime._parts.store.settle()
+            if clean is not None:
+                faults.fail(kind, number, 5)
+            try:
+                loss_of(model, 1).backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+                runtime._parts.updater.complete_all()
+                runtime._parts.store.settle()
+                ended = {name: each.clone() for name, each in model.state_dict().items()}
+            except StorageError:
+                failed = True
+                continue
+            finally:
+                faults.clear()
+        if clean is None:
+            clean = ended
+            continue
+        assert differences(clean, ended) == []
+        if not failed and number > 3:
+            break
+    else:
+        raise AssertionError("the faults never ended")
