@@ -1,7 +1,8 @@
 """Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
 
 Gradients then need not leave the slots that they arrive in, and the disk has the backward to move states,
-not the next forward alone. What has not ended when the backward has goes on lazily.
+not the next forward alone. What has not ended when the backward has goes on lazily, and so does what gains
+nothing: a unit whose gradients had to leave their slots before the last of them came.
 Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
 needs all gradients before the first update is refused: clipping, and the scaled losses of fp16.
 """
@@ -45,7 +46,7 @@ class EagerStep:
         gradients.most_kept = gradients.slots
 
     def is_ready(self, unit: int) -> bool:
-        """Whether the unit has all gradients of the step, and they are finite."""
+        """Whether the unit should be updated now: it has all gradients of the step, at hand and finite."""
         page, gradients = self._pages[unit], self._gradients.pages[unit]
         wanted = [
             index
@@ -53,6 +54,8 @@ class EagerStep:
             if layout.trainable and page.parameters[index].requires_grad
         ]
         if self._broken or any(gradients.arrivals[index] < self._accumulation for index in wanted):
+            return False
+        if not self._gradients.at_hand(unit):
             return False
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in wanted)
         return not self._broken

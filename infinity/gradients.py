@@ -226,6 +226,12 @@ class Gradients:
             return page.typed(number, page.home.view(page.offset(number), page.nbytes(number)))
         return None
 
+    def at_hand(self, unit: int) -> bool:
+        """Whether most of a unit's gradients are in host RAM: at home there, or staged."""
+        page = self.pages[unit]
+        staged = sum(state.stage is not None for state in page.states)
+        return page.home.in_place or 2 * staged >= len(page.states)
+
     def lend_stage(self, unit: int, number: int) -> Stage | None:
         """A chunk's stage, if it has one, to an update that uses its slot from now on, and reads the data.
 
