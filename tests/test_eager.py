@@ -20,7 +20,10 @@ from zoo import Entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, NonFiniteGradient, StorageError
+from infinity.placement import Kind
 from infinity.store import injected
+from infinity.telemetry import Edge
+from infinity.tiers import Tier
 
 ENTRIES = [each for each in zoo.ENTRIES if each.one_gradient]
 
@@ -53,13 +56,20 @@ def test_the_same_bits_whatever_is_slow(kind: str, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def opened(
-    directory: Path, *, home: str = "unified-nvme", accumulation: int = 1, faults: Faults | None = None
+    directory: Path,
+    *,
+    accumulation: int = 1,
+    update: str = "eager",
+    more: int = 0,
+    faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime), in bf16."""
+    """(model, runtime), in bf16, with all pages on disk. more: bytes of host budget beyond the smallest."""
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute="bf16", accumulate="compute")
-    budget = budget_for(home, model, optimizer, directory, precision)
+    smallest = budget_for("unified-nvme", model, optimizer, directory, precision)
+    assert smallest.host_bytes is not None
+    budget = infinity.Budget(host=smallest.host_bytes + more, nvme=smallest.nvme)
     with (
         injected(faults or Faults()),
         infinity.offload(
@@ -68,8 +78,8 @@ def opened(
             budget=budget,
             precision=precision,
             device="cpu",
-            update="eager",
-            accumulation=accumulation,
+            update=update,
+            accumulation=accumulation if update == "eager" else None,
         ) as runtime,
     ):
         yield model, runtime
@@ -94,32 +104,40 @@ def test_units_are_updated_in_the_backward_that_is_declared_the_last(tmp_path: P
         assert all(float(each["step"]) == 1 for each in runtime.optimizer.state.values())
 
 
-def test_gradients_of_the_last_backward_stay_off_the_disk(tmp_path: Path) -> None:
-    written = {}
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+def test_what_is_written_is_what_the_plan_says(update: str, tmp_path: Path) -> None:
+    """Eager updates leave gradients off the disk where slots hold a unit's, lazy ones the last few."""
+    with opened(tmp_path, update=update, more=256 << 10) as (model, runtime):
+        before = 0
+        for step in range(3):
+            loss_of(model, step).backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            runtime._parts.updater.complete_all()
+            written = runtime.stats.edges[Edge.HOST_TO_NVME].bytes
+            moved, before = written - before, written
+        traffic = runtime.plan.traffic
+        assert any(home[Kind.GRADIENT] is Tier.NVME for home in runtime.plan.homes)
+        if update == "eager":
+            assert moved == traffic.disk_write == traffic.update.disk_write
+        else:
+            assert traffic.update.disk_write < moved <= traffic.disk_write
+
+
+def test_micro_batches_together_have_the_same_bits(tmp_path: Path) -> None:
+    found = []
     for update in ("lazy", "eager"):
-        model = TIED.make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        precision = infinity.Precision(compute="bf16", accumulate="compute")
-        smallest = budget_for("unified-nvme", model, optimizer, tmp_path, precision)
-        budget = infinity.Budget(host=smallest.host_bytes + (256 << 10), nvme=smallest.nvme)
-        with infinity.offload(
-            model,
-            optimizer,
-            budget=budget,
-            precision=precision,
-            device="cpu",
-            update=update,
-            accumulation=1 if update == "eager" else None,
-        ) as runtime:
+        directory = tmp_path / update
+        directory.mkdir()
+        with opened(directory, accumulation=3, update=update) as (model, runtime):
             for step in range(3):
-                loss_of(model, step).backward()
+                batches = [TIED.batch(step, micro) for micro in range(3)]
+                runtime.accumulate(batches, lambda batch: TIED.loss(model, batch) / 3)
+                assert bool(spent(runtime)) == (update == "eager")
                 runtime.optimizer.step()
                 runtime.optimizer.zero_grad()
-            homes = [page.home for page in runtime._parts.gradients.pages.values()]
-            runtime._parts.updater.complete_all()
-            written[update] = runtime.stats.edges[infinity.telemetry.Edge.HOST_TO_NVME].bytes
-            assert any(home.extent is not None for home in homes)
-    assert written["eager"] < written["lazy"]
+            found.append({name: each.clone() for name, each in model.state_dict().items()})
+    assert differences(*found) == []
 
 
 def test_one_gradient_too_many_is_refused(tmp_path: Path) -> None:
