@@ -43,7 +43,8 @@ class Backend:
         self._last_step = time.perf_counter()
         gradients = parts.gradients
         self._eager: EagerStep | None = None
-        if parts.plan.accumulation is not None:
+        if parts.plan.update == "eager":
+            assert parts.plan.accumulation is not None
             self._eager = EagerStep(
                 parts.pages, gradients, parts.states.rule, accumulation=parts.plan.accumulation
             )

@@ -1,8 +1,9 @@
 """Where pages rest: the search for units, chunks and homes that fit the budgets. Pure arithmetic.
 
 [Note: one order, two cuts]
-All pages stand in one line: parameters, gradients, optimizer states, each in the order of units. The front of
-the line fits the nearest tier, the end the NVMe tier, and the rest must fit between: one cut each. Pages only
+All pages stand in one line: parameters, gradients, optimizer states (the last two the other way round where
+gradients are known to be written and read once a step), each in the order of units. The front of the line
+fits the nearest tier, the end the NVMe tier, and the rest must fit between: one cut each. Pages only
 move up as a budget grows, so a larger budget never refuses what a smaller one took, and the smallest that
 would do is exact for each way to cut units and chunks. Rooms that the cuts leave are filled first-fit.
 """
@@ -40,6 +41,17 @@ class Kind(enum.Enum):
     """Accumulated gradients of the trainable ones."""
     OPTIMIZER = "optimizer"
     """Master parameters (or what completes them) and moments."""
+
+
+def line_of(accumulation: int | None) -> tuple[Kind, ...]:
+    """The kinds in line, for so many micro-batches a step (None: unknown).
+
+    A byte of states is read and written once a step, both under the next forward; one of gradients is written
+    under the backward and read once, and for every further micro-batch read and written once more.
+    """
+    if accumulation == 1:
+        return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
+    return tuple(Kind)
 
 
 Homes = tuple[dict[Kind, Tier | None], ...]
@@ -111,7 +123,10 @@ class Candidate:
         chunk_elements: int,
         precision: Precision,
         rule: Rule | None,
+        *,
+        line: Sequence[Kind],
     ) -> None:
+        """line: the order of kinds, parameters first; see `line_of`."""
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [
@@ -119,11 +134,10 @@ class Candidate:
             for _, members in grouping
         ]
         self.slot_bytes = 0
-        self.pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
         for unit in units:
             self._measure(unit, precision, rule)
-        line = list(itertools.chain.from_iterable(self.pages.values()))
-        self.ends = [0, *itertools.accumulate(line)]
+        self.ends = [0, *itertools.accumulate(itertools.chain.from_iterable(self.pages.values()))]
         """Bytes of the first pages in line, of any number of them."""
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
@@ -264,8 +278,11 @@ def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:
 class Search:
     """All ways to cut a model, from the most useful to the smallest, each measured once."""
 
-    def __init__(self, surveyed: Survey, precision: Precision, rule: Rule | None) -> None:
+    def __init__(
+        self, surveyed: Survey, precision: Precision, rule: Rule | None, *, line: Sequence[Kind]
+    ) -> None:
         self._surveyed = surveyed
+        self._line = line
         self._precision = precision
         self._rule = rule
         self._groupings = _groupings(surveyed)
@@ -317,6 +334,7 @@ class Search:
                     self._chunks[chunk],
                     self._precision,
                     self._rule,
+                    line=self._line,
                 )
             yield self._measured[grouping, chunk]
 

@@ -54,7 +54,7 @@ class Plan:
     update: UpdateTime = "lazy"
     """When a step's updates run, as infinity.predict has it."""
     accumulation: int | None = None
-    """Gradients of each parameter in a step, where they were declared for eager updates."""
+    """Backwards of a step, as declared; None: unknown."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""

@@ -17,7 +17,7 @@ from infinity.errors import ConfigError
 from infinity.estimate import estimate_step
 from infinity.layout import build
 from infinity.operators import Roofline, seconds_of
-from infinity.placement import Room, Search
+from infinity.placement import Room, Search, line_of
 from infinity.plan import Plan
 from infinity.predict import Bandwidths, UpdateTime
 from infinity.reserve import Reserve
@@ -83,7 +83,7 @@ def make_plan(
         host=left[Tier.HOST],
         nvme=usable_nvme(budget.nvme_bytes),
     )
-    search = Search(surveyed, precision, rule)
+    search = Search(surveyed, precision, rule, line=line_of(accumulation))
     placement = search.place(room)
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
@@ -186,14 +186,13 @@ def _update_time(update: str, accumulation: int | None, precision: Precision) ->
     """Raises ConfigError for what is not known, or cannot be together."""
     if update not in ("auto", "lazy", "eager", "sync"):
         raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')
+    if accumulation is not None and (not isinstance(accumulation, int) or accumulation < 1):
+        raise ConfigError(
+            f"accumulation={accumulation!r} was declared.", "Give how many backwards a step has: at least 1."
+        )
     if update != "eager":
-        if accumulation is not None:
-            raise ConfigError(
-                f"accumulation={accumulation} was declared without eager updates.",
-                'Give update="eager" as well, or leave it out: other updates know when step() is called.',
-            )
         return "sync" if update == "sync" else "lazy"
-    if not isinstance(accumulation, int) or accumulation < 1:
+    if accumulation is None:
         raise ConfigError(
             "Eager updates run in the last backward of a step, and nobody said which that is.",
             "Declare how many backwards a step has: accumulation=1, or more.",

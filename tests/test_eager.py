@@ -221,8 +221,8 @@ def test_a_backward_that_broke_off_can_be_left_behind(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"update": "eager"}, "nobody said which"),
-        ({"update": "eager", "accumulation": 0}, "nobody said which"),
-        ({"update": "lazy", "accumulation": 2}, "without eager updates"),
+        ({"update": "eager", "accumulation": 0}, "accumulation=0 was declared"),
+        ({"accumulation": "2"}, "accumulation='2' was declared"),
         ({"update": "soon"}, "not known"),
         ({"update": "eager", "accumulation": 1, "precision": infinity.Precision(compute="fp16")}, "fp16"),
     ],

@@ -30,7 +30,9 @@ def stack(widths, frozen=()) -> nn.Module:
     return model
 
 
-def planned(model, *, optimizer=torch.optim.AdamW, precision=None, activations=None, **budget) -> Plan:
+def planned(
+    model, *, optimizer=torch.optim.AdamW, precision=None, activations=None, accumulation=None, **budget
+) -> Plan:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rule = Rule.of(optimizer(parameters)) if optimizer and parameters else None
     return make_plan(
@@ -41,6 +43,7 @@ def planned(model, *, optimizer=torch.optim.AdamW, precision=None, activations=N
         device=CPU,
         available=Available(device=64 * MiB, host=64 * MiB),
         activations=activations,
+        accumulation=accumulation,
     )
 
 
@@ -178,6 +181,21 @@ def test_with_room_all_rests_near_and_parameters_come_first() -> None:
     assert {homes[Kind.PARAMETER] for homes in made.homes} == {Tier.DEVICE}
     assert {homes[Kind.OPTIMIZER] for homes in made.homes} == {Tier.HOST}
     assert made.device_bytes == parameters
+
+
+def test_one_backward_a_step_keeps_states_nearer_than_gradients() -> None:
+    model, budget = stack([64] * 9), {"host": 550 << 10, "nvme": {"/swap": 64 * MiB}}
+    unknown, several, one = (planned(model, accumulation=each, **budget) for each in (None, 4, 1))
+    assert unknown.homes == several.homes
+    check(one, Budget(**budget))
+
+    def here(made: Plan, kind: Kind) -> int:
+        return sum(home[kind] is Tier.HOST for home in made.homes)
+
+    assert here(one, Kind.OPTIMIZER) > here(unknown, Kind.OPTIMIZER)
+    assert here(one, Kind.GRADIENT) < here(unknown, Kind.GRADIENT)
+    assert one.traffic.update.disk_write < unknown.traffic.update.disk_write
+    assert one.smallest == unknown.smallest
 
 
 def test_activations_and_buffers_take_room_where_the_model_computes() -> None:

@@ -80,7 +80,7 @@ def _planned(
         "precision": infinity.Precision(compute="bf16", accumulate="compute", states=task.states),
         "device": task.device,
         "update": task.update,
-        "accumulation": 1 if task.update == "eager" else None,
+        "accumulation": 1,
     }
 
     def draft(budget: infinity.Budget, **more: Any) -> infinity.Plan:

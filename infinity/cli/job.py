@@ -160,6 +160,7 @@ def make_job(options: argparse.Namespace) -> Job:
         precision=precision,
         example_inputs=model.example_inputs(options.batch, options.seq, "meta"),
         device=device,
+        accumulation=options.accumulate,
     )
     prediction = planned.predict(options.accumulate)
     return Job(
