@@ -4,7 +4,8 @@ Gradients then need not leave the slots that they arrive in, and the disk has th
 not the next forward alone. What has not ended when the backward has goes on lazily, and so does what gains
 nothing: a unit whose gradients had to leave their slots before the last of them came.
 Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
-needs all gradients before the first update is refused: clipping, and the scaled losses of fp16.
+needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. Nothing takes
+an update back: zero_grad() without step() leaves those that began, each with its parameters' counts of steps.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ class EagerStep:
         self._broken = False
         """A gradient was not finite: no further unit is updated."""
         self._stepped = False
-        # Whole units go, so their gradients stay where they arrive as long as there is room.
-        gradients.most_kept = gradients.slots
 
     def is_ready(self, unit: int) -> bool:
         """Whether the unit should be updated now: it has all gradients of the step, at hand and finite."""

@@ -121,8 +121,7 @@ class Gradients:
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
-        self.slots = store.plan.slots
-        self.most_kept = self.slots // 2
+        self.most_kept = store.plan.slots // 2
         """Stages that wait for nothing and stay all the same; the other slots keep things moving."""
         self._names = sorted(
             (parameter.names[0], unit, index)

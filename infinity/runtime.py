@@ -129,6 +129,7 @@ class Runtime:
 
         The norm (float32 scalar) is summed in float64; the factor is max_norm / (norm + 1e-6), as
         torch.nn.utils.clip_grad_norm_ has it. A norm that is not finite scales nothing: `step` decides.
+        Raises ConfigError with eager updates.
         """
         norm = self._training().clip(float(max_norm))
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
