@@ -98,10 +98,9 @@ class Traffic:
         if self.when == "lazy":
             first = (self.forward + self.update, 1, 0)
             return [first, (self.forward * more + backwards, more, micro_batches)]
-        if self.when == "eager":
-            rest = self.forward * more + backwards + self.update
-            return [(self.forward, 1, 0), (rest, more, micro_batches)]
         computing = self.forward * micro_batches + backwards
+        if self.when == "eager":  # what the backward has not ended goes on under the next forward
+            return [(computing + self.update, micro_batches, micro_batches)]
         return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
 
     @property

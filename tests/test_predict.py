@@ -47,6 +47,19 @@ def test_an_update_in_step_follows_forward_and_backward() -> None:
     check(found, 2 / 1.5 + 2.5 + 4.0, "disk", compute=1.0, disk=2 / 1.5 + 2.5 + 4.0)
 
 
+def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
+    moved = Traffic(
+        forward=Phase(disk_read=2 * GB),
+        backward=Phase(disk_read=2 * GB),
+        update=Phase(disk_read=3 * GB, disk_write=4 * GB),
+        when="eager",
+    )
+    # 8 GB mixed at 1.5 GB/s, 3 GB read alone at 2 GB/s.
+    disk = 8 / 1.5 + 1.5
+    check(predict(moved, CPU, 1.0), disk, "disk", compute=1.0, disk=disk)
+    check(predict(moved, CPU, 9.0), 9.0, "compute", compute=9.0, disk=disk)
+
+
 def test_compute_hides_the_disk_in_its_own_phase_only() -> None:
     moved = Traffic(backward=Phase(disk_read=2 * GB), update=Phase(disk_write=3 * GB, host=4 * GB))
     # Forward takes 2 s and the update 1 s, which are as long as the disk takes; backward hides its second.
