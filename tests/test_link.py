@@ -255,13 +255,16 @@ def test_drain_ends_copies_both_ways(machine: Machine) -> None:
     assert down.done()
 
 
-def test_after_drain_no_copy_overtakes_a_kernel_from_before_it(machine: Machine) -> None:
+@pytest.mark.parametrize("order", [CudaLink.drain, CudaLink.follow_compute])
+def test_no_copy_after_it_overtakes_a_kernel_from_before_it(
+    machine: Machine, order: Callable[[CudaLink], None]
+) -> None:
     link = link_on(machine)
     memory, updated = Bytes(machine, "old"), Bytes(machine, "updated")
     go: list[bool] = []
     kernel_waits_for(machine, go)
     seen = kernel_reads(machine, memory)
-    link.drain()
+    order(link)
     transfer = link.to_device(memory, updated, 0)
     machine.run()
     assert not transfer.done()
