@@ -16,7 +16,7 @@ import torch
 from infinity import cpu_adam
 from infinity.config import round_up
 from infinity.errors import InfinityError
-from infinity.gradients import GradientPage, Stage
+from infinity.gradient_page import GradientPage, Stage
 from infinity.layout import Chunk, Piece
 from infinity.page import ParameterPage
 from infinity.states import StatePage, States

@@ -13,7 +13,8 @@ from torch import nn
 from infinity import cpu_adam, machine
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
-from infinity.gradients import GradientPage, Gradients
+from infinity.gradient_page import GradientPage
+from infinity.gradients import Gradients
 from infinity.heap import HeapGuard
 from infinity.materialize import materialize
 from infinity.memory_order import in_memory_order

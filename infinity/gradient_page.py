@@ -1,0 +1,84 @@
+"""A gradient page: one unit's gradients, chunk by chunk: what there is of them, and where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity import cpu_adam
+from infinity.config import round_up
+from infinity.layout import UnitLayout
+from infinity.plan import Plan
+from infinity.store import Home
+from infinity.tiers import PAGE_ALIGNMENT
+
+
+@dataclass(slots=True)
+class Stage:
+    """A chunk of a gradient page in a slot, newer than its home."""
+
+    data: torch.Tensor
+    """uint8, as the chunk at home."""
+    rest: torch.Tensor | None
+    """The rest of the slot; None while an update has it."""
+    waiting: set[int] = field(default_factory=set)
+    """Parameters whose gradient is still expected in this backward."""
+
+
+@dataclass(slots=True)
+class ChunkState:
+    """What is known of one chunk of a gradient page."""
+
+    stage: Stage | None = None
+    stored: bool = False
+    """Whether the home holds anything of this step."""
+    blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
+    """(parameter, first element) of a piece -> its blocks' sums of squares."""
+
+
+class GradientPage:
+    """The gradients of one unit's trainable parameters."""
+
+    def __init__(self, index: int, layout: UnitLayout, home: Home, plan: Plan) -> None:
+        self.index = index
+        self.layout = layout
+        self.home = home
+        self.content: set[int] = set()
+        """Parameters that have a gradient."""
+        self.arrivals: Counter[int] = Counter()
+        """Parameter -> how many gradients were added for it since the last `Gradients.clear`."""
+        self.spent = False
+        """Whether eager updates have them, so that nobody else does."""
+        self.states = [ChunkState() for _ in layout.chunks]
+        self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
+        self._dtypes = [
+            plan.precision.accumulate_dtype(layout.regions[c.region].dtype) for c in layout.chunks
+        ]
+
+    def dtype(self, number: int) -> torch.dtype:
+        """Of a chunk's elements."""
+        return self._dtypes[number]
+
+    def nbytes(self, number: int) -> int:
+        """Of a chunk at home, in whole 4 KiB blocks."""
+        return round_up(self.layout.chunks[number].count * self._dtypes[number].itemsize, PAGE_ALIGNMENT)
+
+    def offset(self, number: int) -> int:
+        """Of a chunk in the page, in bytes."""
+        return self._offsets[number]
+
+    def typed(self, number: int, data: torch.Tensor) -> torch.Tensor:
+        """A chunk's elements in uint8 `data` that starts with them."""
+        count = self.layout.chunks[number].count
+        return data[: count * self._dtypes[number].itemsize].view(self._dtypes[number])
+
+    def squares(self, parameter: int) -> float:
+        """The sum of squares of what is stored: finite if and only if every element is."""
+        total = 0.0
+        for number, piece in self.layout.pieces(parameter):
+            total = cpu_adam.sum_in_order(self.states[number].blocks[parameter, piece.start], total)
+        return total
