@@ -2,10 +2,11 @@
 
 [Note: one order, two cuts]
 All pages stand in one line: parameters, gradients, optimizer states (the last two the other way round where
-gradients are known to be written and read once a step), each in the order of units. The front of the line
-fits the nearest tier, the end the NVMe tier, and the rest must fit between: one cut each. Pages only
-move up as a budget grows, so a larger budget never refuses what a smaller one took, and the smallest that
-would do is exact for each way to cut units and chunks. Rooms that the cuts leave are filled first-fit.
+gradients are known to be written and read once a step), each in the order of units or, for eager updates,
+evenly spread over the model. The front of the line fits the nearest tier, the end the NVMe tier, and the rest
+must fit between: one cut each. Pages only move up as a budget grows, so a larger budget never refuses what a
+smaller one took, and the smallest that would do is exact for each way to cut units and chunks. Rooms that the
+cuts leave are filled first-fit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import bisect
 import enum
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +29,8 @@ from infinity.units import Grouping, Survey
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Elements, most useful first; the last is the smallest there is."""
 
+_GOLDEN = (math.sqrt(5) - 1) / 2
+"""The fractional parts of its multiples, any number of them, divide a circle most evenly."""
 _LARGEST_UNIT = 1 << 30
 _SMALLEST_UNIT = 64 << 10
 _FEWEST_UNITS = 8
@@ -125,8 +129,10 @@ class Candidate:
         rule: Rule | None,
         *,
         line: Sequence[Kind],
+        spread: bool,
     ) -> None:
-        """line: the order of kinds, parameters first; see `line_of`."""
+        """line: the order of kinds, parameters first; see `line_of`. spread: the order of units is such that
+        states and gradients beyond any cut are evenly apart in the model."""
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [
@@ -135,18 +141,24 @@ class Candidate:
         ]
         self.slot_bytes = 0
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
+        self._chunks: list[int] = []
+        """How many each unit has."""
         for unit in units:
             self._measure(unit, precision, rule)
-        self.ends = [0, *itertools.accumulate(itertools.chain.from_iterable(self.pages.values()))]
+        in_order = range(len(units))
+        apart = sorted(in_order, key=lambda unit: unit * _GOLDEN % 1) if spread else in_order
+        self._line = [(kind, unit) for kind in line for unit in (in_order if kind is line[0] else apart)]
+        self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
         """Bytes of the first pages in line, of any number of them."""
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
     def _measure(self, unit: Sequence[Extent], precision: Precision, rule: Rule | None) -> None:
-        gradient = optimizer = 0
+        gradient = optimizer = chunks = 0
         for extent in unit:
             trained = rule is not None and extent.trainable
             for count, times in extent.counts(self.chunk_elements):
+                chunks += times
                 slot = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
                 if rule is not None and trained:
                     itemsize = precision.accumulate_dtype(extent.dtype).itemsize
@@ -159,6 +171,16 @@ class Candidate:
         self.pages[Kind.PARAMETER].append(page_bytes(unit))
         self.pages[Kind.GRADIENT].append(gradient)
         self.pages[Kind.OPTIMIZER].append(optimizer)
+        self._chunks.append(chunks)
+
+    def flows(self, slots: int) -> bool:
+        """Whether most bytes are of units that take a quarter of the slots: while the gradients of one unit
+        come into slots, those of others can leave them."""
+        parameters = self.pages[Kind.PARAMETER]
+        few = sum(
+            nbytes for nbytes, chunks in zip(parameters, self._chunks, strict=True) if 4 * chunks <= slots
+        )
+        return 2 * few >= sum(parameters)
 
     @property
     def total(self) -> int:
@@ -247,9 +269,8 @@ class Candidate:
             left[Tier.DEVICE] = room.device
         left[computes_in] -= resident
         homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
-        for kind, pages in self.pages.items():
-            for unit, nbytes in enumerate(pages):
-                homes[unit][kind] = _first_fit(nbytes, left)
+        for kind, unit in self._line:
+            homes[unit][kind] = _first_fit(self.pages[kind][unit], left)
         away = [
             0 if home[Kind.PARAMETER] is computes_in else nbytes
             for nbytes, home in zip(self.pages[Kind.PARAMETER], homes, strict=True)
@@ -279,10 +300,19 @@ class Search:
     """All ways to cut a model, from the most useful to the smallest, each measured once."""
 
     def __init__(
-        self, surveyed: Survey, precision: Precision, rule: Rule | None, *, line: Sequence[Kind]
+        self,
+        surveyed: Survey,
+        precision: Precision,
+        rule: Rule | None,
+        *,
+        line: Sequence[Kind] = tuple(Kind),
+        flowing: bool = False,
     ) -> None:
+        """line: the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all
+        through a backward: pages are spread, and units cut as `Candidate.flows` has it, if they can be."""
         self._surveyed = surveyed
         self._line = line
+        self._flowing = flowing
         self._precision = precision
         self._rule = rule
         self._groupings = _groupings(surveyed)
@@ -291,11 +321,14 @@ class Search:
 
     def place(self, room: Room) -> Placement | None:
         """The first placement that fits: comfort first, then large units, then large chunks."""
-        for comfort in _COMFORTS:
-            for candidate in self._candidates(comfort.chunks):
-                placement = candidate.place(room, comfort)
-                if placement is not None:
-                    return placement
+        for flowing in (True, False) if self._flowing else (False,):
+            for comfort in _COMFORTS:
+                for candidate in self._candidates(comfort.chunks):
+                    if flowing and comfort.nvme and not candidate.flows(comfort.slots):
+                        continue
+                    placement = candidate.place(room, comfort)
+                    if placement is not None:
+                        return placement
         return None
 
     def needed(self, tier: Tier, room: Room) -> int | None:
@@ -335,6 +368,7 @@ class Search:
                     self._precision,
                     self._rule,
                     line=self._line,
+                    spread=self._flowing,
                 )
             yield self._measured[grouping, chunk]
 

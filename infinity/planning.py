@@ -83,7 +83,7 @@ def make_plan(
         host=left[Tier.HOST],
         nvme=usable_nvme(budget.nvme_bytes),
     )
-    search = Search(surveyed, precision, rule, line=line_of(accumulation))
+    search = Search(surveyed, precision, rule, line=line_of(accumulation), flowing=update == "eager")
     placement = search.place(room)
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
