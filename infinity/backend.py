@@ -49,10 +49,6 @@ class Backend:
                 parts.pages, gradients, parts.states.rule, accumulation=parts.plan.accumulation
             )
             gradients.added = self._update_early
-            if parts.store.device.shares_host:  # where pages do not come up through slots
-                gradients.most_kept = (
-                    parts.plan.slots
-                )  # whole units go: their gradients stay as long as they can
         parts.paging.edited = parts.states.edited
         parts.paging.gradient_of = lambda unit, index: index in gradients.pages[unit].content
         parts.paging.drop_gradient_of = gradients.drop

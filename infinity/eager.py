@@ -1,8 +1,9 @@
 """Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
 
 Gradients then need not leave the slots that they arrive in, and the disk has the backward to move states,
-not the next forward alone. What has not ended when the backward has goes on lazily, and so does what gains
-nothing: a unit whose gradients had to leave their slots before the last of them came.
+not the next forward alone. What has not ended when the backward has goes on lazily. So does what the disk
+cannot keep up with: a unit whose gradients come while most slots are taken sends them home and is left to
+`step()`, so that the backward never waits for writes and the next forward has some to do.
 Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
 needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. Nothing takes
 an update back: zero_grad() without step() leaves those that began, each with its parameters' counts of steps.
@@ -54,10 +55,13 @@ class EagerStep:
         ]
         if self._broken or any(gradients.arrivals[index] < self._accumulation for index in wanted):
             return False
-        if not self._gradients.at_hand(unit):
-            return False
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in wanted)
-        return not self._broken
+        if self._broken or not self._gradients.at_hand(unit):
+            return False
+        if self._gradients.crowded:
+            self._gradients.send_home(unit)
+            return False
+        return True
 
     def options(self, groups: Sequence[Mapping[str, Any]]) -> list[Options]:
         """Of every group, for one more unit's update. Raises as `Rule.check`."""

@@ -50,7 +50,7 @@ class Gradients:
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
-        self.most_kept = store.plan.slots // 2
+        self._most_kept = store.plan.slots // 2
         """Stages that wait for nothing and stay all the same; the other slots keep things moving."""
         self._names = sorted(
             (parameter.names[0], unit, index)
@@ -159,6 +159,20 @@ class Gradients:
         page = self.pages[unit]
         staged = sum(state.stage is not None for state in page.states)
         return page.home.in_place or 2 * staged >= len(page.states)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many slots are taken that one more update would have the next gradients wait."""
+        self._store.poll()
+        slots = self._store.slots
+        return 4 * slots.counters.leased > 3 * slots.nbytes
+
+    def send_home(self, unit: int) -> None:
+        """Take a unit's stages home now. Raises StorageError."""
+        page = self.pages[unit]
+        for number, state in enumerate(page.states):
+            if state.stage is not None:
+                self._take_home(page, number)
 
     def lend_stage(self, unit: int, number: int) -> Stage | None:
         """A chunk's stage, if it has one, to an update that uses its slot from now on, and reads the data.
@@ -301,7 +315,7 @@ class Gradients:
     def _take_some_home(self) -> None:
         """Stages that wait for nothing go home, but for the latest."""
         whole = [key for key in self._staged if not self._stage(*key).waiting]
-        for unit, number in whole[: max(0, len(whole) - self.most_kept)]:
+        for unit, number in whole[: max(0, len(whole) - self._most_kept)]:
             self._take_home(self.pages[unit], number)
 
     def _take_home(self, page: GradientPage, number: int) -> None:

@@ -73,10 +73,10 @@ def opened(
     *,
     accumulation: int = 1,
     update: str = "eager",
-    more: int = 0,
+    more: int = 64 << 20,
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime), in bf16, with all pages on disk. more: bytes of host budget beyond the smallest."""
+    """(model, runtime), in bf16. more: bytes of host budget beyond the smallest; by default all is in RAM."""
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute="bf16", accumulate="compute")
@@ -119,7 +119,7 @@ def test_units_are_updated_in_the_backward_that_is_declared_the_last(tmp_path: P
 
 @pytest.mark.parametrize("update", ["lazy", "eager"])
 def test_what_is_written_is_what_the_plan_says(update: str, tmp_path: Path) -> None:
-    """Eager updates leave gradients off the disk where slots hold a unit's, lazy ones the last few."""
+    """Eager updates leave gradients off the disk that it keeps up with, lazy ones the last few."""
     with opened(tmp_path, update=update, more=256 << 10) as (model, runtime):
         before = 0
         for step in range(3):
@@ -132,23 +132,24 @@ def test_what_is_written_is_what_the_plan_says(update: str, tmp_path: Path) -> N
         traffic = runtime.plan.traffic
         assert any(home[Kind.GRADIENT] is Tier.NVME for home in runtime.plan.homes)
         if update == "eager":
-            assert moved == traffic.disk_write == traffic.update.disk_write
+            assert traffic.disk_write == traffic.update.disk_write <= moved
         else:
             assert traffic.update.disk_write < moved <= traffic.disk_write
 
 
 def test_micro_batches_together_have_the_same_bits(tmp_path: Path) -> None:
-    found = []
+    found, early = [], 0
     for update in ("lazy", "eager"):
         directory = tmp_path / update
         directory.mkdir()
-        with opened(directory, accumulation=3, update=update) as (model, runtime):
+        with opened(directory, accumulation=3, update=update, more=256 << 10) as (model, runtime):
             for step in range(3):
                 batches = [TIED.batch(step, micro) for micro in range(3)]
                 runtime.accumulate(batches, lambda batch: TIED.loss(model, batch) / 3)
-                assert bool(spent(runtime)) == (update == "eager")
+                early += len(spent(runtime))
                 runtime.optimizer.step()
                 runtime.optimizer.zero_grad()
+            assert bool(early) == (update == "eager")
             found.append({name: each.clone() for name, each in model.state_dict().items()})
     assert differences(*found) == []
 
@@ -282,7 +283,7 @@ def test_a_parameter_that_backward_needs_after_its_update_is_named(tmp_path: Pat
 
 def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) -> dict[str, torch.Tensor]:
     """The parameters after two steps, of which the second has what `fail` injects."""
-    with opened(directory, faults=faults) as (model, runtime):
+    with opened(directory, faults=faults, more=256 << 10) as (model, runtime):
         for step, inject in enumerate((lambda: None, fail)):
             inject()
             loss_of(model, step).backward()
