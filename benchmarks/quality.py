@@ -1,65 +1,54 @@
-"""Training quality: does it matter where the states are, and does mixed precision by pages learn as by hand?
+"""Training quality: does it matter where the states are, or in which format, and is it learned as by hand?
 
-The same preset is trained on the same text from the same seed: all-device (every page in RAM), all-NVMe (no
-page rests in RAM), and in plain PyTorch with a bf16 model, fp32 masters and torch.optim.AdamW.
-The first two must agree bit for bit in every step; the third within the noise of rounding, which a fourth
-run shows: plain PyTorch with the foreach instead of the fused AdamW.
+A preset is trained on text, from several seeds: all-device (every page in RAM) with each format of moments,
+and in plain PyTorch with a bf16 model, fp32 masters and torch.optim.AdamW (fused). Of seed 0 there are more:
+all-NVMe (no page rests in RAM), which must agree with all-device bit for bit in every step, and plain PyTorch
+with the foreach AdamW, which shows what another implementation's rounding does.
 
     python benchmarks/quality.py --directory DISK [--model 30m --steps 300 --batch 4 --seq 128]
-        [--results DIR] [--json]
+        [--seeds 3 --states fp32,bf16,int8] [--results DIR] [--json]
 
-`--results DIR`: writes quality-MODEL.md, .json and .svg there (the plot needs matplotlib). `--json`: the last
-line of stdout is one JSON object. Exits with 1 where the two paged runs differ.
+`--results DIR`: writes quality-MODEL.md, .json and .svg there after each run (the plot needs matplotlib).
+`--json`: the last line of stdout is one JSON object. Exits with 1 where an all-NVMe run differs.
+What is compared with what, and when it is "within noise", is in benchmarks/quality_report.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine_facts import machine_facts
+from quality_report import FOREACH, PLAIN, Run, all_device, all_nvme, plot, same_bits, summary, table
 
 import infinity
 from infinity.lm.batches import Batches
 from infinity.lm.subject import Subject, subject
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
+from infinity.masters import split
+from infinity.moments import DTYPES
 from infinity.offload import carry_out
 from infinity.tiers import Tier
 
 CLIP = 1.0
-SEED = 0
 NVME = "2GiB"
-WORKING_ROOM = 28 << 20
-"""Bytes of RAM beyond the least that would do: four slots and three resident pages of the 30m preset."""
-PRECISION = infinity.Precision(compute="bf16", accumulate="compute")
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training."""
-
-    name: str
-    losses: list[float]
-    held_out: float
-    seconds: float
-
-
-def paged(name: str, options: argparse.Namespace, directory: str | None) -> Run:
+def paged(options: argparse.Namespace, seed: int, states: str, directory: str | None) -> Run:
     """With pages in RAM, or with all of them on NVMe under `directory`."""
-    torch.manual_seed(SEED)
-    chosen, batches, recipe = job(options)
+    chosen, batches, recipe = job(options, seed)
     # In RAM from the start, as the plain runs have it: the meta device would draw other random numbers.
-    chosen.model = real(chosen)
+    chosen.model = real(chosen, seed)
     optimizer = make_optimizer(chosen.model, recipe.learning_rate)
 
     def planned(budget: infinity.Budget) -> infinity.Plan:
@@ -67,17 +56,19 @@ def paged(name: str, options: argparse.Namespace, directory: str | None) -> Run:
             chosen.model,
             optimizer,
             budget=budget,
-            precision=PRECISION,
-            example_inputs=chosen.example_inputs(options.batch, options.seq, "cpu"),
+            precision=infinity.Precision(compute="bf16", states=states, accumulate="compute"),
             device="cpu",
         )
 
     if directory is None:
-        budget = infinity.Budget()
+        name, budget = all_device(states), infinity.Budget()
         plan = planned(budget)
     else:
+        name = all_nvme(states)
         least = planned(infinity.Budget(nvme={directory: NVME})).smallest[Tier.HOST]
-        budget = infinity.Budget(host=least + WORKING_ROOM, nvme={directory: NVME})
+        # Beyond the least that would do as much as half of the bf16 parameters take: room to work in, and not
+        # enough for all of them to rest in RAM, for then the plan would have no slots to page them through.
+        budget = infinity.Budget(host=least + chosen.parameters, nvme={directory: NVME})
         plan = on_nvme(planned(budget))
     print(f"{name}\n{plan}\n", flush=True)
     with carry_out(plan, chosen.model, optimizer, budget=budget) as runtime:
@@ -85,16 +76,14 @@ def paged(name: str, options: argparse.Namespace, directory: str | None) -> Run:
         losses = [report.loss for report in train(chosen, runtime, batches, recipe)]
         seconds = time.perf_counter() - started
         held_out = HeldOut(chosen, batches, torch.device("cpu")).loss()
-    return Run(name, losses, held_out, seconds)
+    return Run(name, seed, losses, held_out, seconds)
 
 
-def plain(name: str, options: argparse.Namespace, **adamw: bool) -> Run:
+def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> Run:
     """bf16 model and gradients, fp32 masters and moments, as it is written by hand."""
-    torch.manual_seed(SEED)
-    chosen, batches, recipe = job(options)
-    model = real(chosen)
-    masters = real(chosen)
-    masters.load_state_dict(model.state_dict())
+    chosen, batches, recipe = job(options, seed)
+    masters = real(chosen, seed)
+    model = real(chosen, seed)
     chosen.model = model.bfloat16()
     groups = make_optimizer(masters, recipe.learning_rate).param_groups
     # Not the groups themselves: they name an implementation already.
@@ -122,13 +111,31 @@ def plain(name: str, options: argparse.Namespace, **adamw: bool) -> Run:
                 parameter.copy_(master)
         losses.append(loss.item())
     seconds = time.perf_counter() - started
-    return Run(name, losses, HeldOut(chosen, batches, torch.device("cpu")).loss(), seconds)
+    return Run(name, seed, losses, HeldOut(chosen, batches, torch.device("cpu")).loss(), seconds)
 
 
-def job(options: argparse.Namespace) -> tuple[Subject, Batches, Recipe]:
-    """The same for every run."""
+def start(options: argparse.Namespace) -> dict[str, Any]:
+    """Plain PyTorch's first loss of seed 0, with parameters rounded from their masters as pages have them.
+
+    "elements" of all parameters, "ties": in how many the two roundings differ.
+    """
+    chosen, batches, _ = job(options, 0)
+    masters = [each.detach() for each in real(chosen, 0).parameters()]
+    chosen.model = real(chosen, 0).bfloat16()
+    ties = 0
+    with torch.no_grad():
+        for parameter, master in zip(chosen.model.parameters(), masters, strict=True):
+            rounded = split(master.flatten())[0].view_as(parameter)
+            ties += int((rounded != parameter).sum())
+            parameter.copy_(rounded)
+    loss = chosen.loss(batches.training(0, 0)).item()
+    return {"elements": sum(each.numel() for each in masters), "ties": ties, "loss": loss}
+
+
+def job(options: argparse.Namespace, seed: int) -> tuple[Subject, Batches, Recipe]:
+    """The same for every run of a seed."""
     chosen = subject(options.model)
-    batches = Batches(find_text(None), chosen, batch=options.batch, seq=options.seq, seed=SEED)
+    batches = Batches(find_text(None), chosen, batch=options.batch, seq=options.seq, seed=seed)
     return (
         chosen,
         batches,
@@ -136,8 +143,9 @@ def job(options: argparse.Namespace) -> tuple[Subject, Batches, Recipe]:
     )
 
 
-def real(chosen: Subject) -> torch.nn.Module:
-    """The model in RAM, initialised by its own code from the global random state."""
+def real(chosen: Subject, seed: int) -> torch.nn.Module:
+    """The model in RAM, initialised by its own code."""
+    torch.manual_seed(seed)
     return type(chosen.model)(chosen.model.config)  # type: ignore[arg-type, call-arg]
 
 
@@ -149,117 +157,88 @@ def on_nvme(plan: infinity.Plan) -> infinity.Plan:
     return replace(plan, homes=homes)
 
 
-def spread(a: Run, b: Run, last: int) -> dict[str, float]:
-    """How far apart two curves are: step by step, in the mean of the last steps, on held-out text."""
-    steps = [abs(x - y) / y for x, y in zip(a.losses, b.losses, strict=True)]
-    tails = [statistics.fmean(run.losses[-last:]) for run in (a, b)]
-    return {
-        "largest_step": max(steps),
-        "mean_step": statistics.fmean(steps),
-        "tail_mean": abs(tails[0] - tails[1]) / tails[1],
-        "held_out": abs(a.held_out - b.held_out) / b.held_out,
-    }
+def trainings(options: argparse.Namespace) -> Iterator[Callable[[], Run]]:
+    """What is to be run: whole seeds one after the other, so that a run cut short has pairs to compare."""
+    for seed in range(options.seeds):
+        for states in options.states:
+            yield partial(paged, options, seed, states, None)
+        yield partial(plain, PLAIN, options, seed, fused=True)
+        if seed == 0:
+            for states in options.states:
+                yield partial(on_disk, options, seed, states)
+            yield partial(plain, FOREACH, options, seed, foreach=True)
 
 
-def table(report: dict[str, Any]) -> str:
-    """Markdown."""
-    machine = report["machine"]
-    lines = [
-        f"# Training quality: {report['model']}, {report['steps']} steps",
-        "",
-        f"{machine['date']}, {machine['commit']}, {machine['cpu']}, {machine['cpus']} CPUs, torch "
-        f"{machine['torch']}. {report['batch']} x {report['seq']} tokens a step, of the standard library.",
-        "",
-        "| run | first loss | mean of the last 20 | held-out loss |",
-        "|---|---|---|---|",
-    ]
-    for run in report["runs"]:
-        tail = statistics.fmean(run["losses"][-20:])
-        lines.append(f"| {run['name']} | {run['losses'][0]:.6f} | {tail:.6f} | {run['held_out']:.6f} |")
-    lines += [
-        "",
-        f"All-NVMe and all-device: {'the same bits in every loss' if report['same_bits'] else 'DIFFERENT'}, "
-        f"and on held-out text.",
-        "",
-        "| relative difference | largest of a step | mean of steps | mean of the last 20 | held-out |",
-        "|---|---|---|---|---|",
-    ]
-    for name, each in report["spreads"].items():
-        lines.append(
-            f"| {name} | {each['largest_step']:.1e} | {each['mean_step']:.1e} | {each['tail_mean']:.1e} "
-            f"| {each['held_out']:.1e} |"
-        )
-    return "\n".join(lines) + "\n"
+def on_disk(options: argparse.Namespace, seed: int, states: str) -> Run:
+    """`paged` with all pages under a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="infinity-quality-", dir=options.directory) as directory:
+        return paged(options, seed, states, directory)
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    styles = {"all-device": ("-", 3.5), "all-NVMe": ("--", 1.5)}
-    for run in report["runs"]:
-        style, width = styles.get(run["name"], ("-", 0.8))
-        axes.plot(range(1, len(run["losses"]) + 1), run["losses"], style, linewidth=width, label=run["name"])
-    axes.set(
-        xlabel="step", ylabel="loss (nats per byte)", title=f"{report['model']}: the same curve anywhere"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
+def compared(facts: dict[str, Any], states: list[str], runs: list[Run]) -> dict[str, Any]:
+    """The report of the runs so far. Losses in it have five digits, and what is told of them all."""
+    short = [asdict(run) | {"losses": [float(f"{loss:.5g}") for loss in run.losses]} for run in runs]
+    return facts | {"same_bits": same_bits(runs, states)} | summary(runs) | {"runs": short}
 
 
-def main(argv: list[str] | None = None) -> int:
+def write(report: dict[str, Any], runs: list[Run], results: Path) -> None:
+    """The three files."""
+    results.mkdir(parents=True, exist_ok=True)
+    stem = results / f"quality-{report['model']}"
+    stem.with_suffix(".md").write_text(table(report, runs))
+    stem.with_suffix(".json").write_text(json.dumps(report) + "\n")
+    plot(report, runs, stem.with_suffix(".svg"))
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    """Options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="30m")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--seeds", type=int, default=1, help="how many: 0, 1, ...")
+    parser.add_argument("--states", default="fp32", help=f"formats of moments: some of {','.join(DTYPES)}")
     parser.add_argument("--directory", required=True, help="on the disk to use")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    runs: list[Run] = []
+    options.states = list(dict.fromkeys(options.states.split(",")))
+    unknown = [each for each in options.states if each not in DTYPES]
+    if unknown:
+        parser.error(f"no format of moments: {', '.join(unknown)}")
+    if options.seeds < 1:
+        parser.error("--seeds is from 1 on")
+    return options
 
-    def add(make: Callable[[], Run]) -> None:
-        runs.append(make())
-        print(f"{runs[-1].name}: held-out {runs[-1].held_out:.6f}, {runs[-1].seconds:.0f} s\n", flush=True)
 
-    add(lambda: paged("all-device", options, None))
-    with tempfile.TemporaryDirectory(prefix="infinity-quality-", dir=options.directory) as directory:
-        add(lambda: paged("all-NVMe", options, directory))
-    add(lambda: plain("plain PyTorch", options, fused=True))
-    add(lambda: plain("plain PyTorch, foreach", options, foreach=True))
-    device, nvme, fused, foreach = runs
-    report = {
+def main(argv: list[str] | None = None) -> int:
+    options = parsed(argv)
+    planned = list(trainings(options))
+    facts = {
         "benchmark": "quality",
         "machine": machine_facts(),
-        "model": options.model,
-        "steps": options.steps,
-        "batch": options.batch,
-        "seq": options.seq,
-        "same_bits": device.losses == nvme.losses and device.held_out == nvme.held_out,
-        "spreads": {
-            "all-NVMe and plain PyTorch": spread(nvme, fused, 20),
-            "plain PyTorch, foreach and fused": spread(foreach, fused, 20),
-        },
-        "runs": [asdict(run) for run in runs],
+        **{name: getattr(options, name) for name in ("model", "steps", "batch", "seq", "seeds", "states")},
+        "planned": len(planned),
+        "start": start(options),
     }
-    print(table(report))
-    if options.results is not None:
-        options.results.mkdir(parents=True, exist_ok=True)
-        stem = options.results / f"quality-{options.model}"
-        stem.with_suffix(".md").write_text(table(report))
-        stem.with_suffix(".json").write_text(json.dumps(report) + "\n")
-        plot(report, stem.with_suffix(".svg"))
+    runs: list[Run] = []
+    report: dict[str, Any] = {}
+    for training in planned:
+        run = training()
+        runs.append(run)
+        print(
+            f"{len(runs)}/{len(planned)}  {run.variant}, seed {run.seed}: last {run.tail:.6f}, held-out "
+            f"{run.held_out:.6f}, {run.seconds:.0f} s\n",
+            flush=True,
+        )
+        report = compared(facts, options.states, runs)
+        if options.results is not None:
+            write(report, runs, options.results)
+    print(table(report, runs))
     if options.json:
         print(json.dumps(report))
-    return 0 if report["same_bits"] else 1
+    return 0 if all(report["same_bits"].values()) else 1
 
 
 if __name__ == "__main__":

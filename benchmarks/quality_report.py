@@ -1,0 +1,266 @@
+"""What runs of benchmarks/quality.py say together: means, differences against noise, a table and a plot.
+
+All-device runs and those in plain PyTorch are of several seeds. Two runs of one seed begin with the same
+masters and see the same text, so their difference has less noise than either: for each variant, differences
+to plain PyTorch of the same seed have a mean and a standard error (sample standard deviation / sqrt(seeds)).
+A variant is within noise where that mean is no further from zero than twice its error, or than the sample
+standard deviation of plain PyTorch itself between seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PLAIN = "plain PyTorch"
+FOREACH = "plain PyTorch, foreach"
+DEVICE, NVME = "all-device", "all-NVMe"
+LAST = 20
+"""Steps in the mean at the end."""
+SMOOTH = 10
+"""Steps in the running mean of the plot."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    variant: str
+    seed: int
+    losses: list[float]
+    held_out: float
+    seconds: float
+
+    @property
+    def tail(self) -> float:
+        """Mean of the last losses."""
+        return statistics.fmean(self.losses[-LAST:])
+
+
+MEASURES: dict[str, Callable[[Run], float]] = {
+    "held-out loss": lambda run: run.held_out,
+    f"mean of the last {LAST}": lambda run: run.tail,
+}
+
+
+def all_device(states: str) -> str:
+    """The variant with every page in RAM."""
+    return f"{DEVICE}, {states} moments"
+
+
+def all_nvme(states: str) -> str:
+    """The variant in which no page rests in RAM."""
+    return f"{NVME}, {states} moments"
+
+
+def same_bits(runs: Sequence[Run], states: Sequence[str]) -> dict[str, bool]:
+    """By format of moments, where both are there: has all-NVMe every bit of all-device of its seed?"""
+    found = {(run.variant, run.seed): (run.losses, run.held_out) for run in runs}
+    return {
+        each: all(
+            found[all_device(each), run.seed] == found[run.variant, run.seed]
+            for run in runs
+            if run.variant == all_nvme(each)
+        )
+        for each in states
+        if any(run.variant == all_nvme(each) for run in runs)
+    }
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """The "variants" and "differences" of a report. All-NVMe is not in them: it is all-device again."""
+    runs = [run for run in runs if not run.variant.startswith(NVME)]
+    of = {
+        name: [run for run in runs if run.variant == name] for name in dict.fromkeys(r.variant for r in runs)
+    }
+    variants = {
+        name: {"seeds": len(each)}
+        | {
+            measure: _mean_and_deviation([read(run) for run in each], "deviation")
+            for measure, read in MEASURES.items()
+        }
+        for name, each in of.items()
+    }
+    plain = {run.seed: run for run in of.get(PLAIN, [])}
+    differences = {}
+    for name, each in of.items():
+        pairs = [(run, plain[run.seed]) for run in each if run.seed in plain and name != PLAIN]
+        if pairs:
+            differences[name] = _difference(pairs, list(plain.values()))
+    return {"variants": variants, "differences": differences}
+
+
+def _mean_and_deviation(values: Sequence[float], name: str) -> dict[str, float | None]:
+    """The sample standard deviation of one value is None."""
+    return {"mean": statistics.fmean(values), name: statistics.stdev(values) if len(values) > 1 else None}
+
+
+def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[str, Any]:
+    """pairs: a variant's runs, each with plain PyTorch's of its seed; plain: all of those."""
+    relative = [
+        [abs(a - b) / b for a, b in zip(run.losses, other.losses, strict=True)] for run, other in pairs
+    ]
+    found: dict[str, Any] = {
+        "seeds": len(pairs),
+        "mean_step": statistics.fmean(map(statistics.fmean, relative)),
+        "largest_step": max(map(max, relative)),
+    }
+    for measure, read in MEASURES.items():
+        values = [read(run) - read(other) for run, other in pairs]
+        mean = statistics.fmean(values)
+        each: dict[str, Any] = {"mean": mean, "values": values}
+        if len(values) > 1:
+            error = statistics.stdev(values) / math.sqrt(len(values))
+            between = statistics.stdev(read(run) for run in plain)
+            each |= {
+                "standard_error": error,
+                "between_seeds": between,
+                "within_two_standard_errors": abs(mean) <= 2 * error,
+                "within_seeds": abs(mean) <= between,
+                "within_noise": abs(mean) <= max(2 * error, between),
+            }
+        found[measure] = each
+    return found
+
+
+def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
+    """Markdown."""
+    machine = report["machine"]
+    lines = [
+        f"# Training quality: {report['model']}, {report['steps']} steps",
+        "",
+        f"{machine['date']}, {machine['commit']}, {machine['cpu']}, {machine['cpus']} CPUs, torch "
+        f"{machine['torch']}. {report['batch']} x {report['seq']} tokens a step, of the standard library; "
+        "the seed gives the initial weights and the order of the text. Held-out text is the same for all.",
+        "",
+        "| run | seed | first loss | mean of the last 20 | held-out loss |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {run.variant} | {run.seed} | {run.losses[0]:.6f} | {run.tail:.6f} | {run.held_out:.6f} |"
+        for run in runs
+    ]
+    lines.append("")
+    if len(runs) < report["planned"]:
+        lines += [f"Cut short: {len(runs)} of {report['planned']} runs.", ""]
+    for states, same in report["same_bits"].items():
+        verdict = "the same bits in every loss, and on held-out text" if same else "DIFFERENT"
+        lines += [f"All-NVMe and all-device, {states} moments: {verdict}.", ""]
+    return "\n".join(lines + _start(report["start"], runs) + _variants(report) + _differences(report)) + "\n"
+
+
+def _start(start: dict[str, Any], runs: Sequence[Run]) -> list[str]:
+    """Why first losses differ: as far as rounding ties explains it."""
+    firsts = {run.variant: run.losses[0] for run in reversed(runs) if run.seed == 0}
+    ours = next((loss for name, loss in firsts.items() if name.startswith(DEVICE)), None)
+    if ours is None or PLAIN not in firsts:
+        return []
+    explained = "has the same bits as here" if start["loss"] == ours else f"is NOT that of here, {ours:.9f}"
+    return [
+        f"First losses of seed 0: {ours:.6f} here, {firsts[PLAIN]:.6f} in plain PyTorch. The masters are "
+        f"the same; {start['ties']} of {start['elements']} are rounded otherwise, halfway between two "
+        "bf16 values: up here, to even by torch. With those rounded up, plain PyTorch's first loss "
+        f"{explained}.",
+        "",
+    ]
+
+
+def _variants(report: dict[str, Any]) -> list[str]:
+    lines = [
+        "| mean ± standard deviation between seeds | seeds | mean of the last 20 | held-out loss |",
+        "|---|---|---|---|",
+    ]
+    for name, each in report["variants"].items():
+        cells = [_plus_minus(each[measure], "deviation") for measure in reversed(MEASURES)]
+        lines.append(f"| {name} | {each['seeds']} | {cells[0]} | {cells[1]} |")
+    return [*lines, ""]
+
+
+def _differences(report: dict[str, Any]) -> list[str]:
+    lines = [
+        "| less plain PyTorch of the same seed | seeds | of | mean ± standard error "
+        "| within 2 standard errors | within the deviation between seeds | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in report["differences"].items():
+        for measure in MEASURES:
+            told = each[measure]
+            if "within_noise" in told:
+                near = "yes" if told["within_two_standard_errors"] else "no"
+                seeds = "yes" if told["within_seeds"] else "no"
+                verdict = f"**{'within noise' if told['within_noise'] else 'NOT within noise'}**"
+                cells = f"{near} | {seeds} ({told['between_seeds']:.4f}) | {verdict}"
+            else:
+                cells = "- | - | one seed tells nothing"
+            mean = _plus_minus(told, "standard_error", sign="+")
+            lines.append(f"| {name} | {each['seeds']} | {measure} | {mean} | {cells} |")
+    lines += [
+        "",
+        "| step by step, relative to plain PyTorch of the same seed | mean of steps | largest |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {each['mean_step']:.1e} | {each['largest_step']:.1e} |"
+        for name, each in report["differences"].items()
+    ]
+    return lines
+
+
+def _plus_minus(told: dict[str, Any], name: str, sign: str = "") -> str:
+    mean = f"{told['mean']:{sign}.4f}"
+    return mean if told.get(name) is None else f"{mean} ± {told[name]:.4f}"
+
+
+def running_mean(losses: Sequence[float]) -> list[float]:
+    """Of up to SMOOTH steps that end with each."""
+    return [statistics.fmean(losses[max(0, end - SMOOTH) : end]) for end in range(1, len(losses) + 1)]
+
+
+def plot(report: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
+    """Each variant's mean curve over a band from the lowest to the highest of plain PyTorch's seeds; below,
+    the same less the mean of plain PyTorch."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed", file=sys.stderr)
+        return
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    smooth = {(run.variant, run.seed): running_mean(run.losses) for run in runs}
+    plain = [curve for (name, _), curve in smooth.items() if name == PLAIN]
+    if not plain:
+        return
+    middle = [statistics.fmean(each) for each in zip(*plain, strict=True)]
+    figure, axes = plt.subplots(2, figsize=(8, 7), layout="constrained", sharex=True)
+    for axis, base in zip(axes, ([0.0] * len(middle), middle), strict=True):
+        steps = range(1, len(middle) + 1)
+        low = [min(each) - less for *each, less in zip(*plain, base, strict=True)]
+        high = [max(each) - less for *each, less in zip(*plain, base, strict=True)]
+        axis.fill_between(
+            steps, low, high, alpha=0.25, color="gray", linewidth=0, label=f"{PLAIN}, all seeds"
+        )
+        for name in report["variants"]:
+            curves = [curve for (variant, _), curve in smooth.items() if variant == name]
+            # Of one seed among several: in the table, as its mean is not to be compared with the others.
+            if len(curves) == len(plain):
+                mean = [statistics.fmean(each) - less for *each, less in zip(*curves, base, strict=True)]
+                color = "black" if name == PLAIN else None
+                axis.plot(steps, mean, linewidth=1.2, label=_label(name, report["same_bits"]), color=color)
+        axis.grid(alpha=0.3)
+    title = f"{report['model']}: mean of {len(plain)} seeds, running mean of {SMOOTH} steps"
+    axes[0].set(ylabel="loss (nats per byte)", title=title)
+    axes[0].legend()
+    axes[1].set(xlabel="step", ylabel=f"less the mean of {PLAIN}")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _label(name: str, same: dict[str, bool]) -> str:
+    told = any(each and name == all_device(states) for states, each in same.items())
+    return f"{name} (all-NVMe: the same bits)" if told else name
