@@ -17,7 +17,7 @@ PEERS = {
 """Peer -> its file in peers/, and its modes, the default first."""
 
 OURS_HELP = f"""a contender of ours, commas between: host=SIZE, device=SIZE, nvme=SIZE|none,
-states={"|".join(STATES)}, update={"|".join(UPDATES)} (eager: without clipping);
+states={"|".join(STATES)}, update={"|".join(UPDATES)} (eager with --clip 0);
 or first, instead of host=, one of {", ".join(WORDS)}: as many pages in RAM as that says; repeatable"""
 PEER_HELP = "one of " + ", ".join(
     f"{name}:{mode}" if len(modes) > 1 else name for name, (_, modes) in PEERS.items() for mode in modes

@@ -60,6 +60,8 @@ def parse(argv: list[str] | None) -> tuple[Job, bool]:
         parser.error("a contender is named twice")
     if alone and peers:
         parser.error("--capacity is without peers")
+    if found["clip"] and any(spec.update == "eager" for spec in ours):
+        parser.error("eager updates cannot clip: give --clip 0, for all contenders")
     return job_of(found, specs=(*ours, *peers)), as_json
 
 
@@ -72,6 +74,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--clip", type=float, default=1.0, help="norm of all gradients; 0: not clipped")
     parser.add_argument("--peer-python", default=sys.executable, help="the peers' interpreter")
     parser.add_argument(
         "--processes",

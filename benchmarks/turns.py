@@ -50,6 +50,8 @@ class Job:
     rounds: int
     batch: int
     seq: int
+    clip: float
+    """The largest norm of all gradients; 0: any."""
     timeout: float
     """Seconds that one start or turn may take."""
     seconds: float
@@ -197,6 +199,7 @@ class Bench:
             batch=self.job.batch,
             seq=self.job.seq,
             learning_rate=PRESETS[self.job.model].learning_rate,
+            clip=self.job.clip or None,
             device=self.job.device,
             directory=tempfile.mkdtemp(prefix=f"{spec.contender}-", dir=self._directory),
             text=str(self._text),

@@ -209,7 +209,7 @@ class Backend:
         """Update a unit if it has all gradients of the step."""
         eager, parts = self._eager, self._parts
         assert eager is not None
-        if not eager.is_ready(unit):
+        if not eager.admits(unit):
             return
         groups = eager.options(self.optimizer.param_groups)
         if not parts.store.device.shares_host:

@@ -45,7 +45,7 @@ class EagerStep:
         """A gradient was not finite: no further unit is updated."""
         self._stepped = False
 
-    def is_ready(self, unit: int) -> bool:
+    def admits(self, unit: int) -> bool:
         """Whether the unit should be updated now: it has all gradients of the step, at hand and finite."""
         page, gradients = self._pages[unit], self._gradients.pages[unit]
         wanted = [

@@ -132,6 +132,7 @@ class Updater:
                 self._begin_next(unit, self._store.slot)
             else:
                 self._end(running)
+                self.advance()  # what follows takes the slots that came free: the disk has no pause here
 
     def complete_all(self) -> None:
         """`complete` every unit."""

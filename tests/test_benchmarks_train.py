@@ -125,6 +125,7 @@ def test_a_peer_of_torch_trains(module: ModuleType, mode: str, tmp_path: Path) -
         budgets={},
         states="fp32",
         update="lazy",
+        clip=1.0,
     )
     contender, batches = module.open_contender(Task.from_json(task.to_json())), Batches(task)
     try:

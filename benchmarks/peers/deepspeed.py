@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from peers import single_rank
-from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
+from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def settings(task: Task, largest: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": task.batch,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
+        "gradient_clipping": task.clip or 0.0,
         "bf16": {"enabled": True},
         "steps_per_print": 1_000_000,
         "optimizer": {

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from peers import single_rank
-from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
+from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 class Fsdp2:
@@ -27,6 +27,7 @@ class Fsdp2:
         # Gradients are in RAM when their norm is taken: with a GPU, too, gloo is needed besides.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
         torch.manual_seed(0)
+        self._clip = task.clip
         self._model = task.real_model()
         policies: dict[str, Any] = {
             "mesh": init_device_mesh(task.device, (1,)),
@@ -47,7 +48,8 @@ class Fsdp2:
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self._model(tokens, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss.detach())

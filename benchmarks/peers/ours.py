@@ -16,7 +16,7 @@ from infinity.offload import carry_out
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
 from peers.budgets import all_on_nvme, host_budget
-from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
+from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 class Ours:
@@ -35,7 +35,7 @@ class Ours:
         budget, plan = _planned(task, self.model, optimizer, (tokens, tokens))
         # From here on memory is the plan's: planning has run every operation, so that libraries are loaded.
         base = machine.process_memory().resident
-        self._clips = task.update != "eager"
+        self._clip = task.clip
         self._plan = figures(plan) | {"rss_base": base}
         started = time.perf_counter()
         self.runtime = carry_out(plan, self.model, optimizer, budget=budget)
@@ -44,8 +44,8 @@ class Ours:
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.model(tokens, targets)
         loss.backward()
-        if self._clips:
-            self.runtime.clip_grad_norm_(CLIP)
+        if self._clip is not None:
+            self.runtime.clip_grad_norm_(self._clip)
         self.runtime.optimizer.step()
         self.runtime.optimizer.zero_grad()
         return float(loss.detach())

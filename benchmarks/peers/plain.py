@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from peers.task import BETAS, CLIP, WEIGHT_DECAY, Task
+from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 class Compute:
     """Forward and backward; gradients are dropped as they come, as ours take them away."""
 
     def __init__(self, task: Task, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.clip = task.clip
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -59,7 +60,8 @@ class Fused(Compute):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
-        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
@@ -76,7 +78,8 @@ class Plain(Compute):
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.backward(tokens, targets)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-CLIP = 1.0
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 
@@ -31,6 +30,8 @@ class Task:
     batch: int
     seq: int
     learning_rate: float
+    clip: float | None
+    """The largest norm of all gradients; None: any."""
     device: str
     directory: str
     """For swap; the contender's own, and removed after the run."""
@@ -41,7 +42,7 @@ class Task:
     states: str
     """Of ours: the format of optimizer states, as Precision takes it."""
     update: str
-    """Of ours: when updates run, as offload takes it; eager ones go without clipping."""
+    """Of ours: when updates run, as offload takes it."""
 
     def to_json(self) -> str:
         """One line."""
