@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from infinity.optimizer import PagedOptimizer
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
 from infinity.telemetry import Phase
+from infinity.update import GroupOf
 
 
 class Backend:
@@ -201,7 +202,7 @@ class Backend:
         self._paging.sync_edits()
         order = parts.engine.next_step()
         with self._all_or_poisoned():
-            self._updater.step(self._group_of, order, self._paging.exposed)
+            self._updater.step(self._group_of(self.optimizer.param_groups), order, self._paging.exposed)
         self._paging.updated()
         parts.engine.look_ahead()
 
@@ -215,13 +216,8 @@ class Backend:
         if not parts.store.device.shares_host:
             parts.engine.land(unit)
         self._paging.write_back(parts.pages[unit])
-
-        def group_of(unit: int, parameter: int) -> Mapping[str, Any] | None:
-            index = self._groups.get((unit, parameter))
-            return None if index is None else groups[index]
-
         with self._all_or_poisoned():
-            self._updater.begin_early(unit, group_of)
+            self._updater.begin_early(unit, self._group_of(groups))
         self._paging.updated(unit)
 
     @contextmanager
@@ -239,9 +235,14 @@ class Backend:
             )
             raise
 
-    def _group_of(self, unit: int, parameter: int) -> Mapping[str, Any] | None:
-        index = self._groups.get((unit, parameter))
-        return None if index is None else self.optimizer.param_groups[index]
+    def _group_of(self, groups: Sequence[Mapping[str, Any]]) -> GroupOf:
+        """groups: the optimizer's, or what they were."""
+
+        def group_of(unit: int, parameter: int) -> Mapping[str, Any] | None:
+            index = self._groups.get((unit, parameter))
+            return None if index is None else groups[index]
+
+        return group_of
 
     def _values(self, place: Place) -> torch.Tensor:
         """A parameter's values in RAM, flat, in memory order."""

@@ -46,16 +46,20 @@ class EagerStep:
         self._stepped = False
 
     def admits(self, unit: int) -> bool:
-        """Whether the unit should be updated now: it has all gradients of the step, at hand and finite."""
+        """Whether the unit should be updated now: it has all gradients of the step, at hand and finite.
+
+        Asked after every gradient. Those of a unit that is left out for want of slots are sent home.
+        """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
-        wanted = [
-            index
+        # The first parameters' gradients come last: as a rule the first look ends it.
+        if self._broken or any(
+            layout.trainable
+            and gradients.arrivals[index] < self._accumulation
+            and page.parameters[index].requires_grad
             for index, layout in enumerate(page.layout.parameters)
-            if layout.trainable and page.parameters[index].requires_grad
-        ]
-        if self._broken or any(gradients.arrivals[index] < self._accumulation for index in wanted):
+        ):
             return False
-        self._broken = not all(math.isfinite(gradients.squares(index)) for index in wanted)
+        self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
         if self._broken or not self._gradients.at_hand(unit):
             return False
         if self._gradients.crowded:

@@ -305,8 +305,8 @@ class Search:
         precision: Precision,
         rule: Rule | None,
         *,
-        line: Sequence[Kind] = tuple(Kind),
-        flowing: bool = False,
+        line: Sequence[Kind],
+        flowing: bool,
     ) -> None:
         """line: the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all
         through a backward: pages are spread, and units cut as `Candidate.flows` has it, if they can be."""

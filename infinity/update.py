@@ -95,9 +95,7 @@ class Updater:
         for unit in list(self._left):
             if exposed(unit):
                 self.complete(unit)
-        self.advance()
-        if self._shares_cpu:
-            self._update_in_place()
+        self._begin_updates()
 
     def begin_early(self, unit: int, group_of: GroupOf) -> None:
         """Update a unit with the gradients that it has, before the `step` that they are for.
@@ -109,9 +107,7 @@ class Updater:
         self._store.link.follow_compute()  # whose kernels may still read what a copy up overwrites
         self._gradients.pages[unit].spent = True
         self._make_due(self._pages[unit], group_of)
-        self.advance()
-        if self._shares_cpu:
-            self._update_in_place()
+        self._begin_updates()
 
     def pending(self, unit: int) -> bool:
         """Whether the unit's parameters are not yet what the last step makes of them."""
@@ -265,6 +261,12 @@ class Updater:
         page.acknowledge()
 
     # --- what is under way ------------------------------------------------------------------------------
+
+    def _begin_updates(self) -> None:
+        """Of what was just made due."""
+        self.advance()
+        if self._shares_cpu:
+            self._update_in_place()
 
     def _update_in_place(self) -> None:
         """Run what rests in host RAM as a whole, a few at a time, between reads that go on."""
