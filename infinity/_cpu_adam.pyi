@@ -113,6 +113,7 @@ class Pool:
         grad_dtype: Dtype,
         grad: int,
         accumulated: int,
+        copy: int,
         read_accumulated: bool,
         write_accumulated: bool,
         squares: bool,

@@ -276,6 +276,8 @@ class Gradients:
             work = cpu_adam.Gradient(
                 grad=fresh, accumulated=target, add=again, store=True, squares=True, segments=whole
             )
+        elif target.dtype == fresh.dtype and not again:
+            work = cpu_adam.Gradient(grad=fresh, copy=target, squares=True, segments=whole)
         else:
             if again:
                 target.add_(fresh)

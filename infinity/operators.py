@@ -9,10 +9,9 @@ roofline (Williams, Waterman, Patterson 2009) at the rates of those that were ti
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +32,14 @@ operands are made of, and results."""
 _COLD_BYTES = 64 << 20
 """Operands and results change from run to run over so much memory: no cache has those of a step ready."""
 
-_LONG_RUN = 0.02
-"""Seconds of runs after which an operation is known well enough."""
+_LAPS = 3
+"""Over all operations. The first warms up what is slow at first (libraries, allocator, clock rates) and
+counts only where no other came. Of the others the faster counts: who else has the processor only slows."""
 
-_MOST_RUNS = 60
-_BATCHES = 3
-"""Of runs; the median counts, so that one during which others had the processor does not."""
+_RUN = 0.006
+"""Seconds of runs after which an operation is known well enough in a lap."""
+
+_MOST_RUNS = 20
 
 _PATTERN = 1 << 16
 _ALIGNMENT = 64
@@ -230,18 +231,14 @@ def seconds_of(
     order = sorted(operations, key=lambda each: -roofline.seconds(each) * operations[each])
     room = _room(device)
     order = [each for each in order if each.runs_alone and each.nbytes <= room // 6]
-    timed: dict[Operation, float] = {}
+    laps: list[dict[Operation, float]] = []
     end = time.perf_counter() + limit
     with _isolated(device):
         cold = min(_COLD_BYTES, room // 6)
         memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
-        for operation in order:
-            if time.perf_counter() >= end:
-                break
-            # Made-up operands are not good enough for every operator, and a device's memory may be short.
-            with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
-                timed[operation] = _time(operation, memory)
-            memory.renew(written=operation.operator._schema.is_mutable)
+        while len(laps) < _LAPS and time.perf_counter() < end:
+            laps.append(_lap(order, memory, end))
+    timed = _best(laps)
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -261,6 +258,27 @@ def _isolated(device: torch.device) -> Iterator[None]:
         yield
 
 
+def _lap(order: Sequence[Operation], memory: Memory, end: float) -> dict[Operation, float]:
+    """Seconds of one run of each that could be run, and whose turn came before `end`."""
+    found: dict[Operation, float] = {}
+    for operation in order:
+        if time.perf_counter() >= end:
+            break
+        # Made-up operands are not good enough for every operator, and a device's memory may be short.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+            found[operation] = _time(operation, memory)
+        memory.renew(written=operation.operator._schema.is_mutable)
+    return found
+
+
+def _best(laps: Sequence[Mapping[Operation, float]]) -> dict[Operation, float]:
+    best: dict[Operation, float] = {}
+    for number, lap in enumerate(laps):
+        for operation, seconds in lap.items():
+            best[operation] = min(seconds, best[operation]) if number > 1 else seconds
+    return best
+
+
 def _time(operation: Operation, memory: Memory) -> float:
     """Seconds of one run among others of its kind on other operands, warm."""
     most = min(_COLD_BYTES, memory.nbytes // 2)
@@ -277,11 +295,11 @@ def _time(operation: Operation, memory: Memory) -> float:
 
     run(1)
     once = run(1)
-    if once >= _LONG_RUN:
-        return min(once, run(1))
-    times = max(1, min(_MOST_RUNS, int(_LONG_RUN / max(once, 1e-9))) // _BATCHES)
-    run(min(times * _BATCHES, kept.maxlen or 1))  # results find used memory, as in a second step
-    return statistics.median(run(times) / times for _ in range(_BATCHES))
+    if once >= _RUN:
+        return once
+    times = min(_MOST_RUNS, int(_RUN / max(once, 1e-9)))
+    run(min(times, kept.maxlen or 1))  # results find used memory, as in a second step
+    return run(times) / times
 
 
 def _room(device: torch.device) -> int:

@@ -282,6 +282,9 @@ def test_squares_follow_the_definition(pool: ThreadPool, dtype: torch.dtype) -> 
     fused = pool.run(Gradient(grad=grad, accumulated=stored, store=True, squares=True, segments=segments))
     assert same_bits(stored, acc + grad.float())
     assert list(fused.blocks[0]) == reference_blocks(acc + grad.float())
+    copy = torch.zeros_like(grad)
+    copied = pool.run(Gradient(grad=grad, copy=copy, squares=True, segments=segments))
+    assert same_bits(copy, grad) and list(copied.blocks[0]) == list(alone.blocks[0])
     assert fused.squares == (sum_in_order(fused.blocks[0]),)
 
 
@@ -305,6 +308,19 @@ def test_squares_compose(  # noqa: PLR0917
     expected = reference_blocks(x)
     assert [*a, *b] == expected
     assert sum_in_order(b, sum_in_order(a)) == sum_in_order(np.array(expected))
+
+
+def test_a_copy_has_the_bits_of_its_segments_only(pool: ThreadPool) -> None:
+    n = 2 * BLOCK + 13
+    bits = torch.arange(n, dtype=torch.int32).to(torch.int16)  # among them NaNs of every kind
+    for grad in (bits.view(torch.bfloat16), bits.view(torch.float16), floats(3, n)):
+        copy = torch.zeros_like(grad)
+        kept = [Segment(5, BLOCK), Segment(BLOCK + 100, n - BLOCK - 101)]
+        pool.run(Gradient(grad=grad, copy=copy, segments=kept))
+        expected = torch.zeros_like(grad)
+        for each in kept:
+            expected[each.start : each.start + each.count] = grad[each.start : each.start + each.count]
+        assert torch.equal(copy.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_squares_are_finite_if_and_only_if_the_elements_are(pool: ThreadPool) -> None:

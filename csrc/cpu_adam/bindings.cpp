@@ -145,13 +145,14 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
 
 JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size_t elements,
                                        Dtype grad_dtype, uintptr_t grad, uintptr_t accumulated,
-                                       bool read_accumulated, bool write_accumulated, bool squares,
+                                       uintptr_t copy, bool read_accumulated,
+                                       bool write_accumulated, bool squares,
                                        const std::vector<SegmentTuple>& segments, double scale) {
     GradientRequest request{
         elements,
         grad_dtype,
-        {pointer<const void>(grad), pointer<float>(accumulated), read_accumulated,
-         write_accumulated, squares, static_cast<float>(scale)},
+        {pointer<const void>(grad), pointer<float>(accumulated), pointer<void>(copy),
+         read_accumulated, write_accumulated, squares, static_cast<float>(scale)},
         segments_of(segments)};
     return pool.submit(make_gradient_job(pool.kernels(), std::move(request), pool.chunk()),
                        std::move(owners));
@@ -231,7 +232,7 @@ void bind_pool(nb::module_& m) {
              "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "segments"_a,
              "hypers"_a, "scale"_a)
         .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
-             "accumulated"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
+             "accumulated"_a, "copy"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
              "segments"_a, "scale"_a)
         .def("submit_stream", submit_stream, "owners"_a, "elements"_a, "granule"_a, "arrays"_a);
 }

@@ -103,6 +103,7 @@ struct Range {
 struct GradientArrays {
     const void* grad = nullptr;
     float* acc = nullptr;
+    void* copy = nullptr;  // gets the bytes of grad, unless it is null
     bool read_acc = false;
     bool write_acc = false;
     bool squares = false;

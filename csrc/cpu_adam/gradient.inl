@@ -46,17 +46,30 @@ double square_block(const GradientArrays& a, size_t begin, size_t count) {
 }
 
 template <Dtype D>
-void gradient(const GradientArrays& a, size_t begin, size_t count, double* sums) {
+void accumulate_block(const GradientArrays& a, size_t begin, size_t count) {
     const size_t end = begin + count;
-    if (a.squares) {
-        for (size_t i = begin; i < end; i += kBlock) {
-            *sums++ = square_block<D>(a, i, end - i < kBlock ? end - i : kBlock);
-        }
-        return;
-    }
     size_t i = begin;
     for (; i + kWidth <= end; i += kWidth) accumulate<D>(a, i, Full{});
     if (i < end) accumulate<D>(a, i, Part(end - i));
+}
+
+// A block's gradient is in the nearest cache from one of these to the next.
+template <Dtype D>
+void gradient(const GradientArrays& a, size_t begin, size_t count, double* sums) {
+    constexpr size_t kBytes = D == Dtype::kF32 ? 4 : 2;
+    const size_t end = begin + count;
+    for (size_t i = begin; i < end; i += kBlock) {
+        const size_t block = end - i < kBlock ? end - i : kBlock;
+        if (a.squares) {
+            *sums++ = square_block<D>(a, i, block);
+        } else if (a.write_acc) {
+            accumulate_block<D>(a, i, block);
+        }
+        if (a.copy != nullptr) {
+            __builtin_memcpy(static_cast<char*>(a.copy) + i * kBytes,
+                             static_cast<const char*>(a.grad) + i * kBytes, block * kBytes);
+        }
+    }
 }
 
 }  // namespace

@@ -312,6 +312,9 @@ std::shared_ptr<GradientJob> make_gradient_job(const KernelTable& kernels, Gradi
     const GradientArrays& a = request.arrays;
     std::vector<Array> arrays{{"grad", a.grad, dtype_bytes(request.grad_dtype), false}};
     if (a.read_acc || a.write_acc) arrays.push_back({"accumulated", a.acc, 4, a.write_acc});
+    if (a.copy != nullptr) {
+        arrays.push_back({"copy", a.copy, dtype_bytes(request.grad_dtype), true});
+    }
     check_arrays(arrays, request.elements);
     Chunks chunks = cut(request.segments, chunk);
     return std::make_shared<GradientJob>(kernels, request, std::move(chunks),

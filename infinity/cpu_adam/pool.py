@@ -207,12 +207,13 @@ class ThreadPool:
         page = Page()
         if work.store and work.accumulated is None:
             raise ConfigError("A gradient pass was told to store, but not where.", "Give `accumulated`.")
-        if not (work.store or work.squares):
-            raise ConfigError("A gradient pass was given nothing to do.", "Set store, squares or both.")
+        if not (work.store or work.squares or work.copy is not None):
+            raise ConfigError("A gradient pass was given nothing to do.", "Set store, squares or copy.")
         native = self._native.submit_gradient(
             grad=page.add("grad", work.grad, *GRAD_DTYPES),
             grad_dtype=GRAD_DTYPES[work.grad.dtype],
             accumulated=page.add("accumulated", work.accumulated, torch.float32),
+            copy=page.add("copy", work.copy, work.grad.dtype),
             read_accumulated=work.add and work.accumulated is not None,
             write_accumulated=work.store,
             squares=work.squares,

@@ -105,7 +105,7 @@ class UpdateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One pass over gradients: x = grad (+ accumulated), stored to `accumulated` and/or squared.
+    """One pass over gradients: x = grad (+ accumulated), stored to `accumulated` and/or squared; or a copy.
 
     Squares are of x * scale (fp32), summed in fp64 over blocks of BLOCK elements counted from each
     segment's start.
@@ -120,6 +120,8 @@ class Gradient:
     """Whether x includes what `accumulated` holds; False for the first of several micro-batches."""
     store: bool = False
     """Whether x becomes the content of `accumulated`."""
+    copy: Array | None = None
+    """Of the gradient's dtype: gets its bits as they are."""
     squares: bool = False
     scale: float = 1.0
 

@@ -174,13 +174,14 @@ inline void compare_updates(const KernelTable& a, const KernelTable& b, size_t e
 inline void compare_gradients(const KernelTable& a, const KernelTable& b, size_t elements,
                               size_t begin, size_t count) {
     for (int dtype = 0; dtype < kDtypes; ++dtype) {
-        for (int mode = 0; mode < 8; ++mode) {
-            Page one(elements, static_cast<uint32_t>(dtype * 8 + mode));
+        for (int mode = 0; mode < 16; ++mode) {
+            Page one(elements, static_cast<uint32_t>(dtype * 16 + mode));
             Page two = one;
             std::vector<double> sums_one(elements / kBlock + 1);
             std::vector<double> sums_two = sums_one;
             const auto run = [&](const KernelTable& table, Page& page, std::vector<double>& sums) {
-                GradientArrays arrays{page.grad.data(), page.acc.data(), (mode & 1) != 0,
+                void* const copy = (mode & 8) != 0 ? page.copy.data() : nullptr;
+                GradientArrays arrays{page.grad.data(), page.acc.data(), copy, (mode & 1) != 0,
                                       (mode & 2) != 0,  (mode & 4) != 0, 0.3F};
                 table.gradient[dtype](arrays, begin, count, sums.data());
             };
