@@ -16,8 +16,9 @@ from infinity import machine
 _SLACK = 8 << 20
 """Bytes by which memory must grow after a trim that did not help, before the next."""
 
-
 _BETWEEN_LOOKS = 2 << 20
+_LOOKS = 256
+"""To a limit's worth of allocations, at the most: a look takes some 50 us."""
 
 
 class HeapGuard:
@@ -30,6 +31,7 @@ class HeapGuard:
         """limit: bytes of resident memory, of the whole process. None: none, and nothing is done."""
         self._limit = limit or 0
         self._next = self._limit
+        self._between = max(_BETWEEN_LOOKS, self._limit // _LOOKS)
         self._allocated = 0
         self._trim: Callable[[int], int] | None = None
         if limit is not None:
@@ -38,7 +40,7 @@ class HeapGuard:
     def allocated(self, nbytes: int) -> None:
         """So many bytes more are in use; every few MiB memory is looked at."""
         self._allocated += nbytes
-        if self._allocated >= _BETWEEN_LOOKS:
+        if self._allocated >= self._between:
             self._allocated = 0
             self.check()
 
