@@ -19,6 +19,7 @@ from infinity.errors import InfinityError
 from infinity.gradient_page import GradientPage, Stage
 from infinity.layout import Chunk, Piece
 from infinity.page import ParameterPage
+from infinity.read_ahead import StatesAhead
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.tiers import PAGE_ALIGNMENT
@@ -46,6 +47,8 @@ class Due:
     """Whose master is the parameter as it is now."""
     stage: Stage | None
     """The gradient, where it is in a slot."""
+    ahead: list[StatesAhead]
+    """The states, where they were read ahead: one at the most, until it is used."""
 
     @property
     def unit(self) -> int:
@@ -203,7 +206,11 @@ def gather(
     gradient = _gradient_in_place(due)
     states = _states_in_place(due)
     rest: torch.Tensor | None = None
-    if parameter is None or gradient is None or states is None:
+    if due.ahead:
+        ahead = due.ahead.pop()
+        states, rest = ahead.states, ahead.rest
+        reads.append(ahead.read)
+    elif parameter is None or gradient is None or states is None:
         rest = acquire() if due.stage is None else due.stage.rest
         if rest is None:
             return None

@@ -51,13 +51,7 @@ class EagerStep:
         Asked after every gradient. Those of a unit that is left out for want of slots are sent home.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
-        # The first parameters' gradients come last: as a rule the first look ends it.
-        if self._broken or any(
-            layout.trainable
-            and gradients.arrivals[index] < self._accumulation
-            and page.parameters[index].requires_grad
-            for index, layout in enumerate(page.layout.parameters)
-        ):
+        if self._broken or not gradients.complete(page.parameters, self._accumulation):
             return False
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
         if self._broken or not self._gradients.at_hand(unit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,8 @@ class Stage:
     """The rest of the slot; None while an update has it."""
     waiting: set[int] = field(default_factory=set)
     """Parameters whose gradient is still expected in this backward."""
+    shared: bool = False
+    """Whether states were read ahead into the rest."""
 
 
 @dataclass(slots=True)
@@ -58,6 +61,14 @@ class GradientPage:
         self._dtypes = [
             plan.precision.accumulate_dtype(layout.regions[c.region].dtype) for c in layout.chunks
         ]
+
+    def complete(self, parameters: Sequence[torch.Tensor], accumulation: int) -> bool:
+        """Whether all of these, the unit's parameters, that take gradients have had so many."""
+        # The first ones' come last: as a rule the first look ends it.
+        return not any(
+            layout.trainable and self.arrivals[index] < accumulation and parameters[index].requires_grad
+            for index, layout in enumerate(self.layout.parameters)
+        )
 
     def dtype(self, number: int) -> torch.dtype:
         """Of a chunk's elements."""

@@ -30,6 +30,7 @@ from infinity.planning import check_kinds
 from infinity.planning import plan as make_plan
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import Trace
+from infinity.read_ahead import ReadAhead
 from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
@@ -62,8 +63,8 @@ def offload(
     example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "lazy", each
     unit before its next use, while what comes before that computes; "eager", each unit in the backward that
     brings its last gradient (infinity/eager.py says what that takes); "auto" chooses (lazy). accumulation:
-    how many backwards a step has, if that is known: eager updates need it, and with one a plan keeps states
-    nearer than gradients, which move less.
+    how many backwards a step has, if that is known: eager updates need it, lazy ones then read in the last
+    what they need first, and with one a plan keeps states nearer than gradients, which move less.
 
     Raises BudgetError before anything is moved where a budget is too small (`needed`: one that would do),
     UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and
@@ -181,6 +182,10 @@ class _Builder:
         gradients, updater = None, None
         if states is not None:
             gradients = Gradients(self._gradient_pages(), store, threads, scale)
+            ahead = None
+            if plan.update == "lazy" and plan.accumulation is not None:
+                ahead = ReadAhead(pages, gradients, states, store, accumulation=plan.accumulation)
+                gradients.added = ahead.look
             updater = Updater(
                 pages,
                 gradients,
@@ -188,10 +193,14 @@ class _Builder:
                 store,
                 threads=threads,
                 incoming=engine.incoming,
+                ahead=ahead,
                 lazy=plan.update != "sync",
             )
             engine.updates = updater
-            store.reclaimers += [updater.free_a_slot, gradients.free_a_slot]  # the last costs a write
+            store.reclaimers.append(updater.free_a_slot)
+            if ahead is not None:
+                store.reclaimers.append(ahead.free_a_slot)  # costs a second read
+            store.reclaimers.append(gradients.free_a_slot)  # costs a write
         parts = Parts(
             model=self.model,
             plan=plan,

@@ -33,6 +33,8 @@ class StatePage:
         self.formats: list[StateFormat] = [
             plan.state_format(index, number) for number in range(len(layout.chunks))
         ]
+        self.version = 0
+        """Changes whenever anything but an update writes states."""
         self.begun = [False] * len(layout.chunks)
         """Of each chunk: whether its moments are written."""
         self.steps = [0] * len(layout.parameters)
@@ -181,6 +183,7 @@ class States:
 
     def _begin(self, page: StatePage, number: int) -> None:
         piece = Piece(0, 0, 0, page.layout.chunks[number].count)
+        page.version += 1
         for name, initial in self._initial().items():
             offset, nbytes = page.place(number, name, piece)
             self._store.patch(page.home, offset, initial.repeat(nbytes // initial.itemsize))
@@ -223,6 +226,7 @@ class States:
 
     def _write(self, page: StatePage, parameter: int, name: str, values: torch.Tensor) -> None:
         array = self._array(page, parameter, name)
+        page.version += 1
         for number, piece in page.layout.pieces(parameter):
             offset, _ = page.place(number, name, piece)
             first, entries = array.entries(piece.start, piece.count)

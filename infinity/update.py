@@ -26,6 +26,7 @@ from infinity.errors import InfinityError
 from infinity.gradients import Gradients
 from infinity.layout import Piece
 from infinity.page import ParameterPage, Presence
+from infinity.read_ahead import ReadAhead, StatesAhead
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.telemetry import Edge
@@ -49,6 +50,7 @@ class Updater:
         *,
         threads: cpu_adam.ThreadPool,
         incoming: Callable[[int], Incoming | None],
+        ahead: ReadAhead | None,
         lazy: bool,
     ) -> None:
         """incoming: of a unit, see chunk_update.gather. lazy: whether updates may end after `step`."""
@@ -61,6 +63,7 @@ class Updater:
         self._states = states
         self._store = store
         self._threads = threads
+        self._ahead = ahead
         self._shares_cpu = store.plan.device.type == "cpu"
         self._due: dict[int, deque[Due]] = {}
         """Unit -> its chunks that nobody has begun, in the order of use."""
@@ -88,6 +91,9 @@ class Updater:
         first = {unit: place for place, unit in enumerate(order)}
         ordered = sorted(self._due, key=lambda each: first.get(each, len(order) + each))
         self._due = {unit: self._due[unit] for unit in ordered}
+        if self._ahead is not None:
+            self._ahead.clear()  # of units that have no update now
+            self._ahead.choose(ordered)
         if not self.lazy:
             self.complete_all()
             self._store.settle()
@@ -172,11 +178,17 @@ class Updater:
         if self._running:
             self._end_quietly(self._running[0])
             return True
-        staged = next((due for queue in self._due.values() for due in queue if due.stage is not None), None)
+        every = (due for queue in self._due.values() for due in queue)
+        staged = next((due for due in every if due.stage is not None or due.ahead), None)
         return staged is not None and self._begin(staged, _no_slot)
 
     def abandon(self) -> None:
         """Forget what is due, and wait until nothing is under way."""
+        if self._ahead is not None:
+            self._ahead.clear()
+        for due in (each for queue in self._due.values() for each in queue):
+            for ahead in due.ahead:
+                ahead.end()
         self._due.clear()
         self._left.clear()
         self._unread.clear()
@@ -213,10 +225,15 @@ class Updater:
                     scale=self._gradients.unscale,
                     begun=state.begun[number],
                     edited=[each for each in chunk.pieces if each.parameter in state.edited],
+                    ahead=self._take_ahead(page.index, number),
                     stage=self._gradients.lend_stage(page.index, number),
                 )
             )
         return found
+
+    def _take_ahead(self, unit: int, number: int) -> list[StatesAhead]:
+        ahead = None if self._ahead is None else self._ahead.take(unit, number)
+        return [] if ahead is None else [ahead]
 
     def _segments(
         self, state: StatePage, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]

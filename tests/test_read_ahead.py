@@ -1,0 +1,224 @@
+"""States that are read while the backward computes: the same bits, whatever happens before step()."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import ROOMY
+from parity import copied, differences, tensors_copied
+from small_runtime import TIED, files, loss_of
+from torch import nn
+
+import infinity
+from infinity.aio import Faults
+from infinity.offload import carry_out
+from infinity.placement import Kind
+from infinity.read_ahead import StatesAhead
+from infinity.store import injected
+from infinity.telemetry import Edge
+from infinity.tiers import Tier
+
+GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
+
+
+@contextlib.contextmanager
+def opened(
+    directory: Path,
+    *,
+    gradients: Tier = Tier.NVME,
+    accumulation: int | None = 1,
+    slots: int = 8,
+    faults: Faults | None = None,
+) -> Iterator[tuple[nn.Module, Any]]:
+    """(model, runtime), in bf16, all on NVMe but perhaps the gradients. accumulation None: nothing is read
+    ahead."""
+    model = TIED.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    budget = infinity.Budget(host=ROOMY, nvme={str(directory): ROOMY})
+    plan = infinity.plan(
+        model,
+        optimizer,
+        budget=budget,
+        precision=infinity.Precision(compute="bf16", accumulate="compute"),
+        device="cpu",
+        accumulation=accumulation,
+    )
+    where = {Kind.PARAMETER: Tier.HOST, Kind.GRADIENT: gradients, Kind.OPTIMIZER: Tier.NVME}
+    homes = tuple(
+        {kind: None if tier is None else where[kind] for kind, tier in unit.items()} for unit in plan.homes
+    )
+    with (
+        injected(faults or Faults()),
+        carry_out(replace(plan, homes=homes, slots=slots), model, optimizer, budget=budget) as runtime,
+    ):
+        yield model, runtime
+    assert files(directory) == []
+
+
+def held(runtime: Any) -> dict[tuple[int, int], StatesAhead]:
+    """What is read ahead now."""
+    ahead = runtime._parts.updater._ahead
+    return {} if ahead is None else ahead._held
+
+
+def nothing(model: nn.Module, runtime: Any) -> None:
+    pass
+
+
+def clip(model: nn.Module, runtime: Any) -> None:
+    runtime.clip_grad_norm_(0.1)
+
+
+def other_moments(model: nn.Module, runtime: Any) -> None:
+    """Written to the pages that have been read."""
+    optimizer = runtime.optimizer
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each["exp_avg"] = each["exp_avg"] * 0.5
+    optimizer.load_state_dict(state)
+
+
+def other_masters(model: nn.Module, runtime: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def other_weights(model: nn.Module, runtime: Any) -> None:
+    model.load_state_dict({name: each * 0.75 for name, each in copied(model.state_dict()).items()})
+
+
+def one_more_backward(model: nn.Module, runtime: Any) -> None:
+    loss_of(model, 9).backward()
+
+
+def another_batch(model: nn.Module, runtime: Any) -> None:
+    runtime.optimizer.zero_grad()
+    loss_of(model, 9).backward()
+
+
+def every_slot(model: nn.Module, runtime: Any) -> None:
+    """Somebody needs them all for a moment."""
+    store = runtime._parts.store
+    slots = [store.slot() for _ in range(runtime.plan.slots)]
+    assert len(slots) == runtime.plan.slots and held(runtime) == {}
+
+
+ACTS = [
+    nothing,
+    clip,
+    other_moments,
+    other_masters,
+    other_weights,
+    one_more_backward,
+    another_batch,
+    every_slot,
+]
+
+
+def train(model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None], ahead: bool) -> list[Any]:
+    """Four steps, with `act` before step(); losses, parameters and states."""
+    losses = []
+    for step in range(4):
+        loss = loss_of(model, step)
+        loss.backward()
+        assert bool(held(runtime)) == (ahead and step > 0)  # states exist from the first step on
+        act(model, runtime)
+        runtime.optimizer.step()
+        assert held(runtime) == {}
+        runtime.optimizer.zero_grad()
+        losses.append(loss.item())
+    return [losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
+
+
+@pytest.mark.parametrize("gradients", GRADIENT_HOMES)
+@pytest.mark.parametrize("act", ACTS, ids=lambda each: each.__name__)
+def test_the_bits_of_states_that_are_read_by_their_update(act: Any, gradients: Tier, tmp_path: Path) -> None:
+    found = []
+    for accumulation in (None, 1):
+        directory = tmp_path / str(accumulation)
+        directory.mkdir()
+        with opened(directory, gradients=gradients, accumulation=accumulation) as (model, runtime):
+            found.append(train(model, runtime, act, ahead=accumulation is not None))
+    assert differences(found[0], found[1]) == []
+
+
+@pytest.mark.parametrize("gradients", GRADIENT_HOMES)
+def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
+    """Half of the slots' chunks are read before step(), those that are updated first, and not again."""
+    with opened(tmp_path, gradients=gradients) as (model, runtime):
+        store, read = runtime._parts.store, 0
+        states = runtime._parts.states.pages
+        for step in range(4):
+            loss_of(model, step).backward()
+            early = {key: each.states.nbytes for key, each in held(runtime).items()}
+            if step:
+                order = [unit for unit in runtime._parts.engine.next_step() if unit in states]
+                chunks = [(unit, number) for unit in order for number in range(len(states[unit].formats))]
+                assert set(early) == set(chunks[: runtime.plan.slots // 2])
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            runtime._parts.updater.complete_all()
+            store.settle()
+            before, read = read, runtime.stats.edges[Edge.NVME_TO_HOST].bytes
+            if step > 1:
+                assert read - before <= runtime.plan.traffic.disk_read
+                if gradients is Tier.HOST:
+                    assert read - before == runtime.plan.traffic.disk_read
+
+
+def test_with_micro_batches_only_the_last_one_brings_states(tmp_path: Path) -> None:
+    with opened(tmp_path, accumulation=2) as (model, runtime):
+        for step in range(3):
+            loss_of(model, step).backward()
+            assert held(runtime) == {}
+            loss_of(model, step + 5).backward()
+            assert bool(held(runtime)) == (step > 0)
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+
+
+def test_a_read_that_fails_is_left_to_the_update(tmp_path: Path) -> None:
+    found = []
+    for failing in (False, True):
+        directory, faults = tmp_path / str(failing), Faults()
+        directory.mkdir()
+        with opened(directory, gradients=Tier.HOST, faults=faults) as (model, runtime):
+            for step in range(3):
+                loss = loss_of(model, step)
+                if failing and step == 2:
+                    faults.fail("read", 1, errno.EIO, times=2)
+                loss.backward()
+                assert len(held(runtime)) == (4 if step else 0)
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            found.append(copied(model.state_dict()))
+    assert differences(found[0], found[1]) == []
+
+
+def test_it_ends_with_what_was_read_ahead(tmp_path: Path) -> None:
+    faults = Faults()
+    faults.delay("read", 1, 0.002, times=None)
+    with opened(tmp_path, faults=faults) as (model, runtime):
+        for step in range(2):
+            loss_of(model, step).backward()
+            if step == 0:
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+        assert held(runtime)
+
+
+def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=1) as (model, runtime):
+        for step in range(3):
+            loss_of(model, step).backward()
+            assert held(runtime) == {}
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
