@@ -9,6 +9,7 @@ roofline (Williams, Waterman, Patterson 2009) at the rates of those that were ti
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ _COLD_BYTES = 64 << 20
 
 _LAPS = 3
 """Over all operations. The first warms up what is slow at first (libraries, allocator, clock rates) and
-counts only where no other came. Of the others the faster counts: who else has the processor only slows."""
+counts only where no other came; of all three the median does, so that one disturbance does not."""
 
 _RUN = 0.006
 """Seconds of runs after which an operation is known well enough in a lap."""
@@ -238,7 +239,7 @@ def seconds_of(
         memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
         while len(laps) < _LAPS and time.perf_counter() < end:
             laps.append(_lap(order, memory, end))
-    timed = _best(laps)
+    timed = _settled(laps)
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -271,12 +272,13 @@ def _lap(order: Sequence[Operation], memory: Memory, end: float) -> dict[Operati
     return found
 
 
-def _best(laps: Sequence[Mapping[Operation, float]]) -> dict[Operation, float]:
-    best: dict[Operation, float] = {}
-    for number, lap in enumerate(laps):
-        for operation, seconds in lap.items():
-            best[operation] = min(seconds, best[operation]) if number > 1 else seconds
-    return best
+def _settled(laps: Sequence[Mapping[Operation, float]]) -> dict[Operation, float]:
+    """Of every operation that had a turn: the median, or of two laps the second."""
+    last = {operation: seconds for lap in laps for operation, seconds in lap.items()}
+    if len(laps) == _LAPS:
+        thrice = ((each, statistics.median(lap[each] for lap in laps)) for each in laps[-1])
+        last.update(thrice)
+    return last
 
 
 def _time(operation: Operation, memory: Memory) -> float:

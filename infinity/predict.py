@@ -24,6 +24,8 @@ class Bandwidths:
     """Reads and writes together, half of the bytes each."""
     host_stream: float
     """Reads and writes of the update's threads in place."""
+    gradient_pass: float
+    """Of fresh gradients in the compute dtype that the CPU takes over: copied, and squared for the norm."""
     link: float | None = None
     """Host to device or back, one way; None where they are the same memory."""
     flops: float
@@ -66,7 +68,9 @@ class Phase:
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Read and written by the update's threads, or by what accumulates gradients."""
+    """Read and written by the update's threads, or added to in RAM."""
+    gradients: int = 0
+    """Fresh, taken over by the CPU."""
 
     def __add__(self, other: Phase) -> Phase:
         return Phase(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES})
@@ -173,9 +177,9 @@ def traffic(
         elif home[Kind.GRADIENT] is Tier.DEVICE and not unified:
             backward += Phase(to_device=gradient)
             accumulation += Phase(to_host=gradient)
-        # A fresh gradient is in its parameter's dtype. It is read, stored, and read again for the norm.
+        # A fresh gradient is in its parameter's dtype.
         fresh = trained[unit] if gradient else 0
-        backward += Phase(host=fresh + 2 * gradient, to_host=0 if computes_in_ram else fresh)
+        backward += Phase(gradients=fresh, to_host=0 if computes_in_ram else fresh)
         accumulation += Phase(host=gradient)
         updating += Phase(host=2 * trained[unit] + gradient + 2 * states)
     return Traffic(
@@ -223,7 +227,8 @@ def _busy(phase: Phase, speeds: Bandwidths) -> dict[str, float]:
         link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
     else:
         link = max(phase.to_device, phase.to_host) / speeds.link
-    return {"disk": _disk_seconds(phase, speeds), "update": phase.host / speeds.host_stream, "link": link}
+    update = phase.host / speeds.host_stream + phase.gradients / speeds.gradient_pass
+    return {"disk": _disk_seconds(phase, speeds), "update": update, "link": link}
 
 
 def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:

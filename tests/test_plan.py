@@ -291,6 +291,7 @@ def fast_probes(monkeypatch, tmp_path) -> list[str]:
 
     monkeypatch.setattr(bandwidths, "_disk", lambda path, limit, paths: rates(path))
     monkeypatch.setattr(bandwidths, "stream_speed", lambda repeats: rates("stream")["read"])
+    monkeypatch.setattr(bandwidths, "gradient_speed", lambda dtype, repeats: rates("gradients")["read"])
     monkeypatch.setattr(bandwidths, "_flops", lambda device, dtype: rates(str(dtype))["read"])
     return probed
 
@@ -299,12 +300,12 @@ def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     disks = {"/a": 4096, "/b": 4096}
     first = measure_bandwidths(disks, CPU, torch.bfloat16)
     assert first.disk_read == 4e9
-    assert fast_probes == ["/a", "/b", "stream", "torch.bfloat16"]
+    assert fast_probes == ["/a", "/b", "stream", "gradients", "torch.bfloat16"]
     assert cache_path().is_relative_to(tmp_path)
     assert measure_bandwidths(disks, CPU, torch.bfloat16) == first
-    assert len(fast_probes) == 4
+    assert len(fast_probes) == 5
     measure_bandwidths({}, CPU, torch.float32)
-    assert fast_probes[4:] == ["torch.float32"]
+    assert fast_probes[5:] == ["gradients", "torch.float32"]
 
 
 def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
@@ -313,20 +314,20 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
 
     measure(1000.0)
     measure(1299.0)
-    assert fast_probes == ["/a", "stream", "torch.bfloat16"]
+    assert fast_probes == ["/a", "stream", "gradients", "torch.bfloat16"]
     measure(1300.0)
-    assert fast_probes[3:] == ["/a"]
-    measure(1599.0)
-    assert fast_probes[4:] == []
-    measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
     assert fast_probes[4:] == ["/a"]
+    measure(1599.0)
+    assert fast_probes[5:] == []
+    measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
+    assert fast_probes[5:] == ["/a"]
 
 
 def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatch) -> None:
     measure_bandwidths({}, CPU, torch.bfloat16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     measure_bandwidths({}, CPU, torch.bfloat16)
-    assert fast_probes == ["stream", "torch.bfloat16", "torch.bfloat16"]
+    assert fast_probes == ["stream", "gradients", "torch.bfloat16", "torch.bfloat16"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', "\\x00"])
@@ -334,7 +335,7 @@ def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
     cache_path().parent.mkdir(parents=True)
     cache_path().write_text(text)
     measure_bandwidths({}, CPU, torch.float32)
-    assert len(json.loads(cache_path().read_text())) == 2
+    assert len(json.loads(cache_path().read_text())) == 3
 
 
 def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
@@ -360,10 +361,10 @@ def test_example_inputs_give_activations_and_time(fast_probes, device) -> None:
     # The hidden layer is saved before and after the activation or once, its gradient lives beside it.
     hidden = 32 * 256 * 4
     assert 2 * hidden <= made.activations <= 4 * hidden
-    gradients = 3 * sum(made.page_bytes(unit, Kind.GRADIENT) for unit in range(len(made.homes)))
+    gradients = sum(made.page_bytes(unit, Kind.GRADIENT) for unit in range(len(made.homes)))
     assert made.compute > 0
     assert made.prediction.compute == pytest.approx(made.compute + gradients / 2e9)
-    assert made.predict(4).compute == pytest.approx(4 * made.compute + (4 + 1) * gradients / 2e9)
+    assert made.predict(4).compute == pytest.approx(4 * made.compute + (4 + 3) * gradients / 2e9)
     assert "s/step · limited by" in str(made)
     assert all(parameter.grad is None for parameter in model.parameters())
 

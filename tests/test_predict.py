@@ -12,8 +12,12 @@ from infinity.predict import Bandwidths, Phase, Prediction, Traffic, UpdateTime,
 from infinity.tiers import Tier
 
 GB = 10**9
-CPU = Bandwidths(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, flops=1e11)
-GPU = Bandwidths(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, link=1e9, flops=1e11)
+CPU = Bandwidths(
+    disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, gradient_pass=2e9, flops=1e11
+)
+GPU = Bandwidths(
+    disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, gradient_pass=2e9, link=1e9, flops=1e11
+)
 
 
 def check(found: Prediction, seconds: float, limited_by: str, **busy: float) -> None:
@@ -69,10 +73,11 @@ def test_compute_hides_the_disk_in_its_own_phase_only() -> None:
 def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
     moved = Traffic(
         forward=Phase(to_device=1 * GB),
-        backward=Phase(disk_read=2 * GB, to_device=1 * GB, host=4 * GB),
+        backward=Phase(disk_read=2 * GB, to_device=1 * GB, host=2 * GB, gradients=1 * GB),
         update=Phase(host=16 * GB, to_host=2 * GB),
     )
-    # Forward 0.5 s, updating 4 s and copying 1.5 s; then backward 1 s, accumulating 1 s, copying 0.5 s.
+    # Forward 0.5 s, updating 4 s and copying 1.5 s; then backward 1 s, taking gradients over and adding to
+    # them 1 s, copying 0.5 s.
     check(predict(moved, CPU, 1.5), 6.0 + 2.5, "update", compute=2.5, link=2.0, update=4.0, disk=1.0)
 
 
@@ -86,7 +91,7 @@ def test_a_link_runs_beside_compute_and_update() -> None:
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
-    speeds = Bandwidths(host_stream=4e9, flops=1e11)
+    speeds = Bandwidths(host_stream=4e9, gradient_pass=2e9, flops=1e11)
     moved = Traffic(backward=Phase(to_device=0), update=Phase(host=4 * GB))
     check(predict(moved, speeds, 0.5), 1.5, "update", compute=0.5, update=1)
 
@@ -111,7 +116,9 @@ def test_inference_is_all_forward() -> None:
 
 
 sizes = st.integers(0, 100 * GB)
-phases = st.builds(Phase, disk_read=sizes, disk_write=sizes, to_device=sizes, to_host=sizes, host=sizes)
+phases = st.builds(
+    Phase, disk_read=sizes, disk_write=sizes, to_device=sizes, to_host=sizes, host=sizes, gradients=sizes
+)
 plain_rates = st.floats(1e8, 1e11)
 some = phases.map(lambda each: each + Phase(host=1))  # a backward moves something
 traffics = st.builds(Traffic, forward=phases, backward=some, accumulation=phases, update=phases)
@@ -134,7 +141,13 @@ def test_more_bytes_never_take_less(
     # A disk that reads and writes at once is no faster than the two would be beside one another.
     mixed = min(read, write) * (1 + share)
     speeds = Bandwidths(
-        disk_read=read, disk_write=write, disk_mixed=mixed, host_stream=5e9, link=link, flops=1e11
+        disk_read=read,
+        disk_write=write,
+        disk_mixed=mixed,
+        host_stream=5e9,
+        gradient_pass=2e9,
+        link=link,
+        flops=1e11,
     )
     both = Traffic(
         forward=moved.forward + more.forward,
@@ -170,7 +183,7 @@ def moved_with(
 def test_traffic_of_pages_on_disk() -> None:
     moved = moved_with(Tier.NVME, unified=True, computes_in_ram=True)
     assert moved.forward == Phase(disk_read=200)
-    assert moved.backward == Phase(disk_read=200, disk_write=80, host=2 * (80 + 80))
+    assert moved.backward == Phase(disk_read=200, disk_write=80, gradients=2 * 80)
     assert moved.accumulation == Phase(disk_read=80, host=80)
     # The parameters that forward reads are those that are updated.
     assert moved.update == Phase(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600))
@@ -192,7 +205,7 @@ def test_resident_pages_need_not_come_up_again() -> None:
 def test_traffic_of_pages_on_the_device() -> None:
     moved = moved_with(Tier.DEVICE, unified=False, computes_in_ram=True)
     assert moved.forward == Phase()
-    assert moved.backward == Phase(to_device=80, host=2 * (80 + 80))
+    assert moved.backward == Phase(to_device=80, gradients=2 * 80)
     assert moved.update == Phase(to_host=840, to_device=760, host=2 * (160 + 40 + 600))
     assert moved.accumulation == Phase(to_host=80, host=80)
 
@@ -200,4 +213,4 @@ def test_traffic_of_pages_on_the_device() -> None:
 def test_traffic_of_pages_in_unified_memory_is_the_update_s_alone() -> None:
     moved = moved_with(Tier.HOST, unified=True, computes_in_ram=True)
     for phase in (moved.forward, moved.backward, moved.accumulation, moved.update):
-        assert phase == Phase(host=phase.host)
+        assert phase == Phase(host=phase.host, gradients=phase.gradients)

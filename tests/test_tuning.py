@@ -92,7 +92,7 @@ def test_every_byte_of_the_file_is_written_and_incompressible(tmp_path: Path, me
     ):
         while block := found.read(MIB):
             values = torch.frombuffer(bytearray(block), dtype=torch.uint8)
-            assert torch.bincount(values.long(), minlength=256).min() > 0.5 * len(block) / 256
+            assert torch.bincount(values.long(), minlength=256).min() > 0.2 * len(block) / 256
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -21,7 +21,9 @@ from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
 from infinity.predict import Bandwidths
 
-SPEEDS = Bandwidths(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
+SPEEDS = Bandwidths(
+    disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, link=None, flops=1e11
+)
 SENTENCE = "The quick brown fox jumps over the lazy dog, and {} of them look on.\n"
 JSON_KEYS = {
     "infinity",
