@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import platform
 import time
@@ -130,8 +131,8 @@ class _Cache:
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
     ) -> dict[str, float]:
         """The figures of `what`, probed if there are none or they are `expires` seconds old."""
-        found, now = self._figures.get(_key(what)), self._clock()
-        if found is None or (expires is not None and not 0 <= now - found.get("at", 0.0) < expires):
+        found = self._figures.get(_key(what))
+        if found is None or (expires is not None and self._age(found) >= expires):
             found = self.put(what, probe())
         return found
 
@@ -142,9 +143,20 @@ class _Cache:
         return found
 
     def save(self) -> None:
-        """Write the file, if anything in it is new."""
+        """Write the file, if anything in it is new; without disks that would be probed again anyway."""
         if self._changed:
-            write_json(self._path, self._figures)
+            disk = _key(_disk_name(os.sep))
+            fresh = {
+                key: figures
+                for key, figures in self._figures.items()
+                if not key.startswith(disk) or self._age(figures) < _DISK_EXPIRES
+            }
+            write_json(self._path, fresh)
+
+    def _age(self, figures: Mapping[str, float]) -> float:
+        """In seconds; endless where it is not known, or the clock was set back."""
+        age = self._clock() - figures.get("at", -math.inf)
+        return age if age >= 0 else math.inf
 
 
 def _key(what: str) -> str:

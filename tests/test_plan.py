@@ -319,6 +319,11 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
     assert fast_probes[4:] == ["/a"]
     measure(1599.0)
     assert fast_probes[5:] == []
+    measure_bandwidths({"/b": 4096}, CPU, torch.bfloat16, clock=lambda: 1600.0)
+    assert (
+        sum("disk /" in key for key in json.loads(cache_path().read_text())) == 1
+    )  # /a would be probed again
+    fast_probes.pop()
     measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
     assert fast_probes[5:] == ["/a"]
 
