@@ -31,6 +31,11 @@ class Stage:
     shared: bool = False
     """Whether states were read ahead into the rest."""
 
+    @property
+    def free(self) -> torch.Tensor | None:
+        """The rest of the slot, while nothing else is in it."""
+        return None if self.shared else self.rest
+
 
 @dataclass(slots=True)
 class ChunkState:

@@ -258,8 +258,7 @@ class Gradients:
         target = self._target(page, number)[piece.offset : piece.offset + piece.count]
         state = page.states[number]
         # A slot more could be the chunk's own, taken home for it: slots hold a chunk's parameters as well.
-        own = state.stage is not None and not state.stage.shared
-        fresh = self._to_host(fresh, state.stage.rest if own and state.stage is not None else None)
+        fresh = self._to_host(fresh, None if state.stage is None else state.stage.free)
         again = piece.parameter in page.content
         state.blocks[piece.parameter, piece.start] = self._accumulate(fresh, target, again=again)
         if state.stage is not None:
