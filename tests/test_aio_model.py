@@ -58,7 +58,7 @@ def batch(rng: random.Random, target: Target) -> int:
             target.model[begin:end] = rng.randbytes(end - begin)
             target.source[place] = target.model[begin:end]
             futures.append(target.store.write(target.source[place], begin))
-        elif action < 0.95:
+        elif action < 0.99:
             target.target[place] = bytes(end - begin)
             futures.append(target.store.read(target.target[place], begin))
             reads.append((begin, end))

@@ -81,7 +81,7 @@ def test_a_failed_operation_can_be_repeated_or_says_that_it_cannot(
     operation: Callable[[Any, Any], Any], kind: str, tmp_path: Path
 ) -> None:
     expected, calls = done_well(operation)
-    for nth in places(calls[kind], 4):
+    for nth in places(calls[kind], 3):
         faults = Faults()
         with opened("nvme", "bf16", tmp_path, faults) as (model, runtime):
             one_step(model, runtime, 0)

@@ -64,7 +64,7 @@ def pairwise(cuda: bool = False) -> list[dict[str, Any]]:
 
 
 def cases() -> list[Any]:
-    """All combinations for the transformer, pairwise ones for the rest; those left over are slow."""
+    """Pairwise combinations; those left over are slow."""
     quick, found = pairwise(), []
     for entry, case in itertools.product(zoo.ENTRIES, product()):
         words = [
@@ -75,7 +75,7 @@ def cases() -> list[Any]:
             f"groups {case['groups']}",
             case["compute"],
         ]
-        slow = () if entry is TRANSFORMER or case in quick else (pytest.mark.slow,)
+        slow = () if case in quick else (pytest.mark.slow,)
         found.append(pytest.param(entry, case, id=", ".join(words), marks=slow))
     return found
 

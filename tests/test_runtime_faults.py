@@ -33,7 +33,7 @@ from infinity.store import injected
 
 __all__ = ["watchdog"]
 
-SPREAD = 5
+SPREAD = 4
 """Calls that are failed by default, of each kind; all of them with -m slow."""
 
 
