@@ -41,6 +41,9 @@ from infinity.tiers import Tier
 from infinity.update import Updater
 from infinity.weights import load, open_weights
 
+_GUARD_MARGIN = 8 << 20
+"""Bytes, at the most, by which holes in the heap are given back before the plan's are reached."""
+
 
 def offload(
     model: nn.Module,
@@ -264,10 +267,12 @@ class _Builder:
 
 
 def _guard(plan: Plan) -> HeapGuard:
-    """With a limit where activations are in RAM, and it is known how large they are."""
+    """With a limit where activations are in RAM, and it is known how large they are: a little below what the
+    plan has, since memory grows between two looks at it."""
     if plan.device.type != "cpu" or plan.activations is None:
         return HeapGuard(None)
-    return HeapGuard(machine.process_memory().resident + plan.ram_bytes)
+    margin = min(_GUARD_MARGIN, plan.ram_bytes // 32)
+    return HeapGuard(machine.process_memory().resident + plan.ram_bytes - margin)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
