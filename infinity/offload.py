@@ -271,7 +271,7 @@ def _guard(plan: Plan) -> HeapGuard:
     plan has, since memory grows between two looks at it."""
     if plan.device.type != "cpu" or plan.activations is None:
         return HeapGuard(None)
-    margin = min(_GUARD_MARGIN, plan.ram_bytes // 32)
+    margin = min(_GUARD_MARGIN, plan.ram_bytes // 20)
     return HeapGuard(machine.process_memory().resident + plan.ram_bytes - margin)
 
 
