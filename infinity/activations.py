@@ -80,7 +80,13 @@ class SavedBytes:
         self._seen[storage.data_ptr()] = storage.nbytes()
         self._heap.allocated(storage.nbytes())
 
+    def unpacked(self, tensor: torch.Tensor) -> None:
+        """What backward makes of it is about as large, and nothing else tells of that."""
+        self._heap.allocated(tensor.untyped_storage().nbytes())
+
     def forward_ends(self) -> None:
+        if self._seen:
+            self._heap.most_is_alive()
         self.peak = max(self.peak, sum(self._seen.values()))
         self._seen.clear()
 
@@ -122,6 +128,8 @@ class SavedTensors:
         if isinstance(packed, Delegated):
             return packed.unpack(packed.packed)
         check_version(f"of shape {list(packed.tensor.shape)}", packed.version, packed.tensor._version)
+        if packed.tensor.layout is torch.strided:
+            self._tally.unpacked(packed.tensor)
         return packed.tensor
 
 

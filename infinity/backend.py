@@ -176,7 +176,6 @@ class Backend:
             self._refuse()
             if gradient is not None:
                 self._updater.complete(place.page.index)
-                self._paging.heap.check()  # operations of a backward leave nothing that would be counted
                 add = self._gradients.add if self.accumulator is None else self.accumulator.add
                 add(place.page.index, place.index, gradient.detach())
             backward = torch._C._current_graph_task_id()

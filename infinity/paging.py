@@ -60,7 +60,6 @@ class Paging:
         """Address of a residency -> its page. Entries of memory let go are overwritten, not removed."""
         self.engine = engine
         self.lock = threading.RLock()
-        self.heap = heap
         self.saved_bytes = SavedBytes(heap)
         self.forwards = OpenCalls()
         """Of the root module."""

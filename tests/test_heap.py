@@ -3,7 +3,10 @@
 import ctypes
 
 import pytest
+import torch
+from torch import nn
 
+import infinity
 from infinity import heap, machine
 from infinity.heap import HeapGuard
 
@@ -68,11 +71,62 @@ def test_looks_are_as_far_apart_as_allocations_are_large(
     assert len(trims) == 1
 
 
+def test_where_most_is_alive_it_is_made_room_for_what_grows_until_the_next_time(
+    trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = HeapGuard(100 * MIB)
+    for resident in (60, 90, 60, 80, 70):  # grows by 30 in the first round, and by 20 in the second
+        at(monkeypatch, resident * MIB)
+        guard.most_is_alive() if resident == 60 else guard.check()
+    assert trims == []
+    at(monkeypatch, 81 * MIB)  # 101 would come
+    guard.most_is_alive()
+    assert trims == [81 * MIB]
+    at(monkeypatch, 90 * MIB)  # grew by 9
+    guard.most_is_alive()
+    assert len(trims) == 1
+
+
+def test_memory_of_others_is_not_tried_again_where_most_is_alive(
+    trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = HeapGuard(100 * MIB)
+    at(monkeypatch, 200 * MIB)
+    for _ in range(5):
+        guard.most_is_alive()
+    assert len(trims) == 1
+
+
+def test_a_forward_that_saves_ends_where_most_is_alive_and_its_backward_is_looked_at() -> None:
+    calls: list[object] = []
+
+    class Guard:
+        allocated = staticmethod(calls.append)
+
+        @staticmethod
+        def most_is_alive() -> None:
+            calls.append("most")
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with infinity.offload(model, optimizer, device="cpu") as runtime:
+        runtime._parts.paging.saved_bytes._heap = Guard()  # type: ignore[assignment]
+        with torch.no_grad():
+            model(torch.randn(8, 16))
+        assert calls == []
+        loss = model(torch.randn(8, 16)).sum()
+        saved = calls.copy()
+        assert saved[-1] == "most" and len(saved) > 2
+        loss.backward()
+        assert sorted(calls[len(saved) :]) == sorted(saved[:-1])
+
+
 def test_without_a_limit_nothing_happens(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     at(monkeypatch, 1 << 50)
     guard = HeapGuard(None)
     guard.check()
     guard.allocated(1 << 40)
+    guard.most_is_alive()
     assert trims == []
 
 
