@@ -59,9 +59,9 @@ class ScriptedSubject(Bytes):
         self.asked = 0
         self.seen = torch.empty(0)
 
-    def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+    def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
         """See Subject."""
         assert not torch.is_grad_enabled()
         self.asked += 1
         self.seen = tokens
-        return self.model(tokens)[:, -1]
+        return self.model(tokens)[:, position]

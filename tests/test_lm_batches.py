@@ -176,9 +176,9 @@ def test_a_presets_loss_is_its_models_and_example_inputs_fit_it() -> None:
     inputs = tiny.example_inputs(2, 8, "cpu")
     assert [(each.shape, each.dtype) for each in inputs] == [((2, 8), torch.int64)] * 2
     assert tiny.model(*inputs).dim() == 0
-    logits = tiny.next_token_logits(tokens)
+    logits = tiny.next_token_logits(tokens, 6)
     assert (logits.shape, logits.dtype) == ((2, TINY.vocabulary), torch.float32)
-    assert torch.equal(logits, tiny.model(tokens)[:, -1])
+    assert torch.equal(logits, tiny.model(tokens)[:, 6])
 
 
 def test_a_name_that_is_no_model_says_which_there_are() -> None:

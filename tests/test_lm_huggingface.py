@@ -158,8 +158,9 @@ def test_the_loss_is_of_every_next_token_and_the_longest_window_fits(tmp_path: P
     assert (loss.dtype, loss.dim()) == (torch.float32, 0)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert found.example_inputs(2, found.longest, "cpu")["input_ids"].shape == tokens.shape
-    after = found.next_token_logits(tokens[:, :-1])
-    torch.testing.assert_close(after, logits[:, -1], rtol=1e-4, atol=1e-6)
+    for position in (found.longest - 1, 5):
+        after = found.next_token_logits(tokens[:, :-1], position)
+        torch.testing.assert_close(after, logits[:, position], rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_of_half_precision_gives_its_loss_and_logits_in_fp32(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_model_of_half_precision_gives_its_loss_and_logits_in_fp32(tmp_path: P
     assert {parameter.dtype for parameter in found.model.parameters()} == {torch.bfloat16}
     found.model.to_empty(device="cpu")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    assert found.loss(tokens).dtype == found.next_token_logits(tokens).dtype == torch.float32
+    assert found.loss(tokens).dtype == found.next_token_logits(tokens, 3).dtype == torch.float32
 
 
 def test_transformers_has_nothing_to_say(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

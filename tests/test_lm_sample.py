@@ -58,7 +58,7 @@ def test_the_seed_decides_and_nothing_else() -> None:
 
 def test_without_temperature_it_takes_the_likeliest() -> None:
     tiny = preset_of()
-    likeliest = tiny.next_token_logits(torch.tensor([[97]])).argmax().item()
+    likeliest = tiny.next_token_logits(torch.tensor([[97]]), 0).argmax().item()
     texts = {write(tiny, temperature=0.0, seed=seed, tokens=1) for seed in range(5)}
     assert texts == {"a" + tiny.decode([likeliest])}
 
@@ -81,6 +81,24 @@ def test_the_context_is_cut(longest: int | None, seen: int) -> None:
     assert subject.seen.shape == (1, seen)
 
 
+def test_what_fills_a_context_up_changes_nothing_and_lengths_are_few() -> None:
+    tiny = preset_of(DecoderConfig(width=32, layers=2, heads=2, hidden=48))
+    lengths, told, truth = set(), tiny.next_token_logits, []
+
+    def watched(tokens: torch.Tensor, position: int) -> torch.Tensor:
+        lengths.add(tokens.shape[1])
+        logits = told(tokens, position)
+        alone = tokens[:, : position + 1]
+        torch.testing.assert_close(logits, told(alone, position))
+        truth.append(alone.shape[1])
+        return logits
+
+    tiny.next_token_logits = watched
+    write(tiny, "abc", tokens=300)
+    assert truth == [min(256, 3 + made) for made in range(300)]
+    assert lengths == {64, 128, 192, 256}
+
+
 def test_an_empty_prompt_is_a_new_line_that_is_not_shown() -> None:
     assert write(ScriptedSubject(), "", tokens=2) == "\x0b\x0c"
 
@@ -95,7 +113,7 @@ def test_every_module_gets_its_own_mode_back() -> None:
 
 def test_the_mode_comes_back_after_an_error() -> None:
     class Fails(ScriptedSubject):
-        def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
             raise RuntimeError("no")
 
     subject = Fails()
@@ -107,7 +125,7 @@ def test_the_mode_comes_back_after_an_error() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_model_that_gives_no_numbers_writes_nothing(value: float) -> None:
     class Diverged(ScriptedSubject):
-        def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
             logits = torch.zeros(1, 256)
             logits[0, 5] = value
             return logits
@@ -117,7 +135,7 @@ def test_a_model_that_gives_no_numbers_writes_nothing(value: float) -> None:
 
 def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
     class Masked(ScriptedSubject):
-        def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
             logits = torch.full((1, 256), -math.inf)
             logits[0, 98:100] = 0
             return logits

@@ -70,7 +70,7 @@ class HuggingFaceSubject:
         known = inspect.signature(self.model.forward).parameters
         # A cache would only keep what autograd keeps; one position's logits are all that a sample needs.
         self._always = {"use_cache": False} if "use_cache" in known else {}
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._choosy = "logits_to_keep" in known
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """See Subject."""
@@ -81,10 +81,11 @@ class HuggingFaceSubject:
         """See Subject."""
         return self._training(torch.zeros(batch, seq + 1, dtype=torch.int64, device=device))
 
-    def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+    def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
         """See Subject."""
-        logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **self._last).logits
-        return logits[:, -1].float()
+        keep = {"logits_to_keep": torch.tensor([position], device=tokens.device)} if self._choosy else {}
+        logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **keep).logits
+        return logits[:, 0 if self._choosy else position].float()
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
         """See Vocabulary."""

@@ -42,8 +42,9 @@ class Subject(Vocabulary, Protocol):
     ) -> tuple[Any, ...] | Mapping[str, Any]:
         """Arguments like those with which `loss` calls the model, for infinity.plan and infinity.offload."""
 
-    def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: int64 (batch, seq). float32 (batch, vocabulary), for what comes after the last."""
+    def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        """tokens: int64 (batch, seq). float32 (batch, vocabulary), for what comes after `position` (from 0);
+        the model sees nothing of the tokens behind it."""
 
 
 class PresetSubject:
@@ -71,10 +72,10 @@ class PresetSubject:
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return tokens, tokens
 
-    def next_token_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+    def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
         """See Subject."""
         logits: torch.Tensor = self.model(tokens)
-        return logits[:, -1].float()
+        return logits[:, position].float()
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
         """See Vocabulary."""
