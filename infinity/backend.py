@@ -216,7 +216,7 @@ class Backend:
             parts.engine.land(unit)
         self._paging.write_back(parts.pages[unit])
         with self._all_or_poisoned():
-            self._updater.begin_early(unit, self._group_of(groups))
+            self._updater.begin_early(unit, self._group_of(groups), self._paging.exposed)
         self._paging.updated(unit)
 
     @contextmanager

@@ -165,7 +165,7 @@ class Gradients:
         """Whether so many slots are taken that one more update would have the next gradients wait."""
         self._store.poll()
         slots = self._store.slots
-        return 4 * slots.counters.leased > 3 * slots.nbytes
+        return 8 * slots.counters.leased > 7 * slots.nbytes
 
     def send_home(self, unit: int) -> None:
         """Take a unit's stages home now. Raises StorageError."""

@@ -88,6 +88,8 @@ class Updater:
         self._store.link.drain()
         for page in later:
             self._make_due(page, group_of)
+        # Before any of them is begun: an update sees the bytes of its unit, too.
+        seen = [page.index for page in later if page.index in self._left and exposed(page.index)]
         first = {unit: place for place, unit in enumerate(order)}
         ordered = sorted(self._due, key=lambda each: first.get(each, len(order) + each))
         self._due = {unit: self._due[unit] for unit in ordered}
@@ -98,21 +100,23 @@ class Updater:
             self.complete_all()
             self._store.settle()
             return
-        for unit in list(self._left):
-            if exposed(unit):
-                self.complete(unit)
+        for unit in seen:
+            self.complete(unit)
         self._begin_updates()
 
-    def begin_early(self, unit: int, group_of: GroupOf) -> None:
+    def begin_early(self, unit: int, group_of: GroupOf, exposed: Callable[[int], bool]) -> None:
         """Update a unit with the gradients that it has, before the `step` that they are for.
 
         Nobody else sees these gradients any more. Its pages are at home, or resident: not arriving in memory
-        of the device's own.
+        of the device's own. exposed: as of `step`; its update is then over when this returns.
         """
         self.complete(unit)
+        seen = exposed(unit)
         self._store.link.follow_compute()  # whose kernels may still read what a copy up overwrites
         self._gradients.pages[unit].spent = True
         self._make_due(self._pages[unit], group_of)
+        if seen:
+            self.complete(unit)
         self._begin_updates()
 
     def pending(self, unit: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from zoo import Entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, NonFiniteGradient, StorageError
+from infinity.gradients import Gradients
 from infinity.placement import Kind
 from infinity.store import injected
 from infinity.telemetry import Edge
@@ -115,6 +117,53 @@ def test_units_are_updated_in_the_backward_that_is_declared_the_last(tmp_path: P
         runtime.optimizer.zero_grad()
         assert spent(runtime) == []
         assert all(float(each["step"]) == 1 for each in runtime.optimizer.state.values())
+
+
+def parameters_in_ram(runtime: Any) -> list[int]:
+    """Units whose parameters rest in RAM and whose states do not."""
+    return [
+        unit
+        for unit, home in enumerate(runtime.plan.homes)
+        if home[Kind.PARAMETER] is Tier.HOST and home[Kind.OPTIMIZER] is Tier.NVME
+    ]
+
+
+def test_step_waits_neither_for_what_began_early_nor_for_what_was_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that runs sees the bytes of its unit, as code outside may: they are not mixed up."""
+    asked = itertools.count()
+    monkeypatch.setattr(Gradients, "crowded", property(lambda _: next(asked) % 2 == 0))
+    faults = Faults()
+    with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
+        for step in range(2):  # moments begin without a read
+            if step:
+                faults.delay("read", 1, 0.05, times=None)
+            loss_of(model, step).backward()
+            early = spent(runtime)
+            runtime.optimizer.step()
+            pending = [unit for unit in parameters_in_ram(runtime) if runtime._parts.updater.pending(unit)]
+            runtime.optimizer.zero_grad()
+        assert set(pending) - set(early)
+
+
+def test_a_view_that_code_holds_is_updated_before_step_returns(tmp_path: Path) -> None:
+    faults = Faults()
+    with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
+        first = parameters_in_ram(runtime)[0]
+        parameter = runtime._parts.pages[first].parameters[0]
+        for step in range(2):
+            held = parameter.detach()
+            before = held.clone()
+            if step:
+                faults.delay("read", 1, 0.05, times=None)
+            loss_of(model, step).backward()
+            assert first in spent(runtime)
+            runtime.optimizer.step()
+            after = held.clone()
+            assert not torch.equal(after, before)
+            assert torch.equal(after, parameter.detach())
+            runtime.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("update", ["lazy", "eager"])
