@@ -13,8 +13,11 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 WORDS = ("all-host", "half", "all-nvme")
 """No page on NVMe; about half of the pages' bytes; every page."""
 
-_RESIDENT = 3
-"""Parameter pages away from home at one time that a placement with room to work in has."""
+_RESIDENT = 6
+"""Parameter pages away from home at one time: their reads wait behind those of the slots."""
+
+_SLOTS_SHARE = 4
+"""One in so many bytes of room is taken by slots in a placement with room to work in."""
 
 
 def host_budget(
@@ -31,12 +34,11 @@ def host_budget(
     does not know. Pages at home under the device budget are not counted.
     """
     whole = draft(infinity.Budget(device=device, nvme=nvme))
-    # Slots take half of the room at the most: for those of a plan where nothing is short, twice as much.
-    working = 2 * whole.slots * whole.slot_bytes + 2 * _resident_bytes(whole)
+    total = sum(whole.home_bytes.values()) - whole.home_bytes[Tier.DEVICE]
+    some = draft(infinity.Budget(device=device, host=whole.smallest[Tier.HOST] + total // 2, nvme=nvme))
+    working = _SLOTS_SHARE * some.slots * some.slot_bytes + _resident_bytes(some)
     if word == "all-nvme":
         return round_up(reserved + working, PAGE_ALIGNMENT)
-    below = draft(infinity.Budget(device=device, host=working, nvme=nvme)).home_bytes
-    total = below[Tier.HOST] + below[Tier.NVME]
     low, high = whole.smallest[Tier.HOST], working + total
     while word == "half" and high - low > max(PAGE_ALIGNMENT, total >> 8):
         middle = (low + high) // 2
