@@ -9,7 +9,6 @@ roofline (Williams, Waterman, Patterson 2009) at the rates of those that were ti
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +33,8 @@ _COLD_BYTES = 64 << 20
 """Operands and results change from run to run over so much memory: no cache has those of a step ready."""
 
 _LAPS = 3
-"""Over all operations. The first warms up what is slow at first (libraries, allocator, clock rates) and
-counts only where no other came; of all three the median does, so that one disturbance does not."""
+"""Over all operations; each one's fastest counts. What is slow at first (libraries, memory that nobody has
+touched yet, which a virtual machine may have to ask its host for) and others at work only add to the rest."""
 
 _RUN = 0.006
 """Seconds of runs after which an operation is known well enough in a lap."""
@@ -239,7 +238,7 @@ def seconds_of(
         memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
         while len(laps) < _LAPS and time.perf_counter() < end:
             laps.append(_lap(order, memory, end))
-    timed = _settled(laps)
+    timed = _fastest(laps)
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -272,13 +271,13 @@ def _lap(order: Sequence[Operation], memory: Memory, end: float) -> dict[Operati
     return found
 
 
-def _settled(laps: Sequence[Mapping[Operation, float]]) -> dict[Operation, float]:
-    """Of every operation that had a turn: the median, or of two laps the second."""
-    last = {operation: seconds for lap in laps for operation, seconds in lap.items()}
-    if len(laps) == _LAPS:
-        thrice = ((each, statistics.median(lap[each] for lap in laps)) for each in laps[-1])
-        last.update(thrice)
-    return last
+def _fastest(laps: Sequence[Mapping[Operation, float]]) -> dict[Operation, float]:
+    """Of every operation that had a turn."""
+    found: dict[Operation, float] = {}
+    for lap in laps:
+        for operation, seconds in lap.items():
+            found[operation] = min(seconds, found.get(operation, seconds))
+    return found
 
 
 def _time(operation: Operation, memory: Memory) -> float:
