@@ -17,7 +17,7 @@ from infinity.errors import ConfigError
 from infinity.estimate import estimate_step
 from infinity.layout import build
 from infinity.operators import Roofline, seconds_of
-from infinity.placement import Room, Search, line_of
+from infinity.placement import Placement, Room, Search, line_of
 from infinity.plan import Plan
 from infinity.predict import Bandwidths, UpdateTime
 from infinity.reserve import Reserve
@@ -77,19 +77,22 @@ def make_plan(
         activations, _buffer_bytes(model), unknown=_UNKNOWN_SHARE if device.type == "cuda" else None
     )
     computes_in = Tier.HOST if unified else Tier.DEVICE
-    left = {**budgets, computes_in: budgets[computes_in] - reserve.within(budgets[computes_in])}
-    room = Room(
-        device=None if unified else left[Tier.DEVICE],
-        host=left[Tier.HOST],
-        nvme=usable_nvme(budget.nvme_bytes),
-    )
     search = Search(surveyed, precision, rule, line=line_of(accumulation), flowing=update == "eager")
-    placement = search.place(room)
+
+    def room(reserve: Reserve) -> Room:
+        left = {**budgets, computes_in: budgets[computes_in] - reserve.within(budgets[computes_in])}
+        return Room(
+            device=None if unified else left[Tier.DEVICE],
+            host=left[Tier.HOST],
+            nvme=usable_nvme(budget.nvme_bytes),
+        )
+
+    placement = search.place(room(reserve))
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
         raise shortage(
             search,
-            room,
+            room(reserve),
             budgets,
             len(budget.nvme_bytes),
             f"{format_count(elements)} parameters",
@@ -97,26 +100,51 @@ def make_plan(
         )
     smallest = search.smallest(unified=unified, nvme=bool(budget.nvme_bytes))
     smallest[computes_in] = reserve.budget_for(smallest[computes_in])
-    made = Plan(
-        layout=build(surveyed, placement.grouping, placement.chunk_elements),
+    with_homes = functools.partial(
+        Plan,
         precision=precision,
         rule=rule,
         device=device,
         unified=unified,
-        homes=placement.homes,
-        slot_bytes=placement.slot_bytes,
-        slots=placement.slots,
-        resident_bytes=placement.resident_bytes,
         budgets=budgets,
         smallest=smallest,
         activations=activations,
-        reserved=reserve.within(budgets[computes_in]),
         speeds=speeds,
         compute=compute,
         update=update,
         accumulation=accumulation,
     )
-    return replace(made, prediction=made.predict())
+
+    def made(placement: Placement, reserve: Reserve) -> Plan:
+        found = with_homes(
+            layout=build(surveyed, placement.grouping, placement.chunk_elements),
+            homes=placement.homes,
+            slot_bytes=placement.slot_bytes,
+            slots=placement.slots,
+            resident_bytes=placement.resident_bytes,
+            reserved=reserve.within(budgets[computes_in]),
+            holes=reserve.holes,
+        )
+        return replace(found, prediction=found.predict())
+
+    tight = made(placement, reserve)
+    if not activations or device.type != "cpu":
+        return tight
+    wider = reserve.with_holes(activations)
+    placement = search.place(room(wider))
+    roomy = None if placement is None else made(placement, wider)
+    return tight if roomy is None or not _is_no_slower(roomy, tight) else roomy
+
+
+def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
+    """Whether room for the heap's holes costs no more than it brings, as far as is known.
+
+    Of all that the step's resources do together: what is hidden behind the longest is so in part only.
+    """
+    one, other = roomy.prediction, tight.prediction
+    if one is None or other is None:
+        return roomy.nvme_bytes <= tight.nvme_bytes
+    return one.busy <= other.busy
 
 
 def plan(

@@ -26,6 +26,8 @@ class Bandwidths:
     """Reads and writes of the update's threads in place."""
     gradient_pass: float
     """Of fresh gradients in the compute dtype that the CPU takes over: copied, and squared for the norm."""
+    page_faults: float | None = None
+    """Of memory that the heap gave back and takes anew; None where the CPU does not compute."""
     link: float | None = None
     """Host to device or back, one way; None where they are the same memory."""
     flops: float
@@ -49,6 +51,11 @@ class Prediction:
     link: float
     measured: bool = False
     """Of a step that was, not of one to come."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all resources together."""
+        return self.compute + self.disk + self.update + self.link
 
     @staticmethod
     def of_step(step: Stats) -> Prediction:

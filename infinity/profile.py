@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import mmap
 import os
 import statistics
 import tempfile
@@ -25,6 +26,7 @@ from infinity.settings import open_engine
 _STREAM_ELEMENTS = 16 << 20
 _GRADIENT_BYTES = 2 << 20
 _GRADIENTS = 16
+_FRESH_BYTES = 32 << 20
 _TRANSFER_BYTES = 16 << 20
 _REQUESTS_IN_FLIGHT = 8
 
@@ -82,6 +84,20 @@ def gradient_speed(dtype: torch.dtype, *, repeats: int = 5) -> float:
 
         seconds()
         return fresh.nbytes / statistics.median(seconds() for _ in range(repeats))
+
+
+def fault_speed(*, repeats: int = 3) -> float:
+    """Bytes per second that torch's threads lose to page faults where memory was given back and comes anew:
+    what the first writes of 32 MiB take more than the second ones. The median of `repeats`.
+    """
+
+    def lost() -> float:
+        fresh = torch.frombuffer(mmap.mmap(-1, _FRESH_BYTES), dtype=torch.uint8)
+        first, second = (_seconds(functools.partial(fresh.fill_, 1)) for _ in range(2))
+        return max(first - second, 1e-9)
+
+    lost()
+    return _FRESH_BYTES / statistics.median(lost() for _ in range(repeats))
 
 
 def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:

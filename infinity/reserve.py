@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.config import round_up
 from infinity.tiers import PAGE_ALIGNMENT
@@ -17,11 +17,19 @@ class Reserve:
     kept_out_of: int | None = None
     """One in so many bytes of the budget is left besides: for activations that nobody has measured."""
 
+    holes: int = 0
+    """Of `nbytes`: what the C library's heap takes besides, between saved activations."""
+
     @staticmethod
     def of(activations: int | None, buffers: int, *, unknown: int | None) -> Reserve:
         """unknown: `kept_out_of` where `activations` is None."""
         known = Reserve(round_up((activations or 0) + buffers, PAGE_ALIGNMENT))
         return known if activations is not None else Reserve(known.nbytes, unknown)
+
+    def with_holes(self, activations: int) -> Reserve:
+        """The same and room for the holes between so many bytes of activations: a third of them was seen."""
+        holes = round_up(activations // 3, PAGE_ALIGNMENT)
+        return replace(self, nbytes=self.nbytes + holes, holes=holes)
 
     def within(self, budget: int) -> int:
         """The bytes of `budget` that no page may take."""

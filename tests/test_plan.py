@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.placement import Kind
 from infinity.plan import Plan
 from infinity.planning import Available, make_plan, plan
-from infinity.predict import Phase
+from infinity.predict import Bandwidths, Phase
 from infinity.rules import Rule
 from infinity.tiers import Tier
 
@@ -31,7 +32,15 @@ def stack(widths, frozen=()) -> nn.Module:
 
 
 def planned(
-    model, *, optimizer=torch.optim.AdamW, precision=None, activations=None, accumulation=None, **budget
+    model,
+    *,
+    optimizer=torch.optim.AdamW,
+    precision=None,
+    activations=None,
+    accumulation=None,
+    speeds=None,
+    compute=None,
+    **budget,
 ) -> Plan:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rule = Rule.of(optimizer(parameters)) if optimizer and parameters else None
@@ -44,6 +53,8 @@ def planned(
         available=Available(device=64 * MiB, host=64 * MiB),
         activations=activations,
         accumulation=accumulation,
+        speeds=speeds,
+        compute=compute,
     )
 
 
@@ -211,6 +222,33 @@ def test_activations_and_buffers_take_room_where_the_model_computes() -> None:
     assert unknown.activations is None and unknown.reserved == 4096
 
 
+def test_holes_between_activations_have_room_where_there_is_some() -> None:
+    model = nn.Linear(100, 100)
+    tight = planned(model, host="64MiB", activations=60 * MiB)
+    assert (tight.holes, tight.reserved) == (0, 60 * MiB)
+    roomy = planned(model, host="84MiB", activations=60 * MiB)
+    assert (roomy.holes, roomy.reserved) == (20 * MiB, 80 * MiB)
+    assert roomy.smallest == tight.smallest
+    assert roomy.rows()[0]["activations"] == 80 * MiB
+
+
+@pytest.mark.parametrize("faults, holes", [(1e6, True), (1e12, False)])
+def test_holes_have_room_if_that_costs_less_than_faults(faults: float, holes: bool) -> None:
+    """Pages that could be in RAM go to the disk for them."""
+    model = nn.Linear(1000, 1000)
+    speeds = Bandwidths(
+        disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, flops=1e11
+    )
+    budget = {"host": "24MiB", "nvme": {"/": "64MiB"}}
+    made = planned(
+        model, activations=12 * MiB, speeds=replace(speeds, page_faults=faults), compute=0.01, **budget
+    )
+    assert made.holes == (4 * MiB if holes else 0)
+    assert made.prediction is not None
+    lost = 0.0 if holes else 12 * MiB / faults
+    assert made.prediction.compute == pytest.approx(0.01 + lost, rel=0.5)
+
+
 def test_a_cuda_budget_keeps_room_for_activations_that_nobody_knows() -> None:
     model = stack([64] * 4)
     arguments = {
@@ -292,6 +330,7 @@ def fast_probes(monkeypatch, tmp_path) -> list[str]:
     monkeypatch.setattr(bandwidths, "_disk", lambda path, limit, paths: rates(path))
     monkeypatch.setattr(bandwidths, "stream_speed", lambda repeats: rates("stream")["read"])
     monkeypatch.setattr(bandwidths, "gradient_speed", lambda dtype, repeats: rates("gradients")["read"])
+    monkeypatch.setattr(bandwidths, "fault_speed", lambda: rates("faults")["read"])
     monkeypatch.setattr(bandwidths, "_flops", lambda device, dtype: rates(str(dtype))["read"])
     return probed
 
@@ -300,12 +339,12 @@ def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     disks = {"/a": 4096, "/b": 4096}
     first = measure_bandwidths(disks, CPU, torch.bfloat16)
     assert first.disk_read == 4e9
-    assert fast_probes == ["/a", "/b", "stream", "gradients", "torch.bfloat16"]
+    assert fast_probes == ["/a", "/b", "stream", "gradients", "faults", "torch.bfloat16"]
     assert cache_path().is_relative_to(tmp_path)
     assert measure_bandwidths(disks, CPU, torch.bfloat16) == first
-    assert len(fast_probes) == 5
+    assert len(fast_probes) == 6
     measure_bandwidths({}, CPU, torch.float32)
-    assert fast_probes[5:] == ["gradients", "torch.float32"]
+    assert fast_probes[6:] == ["gradients", "torch.float32"]
 
 
 def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
@@ -314,25 +353,25 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
 
     measure(1000.0)
     measure(1299.0)
-    assert fast_probes == ["/a", "stream", "gradients", "torch.bfloat16"]
+    assert fast_probes == ["/a", "stream", "gradients", "faults", "torch.bfloat16"]
     measure(1300.0)
-    assert fast_probes[4:] == ["/a"]
+    assert fast_probes[5:] == ["/a"]
     measure(1599.0)
-    assert fast_probes[5:] == []
+    assert fast_probes[6:] == []
     measure_bandwidths({"/b": 4096}, CPU, torch.bfloat16, clock=lambda: 1600.0)
     assert (
         sum("disk /" in key for key in json.loads(cache_path().read_text())) == 1
     )  # /a would be probed again
     fast_probes.pop()
     measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
-    assert fast_probes[5:] == ["/a"]
+    assert fast_probes[6:] == ["/a"]
 
 
 def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatch) -> None:
     measure_bandwidths({}, CPU, torch.bfloat16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     measure_bandwidths({}, CPU, torch.bfloat16)
-    assert fast_probes == ["stream", "gradients", "torch.bfloat16", "torch.bfloat16"]
+    assert fast_probes == ["stream", "gradients", "faults", "torch.bfloat16", "torch.bfloat16"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', "\\x00"])
@@ -340,7 +379,7 @@ def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
     cache_path().parent.mkdir(parents=True)
     cache_path().write_text(text)
     measure_bandwidths({}, CPU, torch.float32)
-    assert len(json.loads(cache_path().read_text())) == 3
+    assert len(json.loads(cache_path().read_text())) == 4
 
 
 def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
