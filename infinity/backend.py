@@ -15,6 +15,7 @@ from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.optimizer import PagedOptimizer
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
+from infinity.read_ahead import BeforeGradients
 from infinity.telemetry import Phase
 from infinity.update import GroupOf
 
@@ -46,8 +47,13 @@ class Backend:
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
             assert parts.plan.accumulation is not None
+            assert isinstance(parts.ahead, BeforeGradients)
             self._eager = EagerStep(
-                parts.pages, gradients, parts.states.rule, accumulation=parts.plan.accumulation
+                parts.pages,
+                gradients,
+                parts.states.rule,
+                accumulation=parts.plan.accumulation,
+                whole=parts.ahead.whole,
             )
             gradients.added = self._update_early
         parts.paging.edited = parts.states.edited

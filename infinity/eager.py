@@ -12,7 +12,7 @@ an update back: zero_grad() without step() leaves those that began, each with it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,21 @@ class EagerStep:
     """What eager updates of one step have to agree on: its gradients, and the optimizer's options."""
 
     def __init__(
-        self, pages: Sequence[ParameterPage], gradients: Gradients, rule: Rule, *, accumulation: int
+        self,
+        pages: Sequence[ParameterPage],
+        gradients: Gradients,
+        rule: Rule,
+        *,
+        accumulation: int,
+        whole: Callable[[int], bool],
     ) -> None:
-        """accumulation: gradients of each parameter in a step."""
+        """accumulation: gradients of each parameter in a step. whole: of a unit, whether all of its states
+        were read ahead."""
         self._pages = pages
         self._gradients = gradients
         self._rule = rule
         self._accumulation = accumulation
+        self._whole = whole
         self._options: list[Options] = []
         """As they were when the step's first unit was updated; none before."""
         self._updated = 0
@@ -56,7 +64,7 @@ class EagerStep:
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
         if self._broken or not self._gradients.at_hand(unit):
             return False
-        if self._gradients.crowded:
+        if self._gradients.crowded and not self._whole(unit):
             self._gradients.send_home(unit)
             return False
         return True

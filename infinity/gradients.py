@@ -44,6 +44,9 @@ class Gradients:
         """The factor of clip_grad_norm_, once it was called in this step."""
         self.added: Callable[[int], None] = _ignore_addition
         """Told of the unit after every addition."""
+        self.claim: Callable[[int, int], torch.Tensor | None] = _no_claim
+        """Asked for a slot in whose front a chunk's gradient (unit, number) is to be staged; the rest of it
+        is in use."""
         self.more_to_come = False
         """Whether another micro-batch's gradients of the same parameters come next: a chunk that is complete
         then stays in its slot as long as nobody needs that."""
@@ -296,10 +299,12 @@ class Gradients:
             if page.states[number].stage is None:
                 page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
             return found
-        slot = self._store.slot()
+        claimed = self.claim(page.index, number)
+        slot = self._store.slot() if claimed is None else claimed
         waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
-        stage = Stage(slot[: page.nbytes(number)], slot[page.nbytes(number) :], waiting)
-        del slot
+        front = page.nbytes(number)
+        stage = Stage(slot[:front], slot[front:], waiting, shared=claimed is not None)
+        del slot, claimed
         state = page.states[number]
         if state.stored:
             with self._store.meter.stalling(Edge.NVME_TO_HOST):
@@ -361,6 +366,10 @@ class Gradients:
 
 
 def _ignore_addition(unit: int) -> None:
+    return None
+
+
+def _no_claim(unit: int, number: int) -> None:
     return None
 
 

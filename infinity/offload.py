@@ -30,7 +30,7 @@ from infinity.planning import check_kinds
 from infinity.planning import plan as make_plan
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import Trace
-from infinity.read_ahead import ReadAhead
+from infinity.read_ahead import AfterGradients, BeforeGradients, ReadAhead
 from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
@@ -182,13 +182,10 @@ class _Builder:
             for index, parameter in enumerate(page.parameters):
                 adopt_parameter(parameter, Place(paging, page, index))
         scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
-        gradients, updater = None, None
+        gradients, updater, ahead = None, None, None
         if states is not None:
             gradients = Gradients(self._gradient_pages(), store, threads, scale)
-            ahead = None
-            if plan.update == "lazy" and plan.accumulation is not None:
-                ahead = ReadAhead(pages, gradients, states, store, accumulation=plan.accumulation)
-                gradients.added = ahead.look
+            ahead = _read_ahead(pages, gradients, states, store)
             updater = Updater(
                 pages,
                 gradients,
@@ -216,6 +213,7 @@ class _Builder:
             paging=paging,
             gradients=gradients,
             states=states,
+            ahead=ahead,
             updater=updater,
         )
         return Runtime(parts)
@@ -264,6 +262,22 @@ class _Builder:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.plan.device:
                     module._buffers[name] = buffer.to(self.plan.device)
+
+
+def _read_ahead(
+    pages: list[ParameterPage], gradients: Gradients, states: States, store: Store
+) -> ReadAhead | None:
+    """What suits the plan's updates; None where nobody knows which backward is a step's last."""
+    when, accumulation = store.plan.update, store.plan.accumulation
+    if accumulation is None or when == "sync":
+        return None
+    if when == "lazy":
+        after = AfterGradients(pages, gradients, states, store, accumulation=accumulation)
+        gradients.added = after.look
+        return after
+    before = BeforeGradients(pages, gradients, states, store, accumulation=accumulation)
+    gradients.claim = before.claim
+    return before
 
 
 def _guard(plan: Plan) -> HeapGuard:

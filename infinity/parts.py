@@ -12,6 +12,7 @@ from infinity.page import ParameterPage
 from infinity.paging import Paging
 from infinity.plan import Plan
 from infinity.prefetch.engine import Engine
+from infinity.read_ahead import ReadAhead
 from infinity.scaling import LossScale
 from infinity.states import States
 from infinity.store import Store
@@ -21,7 +22,7 @@ from infinity.update import Updater
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The floors of one runtime, wired together. `gradients`, `states` and `updater` only for training."""
+    """The floors of one runtime, wired together. `gradients` and what follows only for training."""
 
     model: nn.Module
     plan: Plan
@@ -34,4 +35,5 @@ class Parts:
     paging: Paging
     gradients: Gradients | None
     states: States | None
+    ahead: ReadAhead | None
     updater: Updater | None

@@ -15,7 +15,6 @@ import bisect
 import enum
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,8 +28,9 @@ from infinity.units import Grouping, Survey
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Elements, most useful first; the last is the smallest there is."""
 
-_GOLDEN = (math.sqrt(5) - 1) / 2
-"""The fractional parts of its multiples, any number of them, divide a circle most evenly."""
+_SMALL = 8
+"""A page is small that has one in so many of the bytes of the mean one."""
+
 _LARGEST_UNIT = 1 << 30
 _SMALLEST_UNIT = 64 << 10
 _FEWEST_UNITS = 8
@@ -146,7 +146,7 @@ class Candidate:
         for unit in units:
             self._measure(unit, precision, rule)
         in_order = range(len(units))
-        apart = sorted(in_order, key=lambda unit: unit * _GOLDEN % 1) if spread else in_order
+        apart = evenly_apart(self.pages[Kind.OPTIMIZER]) if spread else in_order
         self._line = [(kind, unit) for kind in line for unit in (in_order if kind is line[0] else apart)]
         self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
         """Bytes of the first pages in line, of any number of them."""
@@ -284,6 +284,20 @@ class Candidate:
             slots=comfort.slots,
             resident_bytes=max(sum(heapq.nlargest(comfort.lookahead, away)), *together, 0),
         )
+
+
+def evenly_apart(sizes: Sequence[int]) -> list[int]:
+    """Indices in an order of which any first ones, and the others as well, lie evenly apart.
+
+    Small ones, which hardly count, come first; then the van der Corput sequence (1935) over the places of the
+    large ones among themselves. It halves: blocks that repeat, with large and small units, leave no long run.
+    """
+    least = sum(sizes) / (_SMALL * max(1, len(sizes)))
+    small = [index for index, nbytes in enumerate(sizes) if nbytes < least]
+    large = [index for index, nbytes in enumerate(sizes) if nbytes >= least]
+    bits = len(large).bit_length()
+    places = sorted(range(len(large)), key=lambda place: f"{place:0{bits}b}"[::-1])
+    return small + [large[place] for place in places]
 
 
 def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:

@@ -95,7 +95,7 @@ class Updater:
         self._due = {unit: self._due[unit] for unit in ordered}
         if self._ahead is not None:
             self._ahead.clear()  # of units that have no update now
-            self._ahead.choose(ordered)
+            self._ahead.choose(ordered, order)
         if not self.lazy:
             self.complete_all()
             self._store.settle()
@@ -165,6 +165,8 @@ class Updater:
                 self._take_home(running)
             if running.copied:
                 self._forget(running)
+        if self._ahead is not None and not self._due:
+            self._ahead.advance(self.pending)
         while self._due:
             unit, queue = next(iter(self._due.items()))
             enough = len(self._running) >= _MOST_RUNNING and queue[0].in_place
