@@ -108,7 +108,7 @@ def make_noise(window: Window, space: Workspace) -> None:
     """
     padded = round_up(window.count, CODE_BLOCK)
     noise, shifted = integers(space.other)[:padded], integers(space.one)[:padded]
-    torch.arange(padded, out=noise)
+    torch.arange(padded, out=noise, device=noise.device)  # named, or torch.set_default_device would
     noise.mul_(_signed(_WEYL)).add_(_signed(_key(window.seed) + window.index * _WEYL))
     torch.bitwise_right_shift(noise, 16, out=shifted).bitwise_and_(0xFFFF)
     noise.bitwise_xor_(shifted).mul_(_signed(_MIX))

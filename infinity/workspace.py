@@ -39,6 +39,7 @@ class Workspace:
     def __init__(self, memory: torch.Tensor, elements: int, blocks: int) -> None:
         """memory: uint8 (workspace_bytes(elements, blocks),) on the device, the workspace's alone."""
         assert elements % BLOCK == 0 and memory.nbytes == workspace_bytes(elements, blocks)
+        self.device = memory.device
         self.elements = elements
         arrays = memory[: 4 * _ARRAYS * elements].view(torch.float32).view(_ARRAYS, elements)
         self.gradient, self.parameter, self.first, self.second, self.one, self.other = arrays.unbind()
@@ -57,10 +58,9 @@ class Workspace:
 
     def order(self) -> None:
         """Have what is queued from now on follow whatever used the workspace before; see the note."""
-        device = self.sums.device
-        if device.type != "cuda":
+        if self.device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(device)
+        stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream

@@ -36,7 +36,7 @@ def workspace(device: str, elements: int = 2 * BLOCK, blocks: int = 0) -> Worksp
 
 def on_device(arrays: Arrays, space: Workspace, **work: Any) -> Arrays:
     """The arrays as an update on the workspace's device leaves them, on the CPU."""
-    there = {name: each.to(space.sums.device, copy=True) for name, each in arrays.items()}
+    there = {name: each.to(space.device, copy=True) for name, each in arrays.items()}
     update(Update(**there, **work), space)
     return {name: each.cpu() for name, each in there.items()}
 

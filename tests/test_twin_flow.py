@@ -10,6 +10,7 @@ import contextlib
 import errno
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hard_budgets import check_budgets, offload, smallest
 from homes import ROOMY, needs_cuda
 from parity import Recipe, copied, differences, tensors_copied
 from small_runtime import TIED, loss_of
-from test_device_update import Allocations
+from test_device_update import Allocations, workspace
 from test_plan import MiB, check, planned, stack
 from torch import nn
 
@@ -33,7 +34,9 @@ from infinity.config import Budget
 from infinity.cpu_adam import BLOCK
 from infinity.errors import NonFiniteGradient, StorageError
 from infinity.placement import Kind
+from infinity.planning import Available, make_plan
 from infinity.predict import Phase
+from infinity.rules import Rule
 from infinity.store import injected
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
@@ -121,6 +124,34 @@ def test_what_rests_on_the_device_is_updated_there(kernels: None) -> None:
     assert made.device_bytes == made.home_bytes[Tier.DEVICE] + made.workspace_bytes
     assert 0 < made.workspace_bytes < 32 * made.layout.chunk_elements
     check(made, Budget(device="64MiB", host="64MiB"))
+
+
+def test_a_gpu_is_told_to_update_and_its_room_is_kept() -> None:
+    device = torch.device("cuda", 0)
+    assert twin_flow.has_kernels(device)
+    model = stack([64] * 4)
+    rule = Rule.of(torch.optim.AdamW(model.parameters()))
+    free = Available(device=64 * MiB, host=64 * MiB)
+    arguments: dict[str, Any] = {"precision": infinity.Precision(), "device": device, "available": free}
+    made = make_plan(model, rule, budget=Budget(host="64MiB"), **arguments)
+    assert made.updated_on_device == set(range(len(made.homes)))
+    assert made.device_bytes + made.reserved <= made.budgets[Tier.DEVICE]
+
+
+def test_only_what_the_cpu_updates_moves(kernels: None, tmp_path: Path) -> None:
+    model = TIED.make()
+    budget = part_of(model, tmp_path, infinity.Precision())
+    made = infinity.plan(model, adamw(model), budget=budget, device="cpu")
+    without = replace(made, window_elements=0)
+    there = made.updated_on_device
+    states = sum(made.page_bytes(unit, Kind.OPTIMIZER) for unit in there)
+    gradients = sum(made.page_bytes(unit, Kind.GRADIENT) for unit in there)
+    assert made.traffic.forward == without.traffic.forward
+    assert without.traffic.backward.to_device - made.traffic.backward.to_device == gradients
+    assert without.traffic.accumulation.to_host - made.traffic.accumulation.to_host == gradients
+    assert without.traffic.update.to_host - made.traffic.update.to_host > states + gradients
+    assert without.traffic.update.host - made.traffic.update.host > 2 * states + gradients
+    assert without.traffic.disk_read == made.traffic.disk_read
 
 
 def test_without_kernels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +533,29 @@ def test_copies_up_follow_the_kernels_that_write_there(kernels: None, tmp_path: 
         places = [at for at, call in enumerate(recorded.calls) if call == "to_device"]
         assert places and all(recorded.calls[at - 1] == "follow_compute" for at in places)
         store.link = recorded._link
+
+
+class Stream:
+    """A CUDA stream that notes whom it waits for."""
+
+    def __init__(self) -> None:
+        self.waits_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits_for.append(other)
+
+
+def test_the_workspace_is_used_by_one_stream_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = workspace("cpu")
+    one, other = Stream(), Stream()
+    now = [one]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
+    space.order()
+    space.device = torch.device("cuda", 0)
+    for stream in (one, one, other, one):
+        now.append(stream)
+        space.order()
+    assert one.waits_for == [other] and other.waits_for == [one]
 
 
 def test_homes_that_the_cpu_updates_wait_for_no_kernel(kernels: None, tmp_path: Path) -> None:
