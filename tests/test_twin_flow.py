@@ -408,6 +408,37 @@ def test_edits_become_the_masters(
                 assert (name in changed) <= torch.equal(master, edited[name].float())
 
 
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("accumulate", ["fp32", "compute"])
+def test_gradients_have_the_bits_of_the_cpus(
+    accumulate: str, part: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those that stay are added up as those that are taken to the host; norms differ by the order of sums."""
+    model = TIED.make()
+    precision = infinity.Precision(accumulate=accumulate)
+    budget = Budget(device=ROOMY, host=ROOMY)
+    monkeypatch.setattr(twin_flow, "_DISK_AGAINST_LINK", 0)
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
+    if part:
+        budget = part_of(model, tmp_path, precision)
+
+    def gradients() -> tuple[dict[str, torch.Tensor | None], float]:
+        model = TIED.make()
+        arguments: dict[str, Any] = {"budget": budget, "precision": precision, "device": "cpu"}
+        with infinity.offload(model, adamw(model), **arguments) as runtime:
+            assert bool(runtime.plan.updated_on_device) == twin_flow.has_kernels(torch.device("cpu"))
+            for micro in range(3):
+                loss_of(model, micro).backward()
+            found = {name: runtime.grad(each) for name, each in model.named_parameters()}
+            return found, float(runtime._parts.gradients.norm())
+
+    there, norm = gradients()
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: False)
+    here, expected = gradients()
+    assert differences(there, here) == []
+    assert norm == pytest.approx(expected, rel=1e-14)
+
+
 def test_a_gradient_can_be_read_and_clipped(kernels: None, tmp_path: Path) -> None:
     with opened(tmp_path, compute="fp32") as (model, runtime):
         loss_of(model).backward()
