@@ -62,7 +62,7 @@ class Plan:
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
-        return self._pages[kind][unit]
+        return self.page_sizes[kind][unit]
 
     def gradient_offset(self, unit: int, chunk: int) -> int:
         """Bytes from the start of the unit's gradient page to those of a chunk; a multiple of 4096."""
@@ -143,7 +143,7 @@ class Plan:
         ]
         return traffic(
             self.homes,
-            self._pages,
+            self.page_sizes,
             trained,
             resident=self.resident_bytes,
             update=self.update,
@@ -206,12 +206,13 @@ class Plan:
         """A line on what the device updates; empty where that is nothing."""
         if not self.updated_on_device:
             return ""
-        trained = self._pages[Kind.GRADIENT]
+        trained = self.page_sizes[Kind.GRADIENT]
         share = sum(trained[unit] for unit in self.updated_on_device) / sum(trained)
         return f"updates: {share:.0%} on the device, whose last bits may differ from the CPU's\n"
 
     @functools.cached_property
-    def _pages(self) -> dict[Kind, list[int]]:
+    def page_sizes(self) -> dict[Kind, list[int]]:
+        """Bytes of every page, by kind and unit."""
         return {
             Kind.PARAMETER: [unit.nbytes for unit in self.layout.units],
             Kind.GRADIENT: [ends[-1] for ends in self._gradient_ends],
@@ -240,7 +241,7 @@ class Plan:
         for unit, homes in enumerate(self.homes):
             for kind, tier in homes.items():
                 if tier is not None:
-                    yield tier, kind, self._pages[kind][unit]
+                    yield tier, kind, self.page_sizes[kind][unit]
 
 
 def _ends(sizes: Any) -> Iterator[int]:

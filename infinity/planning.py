@@ -140,8 +140,7 @@ def _with_updates_on_device(
     plan: Plan, surveyed: Survey, search: Search, room: Room, make: Callable[..., Plan]
 ) -> Plan:
     """The plan with a workspace on the device, where units are updated there and that pays; else `plan`."""
-    if room.device is None or not twin_flow.updated_there(plan.homes):
-        return plan
+    assert room.device is not None
     trained = [parameter.numel for parameter in surveyed.parameters if parameter.trainable]
     share = round_up(sum(trained) // _WINDOWS, BLOCK)
     elements = min(MOST_ELEMENTS, plan.layout.chunk_elements, max(share, BLOCK))
@@ -150,6 +149,8 @@ def _with_updates_on_device(
     if placement is None:
         return plan
     shared = make(placement, window_elements=min(elements, placement.chunk_elements))
+    host_free = shared.budgets[Tier.HOST] - shared.host_bytes
+    shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
     spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)
     return shared if twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
 

@@ -186,6 +186,44 @@ def test_any_budget_is_kept_and_none_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert {0, len(made.homes)} < shares
 
 
+def test_whole_units_take_the_place_of_halves() -> None:
+    near, far, disk = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+    def homes(*units: tuple[Tier | None, ...]) -> Any:
+        return tuple(dict(zip(Kind, unit, strict=True)) for unit in units)
+
+    sizes = {Kind.PARAMETER: [5] * 5, Kind.GRADIENT: [4, 4, 4, 0, 4], Kind.OPTIMIZER: [6, 6, 6, 0, 6]}
+    frozen = (near, None, None)
+    given = homes((near, near, far), (near, near, far), (near, near, far), frozen, (near, near, disk))
+    found = twin_flow.gathered(given, sizes, host_free=2)
+    # 16 bytes: a unit of 10, and one of the gradients that were there; 2 stay empty.
+    assert found == homes((near, near, near), (near, near, far), (near, far, far), frozen, (near, far, disk))
+    assert twin_flow.gathered(given, sizes, host_free=1) == given
+    assert twin_flow.updated_there(found) == {0} and not twin_flow.updated_there(given)
+    away = homes((far, near, far), (near, far, far))
+    assert twin_flow.gathered(away, sizes, host_free=100) == away
+    plain_sgd = homes((near, near, None), (near, far, None))
+    assert twin_flow.gathered(plain_sgd, {**sizes, Kind.OPTIMIZER: [0] * 5}, 0) == plain_sgd
+
+
+def test_the_devices_room_goes_to_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stack([64] * 12)
+    whole = planned(model, device="64MiB", host="64MiB")
+    parameters = sum(whole.page_bytes(unit, Kind.PARAMETER) for unit in range(12))
+    others = sum(whole.home_bytes.values()) - parameters
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
+    for accumulation in (1, None):
+        budget: dict[str, Any] = {"device": parameters + others // 2 + 400_000, "host": "64MiB"}
+        made = planned(model, accumulation=accumulation, **budget)
+        check(made, Budget(**budget))
+        assert 5 <= len(made.updated_on_device) < 12
+        halves = [unit for unit in range(12) if Tier.DEVICE in list(made.homes[unit].values())[1:]]
+        assert len(halves) <= len(made.updated_on_device) + 1
+        with monkeypatch.context() as patch:
+            patch.setattr(twin_flow, "gathered", lambda homes, sizes, host_free: homes)
+            assert len(planned(model, accumulation=accumulation, **budget).updated_on_device) < 5
+
+
 def test_a_workspace_that_costs_more_than_it_spares_is_not_made() -> None:
     here = {Tier.DEVICE: 1000, Tier.HOST: 500, Tier.NVME: 100}
     assert twin_flow.pays(400, here, {**here, Tier.DEVICE: 700})
