@@ -2,28 +2,32 @@
 
 A chunk's parameter slice, gradient and states are used where they are, if that is host RAM; the rest comes
 into one slot. On a device that shares the host's RAM the parameters are updated in the page that the model
-computes with, resident or still arriving, so that they are read once for both.
+computes with, resident or still arriving, so that they are read once for both. What rests as a whole on a
+device with memory and kernels of its own is updated there (infinity/twin_flow.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from infinity import cpu_adam
+from infinity import cpu_adam, device_update
 from infinity.config import round_up
 from infinity.errors import InfinityError
 from infinity.gradient_page import GradientPage, Stage
 from infinity.layout import Chunk, Piece
 from infinity.page import ParameterPage
 from infinity.read_ahead import StatesAhead
+from infinity.rules import Rule
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.tiers import PAGE_ALIGNMENT
 from infinity.tiers.link import ARRIVED, Transfer
+from infinity.workspace import Workspace
 
 Incoming = tuple[torch.Tensor, Transfer]
 """A page's bytes (uint8) where the model will compute with them, and what brings them."""
@@ -84,6 +88,24 @@ class Due:
         return self.page.home.in_place and gradient and self.state.home.in_place
 
 
+def segments_of(
+    rule: Rule, state: StatePage, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
+) -> tuple[list[cpu_adam.Segment], list[cpu_adam.Hyper]]:
+    """What an update of these pieces, each of a parameter with this live param group, is to do now."""
+    known: dict[tuple[int, int, bool], int] = {}
+    hypers: list[cpu_adam.Hyper] = []
+    segments = []
+    for piece, group in pieces:
+        step, first = state.steps[piece.parameter] + 1, piece.parameter not in state.has_moments
+        key = (id(group), step, first)
+        if key not in known:
+            known[key] = len(hypers)
+            hypers.append(rule.hyper(group, step, first))
+        seed = state.seed(piece.parameter, step)
+        segments.append(cpu_adam.Segment(piece.offset, piece.count, known[key], piece.start, seed))
+    return segments, hypers
+
+
 @dataclass(slots=True, eq=False)
 class ChunkUpdate:
     """An update under way: its reads, then its ticket, until `take_home` was called."""
@@ -123,17 +145,19 @@ class ChunkUpdate:
 
     def submit(self, states: States, threads: cpu_adam.ThreadPool) -> None:
         """Start the update. All reads have ended well."""
+        self.ticket = threads.submit(self.work(states))
+
+    def work(self, states: States) -> cpu_adam.Update:
+        """What is to be done, once all reads have ended."""
         due = self.due
         arrays = self._prepared(states)
-        self.ticket = threads.submit(
-            cpu_adam.Update(
-                grad=self.gradient,
-                segments=due.segments,
-                hypers=due.hypers,
-                scale=due.scale,
-                **states.rule.moments_of(arrays),
-                **self._masters(arrays),
-            )
+        return cpu_adam.Update(
+            grad=self.gradient,
+            segments=due.segments,
+            hypers=due.hypers,
+            scale=due.scale,
+            **states.rule.moments_of(arrays),
+            **self._masters(arrays),
         )
 
     def take_home(self, store: Store, lost: Callable[[InfinityError], None]) -> None:
@@ -191,6 +215,16 @@ class ChunkUpdate:
         if "master" in arrays:
             return {"parameter": arrays["master"], "copy": parameter}
         return {"parameter": parameter}
+
+
+def update_on_device(due: Due, states: States, space: Workspace) -> None:
+    """Queue the update of a chunk whose pages all rest on the device: what is queued there later sees it."""
+    parameter = due.page.home.view(due.start, due.parameter_bytes)
+    nbytes = due.gradients.nbytes(due.number)
+    gradient = due.gradients.home.view(due.gradients.offset(due.number), nbytes)
+    content = due.state.home.view(due.state.offset(due.number), due.state_bytes)
+    at_home = ChunkUpdate(due, parameter, due.gradients.typed(due.number, gradient), content, [])
+    device_update.update(at_home.work(states), space)
 
 
 def gather(

@@ -3,7 +3,9 @@
 Gradients then need not leave the slots that they arrive in, and the disk has the backward to move states,
 not the next forward alone. What has not ended when the backward has goes on lazily. So does what the disk
 cannot keep up with: a unit whose gradients come while most slots are taken sends them home and is left to
-`step()`, so that the backward never waits for writes and the next forward has some to do.
+`step()`, so that the backward never waits for writes and the next forward has some to do. A unit that the
+device updates is left to `step()` too: it has no slots to spare, and whether its gradients are finite would
+have to be waited for.
 Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
 needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. Nothing takes
 an update back: zero_grad() without step() leaves those that began, each with its parameters' counts of steps.
@@ -59,6 +61,8 @@ class EagerStep:
         Asked after every gradient. Those of a unit that is left out for want of slots are sent home.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
+        if self._gradients.on_device(unit):
+            return False
         if self._broken or not gradients.complete(page.parameters, self._accumulation):
             return False
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)

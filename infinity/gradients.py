@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from infinity import cpu_adam
+from infinity.device_gradients import DeviceGradients
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradient_page import ChunkState, GradientPage, Stage
 from infinity.layout import Chunk, Piece
@@ -53,6 +54,7 @@ class Gradients:
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
+        self._on_device = None if store.workspace is None else DeviceGradients(pages, store)
         self._most_kept = store.plan.slots // 2
         """Stages that wait for nothing and stay all the same; the other slots keep things moving."""
         self._names = sorted(
@@ -82,12 +84,10 @@ class Gradients:
         self._check_addition(page, parameter)
         flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
         try:
-            # Chunks that wait in a slot first: the others might need it before this completes them.
-            pieces = sorted(
-                page.layout.pieces(parameter), key=lambda each: page.states[each[0]].stage is None
-            )
-            for number, piece in pieces:
-                self._add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
+            if self._on_device is not None and unit in self._on_device:
+                self._on_device.add(unit, parameter, flat)
+            else:
+                self._add_on_host(page, parameter, flat)
         except BaseException as error:
             self._lose(error)
             raise
@@ -106,6 +106,8 @@ class Gradients:
     def norm(self) -> float:
         """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
         self.check()
+        if self._on_device is not None:
+            self._on_device.bring_down()
         squares = 0.0
         for _, unit, index in self._names:
             page = self.pages[unit]
@@ -156,6 +158,10 @@ class Gradients:
         if page.home.in_place:
             return page.typed(number, page.home.view(page.offset(number), page.nbytes(number)))
         return None
+
+    def on_device(self, unit: int) -> bool:
+        """Whether a unit's gradients stay on the device, which updates it."""
+        return self._on_device is not None and unit in self._on_device
 
     def at_hand(self, unit: int) -> bool:
         """Whether most of a unit's gradients are in host RAM: at home there, or staged."""
@@ -256,6 +262,12 @@ class Gradients:
                 "loss scale.",
                 "Call runtime.optimizer.zero_grad() after step().",
             )
+
+    def _add_on_host(self, page: GradientPage, parameter: int, flat: torch.Tensor) -> None:
+        # Chunks that wait in a slot first: the others might need it before this completes them.
+        pieces = sorted(page.layout.pieces(parameter), key=lambda each: page.states[each[0]].stage is None)
+        for number, piece in pieces:
+            self._add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
 
     def _add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
         target = self._target(page, number)[piece.offset : piece.offset + piece.count]

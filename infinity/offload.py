@@ -254,8 +254,11 @@ class _Builder:
 
     def _home(self, unit: int, kind: Kind) -> Home:
         tier = self.plan.homes[unit][kind]
-        nbytes = self.plan.page_bytes(unit, kind)
-        return self.store.home(tier, nbytes) if tier is not None else Home.of_nothing()
+        if tier is None:
+            return Home.of_nothing()
+        home = self.store.home(tier, self.plan.page_bytes(unit, kind))
+        home.computed = unit in self.plan.updated_on_device
+        return home
 
     def _move_buffers(self) -> None:
         for module in self.model.modules():

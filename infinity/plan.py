@@ -16,6 +16,8 @@ from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predic
 from infinity.rules import Rule, StateFormat, state_format
 from infinity.table import render
 from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.twin_flow import blocks_of, updated_there
+from infinity.workspace import workspace_bytes
 
 _SECONDS_PER_DAY = 86_400
 
@@ -58,10 +60,12 @@ class Plan:
     """When a step's updates run, as infinity.predict has it."""
     accumulation: int | None = None
     """Backwards of a step, as declared; None: unknown."""
+    window_elements: int = 0
+    """Elements that an update on the device works on at a time; 0: none runs there."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
-        return self._pages[kind][unit]
+        return self.page_sizes[kind][unit]
 
     def gradient_offset(self, unit: int, chunk: int) -> int:
         """Bytes from the start of the unit's gradient page to those of a chunk; a multiple of 4096."""
@@ -79,6 +83,26 @@ class Plan:
         return state_format(arrays, layout.chunks[chunk].count)
 
     @functools.cached_property
+    def updated_on_device(self) -> frozenset[int]:
+        """Units that the device updates, where all of their pages rest; see infinity/twin_flow.py.
+
+        Their bits may differ from those of the CPU's updates: the one exception to that no placement matters.
+        """
+        return updated_there(self.homes) if self.window_elements else frozenset()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the device tier that updates there work in; 0 without such."""
+        if not self.updated_on_device:
+            return 0
+        return workspace_bytes(self.window_elements, self.measured_blocks)
+
+    @functools.cached_property
+    def measured_blocks(self) -> int:
+        """Blocks of gradients whose squares are summed on the device."""
+        return sum(blocks_of(self.layout.units[unit]) for unit in self.updated_on_device)
+
+    @functools.cached_property
     def home_bytes(self) -> dict[Tier, int]:
         """Bytes of the pages at home in each tier."""
         found = dict.fromkeys(Tier, 0)
@@ -88,8 +112,10 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device tier's memory: pages and the pool of residents; 0 when unified."""
-        return 0 if self.unified else self.home_bytes[Tier.DEVICE] + self.resident_bytes
+        """Bytes of the device tier's memory: pages, the pool of residents, a workspace; 0 when unified."""
+        if self.unified:
+            return 0
+        return self.home_bytes[Tier.DEVICE] + self.resident_bytes + self.workspace_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -120,12 +146,13 @@ class Plan:
         ]
         return traffic(
             self.homes,
-            self._pages,
+            self.page_sizes,
             trained,
             resident=self.resident_bytes,
             update=self.update,
             unified=self.unified,
             computes_in_ram=self.device.type == "cpu",
+            updated_on_device=self.updated_on_device,
         )
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
@@ -141,7 +168,8 @@ class Plan:
         """The table: a dict per tier with its name and bytes. `activations` is None where unknown."""
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
         slots = self.slots * self.slot_bytes
-        working = {Tier.DEVICE: self.resident_bytes, Tier.HOST: slots, Tier.NVME: 0}
+        near = self.resident_bytes + self.workspace_bytes
+        working = {Tier.DEVICE: near, Tier.HOST: slots, Tier.NVME: 0}
         if self.unified:
             working[Tier.HOST] += self.resident_bytes
         kinds = {(tier, kind): 0 for tier in Tier for kind in Kind}
@@ -174,7 +202,16 @@ class Plan:
             writes += f" ({format_size(int(per_step * _SECONDS_PER_DAY / seconds))}/day)"
         line = speed if Tier.NVME not in self.budgets else f"{speed} · {writes}"
         smallest = " · ".join(f"{tier.value} {format_size(n)}" for tier, n in self.smallest.items())
-        return f"{render(self.rows())}\n{line}\nsmallest budgets that would do: {smallest}"
+        share = self._share()
+        return f"{render(self.rows())}\n{line}\n{share}smallest budgets that would do: {smallest}"
+
+    def _share(self) -> str:
+        """A line on what the device updates; empty where that is nothing."""
+        if not self.updated_on_device:
+            return ""
+        trained = self.page_sizes[Kind.GRADIENT]
+        share = sum(trained[unit] for unit in self.updated_on_device) / sum(trained)
+        return f"updates: {share:.0%} on the device, whose last bits may differ from the CPU's\n"
 
     @property
     def _in_heap(self) -> int | None:
@@ -190,7 +227,8 @@ class Plan:
         return self.activations / rate
 
     @functools.cached_property
-    def _pages(self) -> dict[Kind, list[int]]:
+    def page_sizes(self) -> dict[Kind, list[int]]:
+        """Bytes of every page, by kind and unit."""
         return {
             Kind.PARAMETER: [unit.nbytes for unit in self.layout.units],
             Kind.GRADIENT: [ends[-1] for ends in self._gradient_ends],
@@ -219,7 +257,7 @@ class Plan:
         for unit, homes in enumerate(self.homes):
             for kind, tier in homes.items():
                 if tier is not None:
-                    yield tier, kind, self._pages[kind][unit]
+                    yield tier, kind, self.page_sizes[kind][unit]
 
 
 def _ends(sizes: Any) -> Iterator[int]:

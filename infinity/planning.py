@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity import machine
+from infinity import machine, twin_flow
 from infinity.bandwidths import measure_bandwidths
-from infinity.config import Budget, Precision
+from infinity.config import Budget, Precision, round_up
+from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
 from infinity.estimate import estimate_step
 from infinity.layout import build
 from infinity.operators import Roofline, seconds_of
-from infinity.placement import Placement, Room, Search, line_of
+from infinity.placement import Kind, Placement, Room, Search, line_of
 from infinity.plan import Plan
 from infinity.predict import Bandwidths, UpdateTime
 from infinity.reserve import Reserve
@@ -25,13 +26,18 @@ from infinity.rules import Rule
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.tier import usable_device
-from infinity.units import survey
+from infinity.units import Survey, survey
+from infinity.workspace import MOST_ELEMENTS, workspace_bytes
 
 _MARGIN = 512 << 20
 """Bytes left to others where no budget is given, or 5% where that is more."""
 
 _UNKNOWN_SHARE = 4
 """One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""
+
+
+_WINDOWS = 8
+"""One in so many trained elements is the most that updates on the device have room to work on at a time."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,9 @@ def make_plan(
         )
     smallest = search.smallest(unified=unified, nvme=bool(budget.nvme_bytes))
     smallest[computes_in] = reserve.budget_for(smallest[computes_in])
-    with_homes = functools.partial(
-        Plan,
+    make = functools.partial(
+        _planned,
+        surveyed,
         precision=precision,
         rule=rule,
         device=device,
@@ -116,15 +123,12 @@ def make_plan(
     )
 
     def made(placement: Placement, reserve: Reserve) -> Plan:
-        found = with_homes(
-            layout=build(surveyed, placement.grouping, placement.chunk_elements),
-            homes=placement.homes,
-            slot_bytes=placement.slot_bytes,
-            slots=placement.slots,
-            resident_bytes=placement.resident_bytes,
-            reserved=reserve.within(budgets[computes_in]),
-            holes=reserve.holes,
+        with_reserve = functools.partial(
+            make, reserved=reserve.within(budgets[computes_in]), holes=reserve.holes
         )
+        found = with_reserve(placement)
+        if not unified and twin_flow.has_kernels(device):
+            found = _with_updates_on_device(found, surveyed, search, room(reserve), with_reserve)
         return replace(found, prediction=found.predict())
 
     tight = made(placement, reserve)
@@ -145,6 +149,36 @@ def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
     if one is None or other is None:
         return roomy.nvme_bytes <= tight.nvme_bytes
     return one.busy <= other.busy
+
+
+def _planned(surveyed: Survey, placement: Placement, **others: Any) -> Plan:
+    return Plan(
+        layout=build(surveyed, placement.grouping, placement.chunk_elements),
+        homes=placement.homes,
+        slot_bytes=placement.slot_bytes,
+        slots=placement.slots,
+        resident_bytes=placement.resident_bytes,
+        **others,
+    )
+
+
+def _with_updates_on_device(
+    plan: Plan, surveyed: Survey, search: Search, room: Room, make: Callable[..., Plan]
+) -> Plan:
+    """The plan with a workspace on the device, where units are updated there and that pays; else `plan`."""
+    assert room.device is not None
+    trained = [parameter.numel for parameter in surveyed.parameters if parameter.trainable]
+    share = round_up(sum(trained) // _WINDOWS, BLOCK)
+    elements = min(MOST_ELEMENTS, plan.layout.chunk_elements, max(share, BLOCK))
+    most = workspace_bytes(elements, sum(-(-numel // BLOCK) for numel in trained))
+    placement = search.place(replace(room, device=room.device - most))
+    if placement is None:
+        return plan
+    shared = make(placement, window_elements=min(elements, placement.chunk_elements))
+    host_free = shared.budgets[Tier.HOST] - shared.host_bytes
+    shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
+    spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)
+    return shared if twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
 
 
 def plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -134,6 +134,7 @@ def traffic(
     update: UpdateTime,
     unified: bool,
     computes_in_ram: bool,
+    updated_on_device: Collection[int] = (),
 ) -> Traffic:
     """What follows from where pages rest.
 
@@ -142,6 +143,7 @@ def traffic(
     there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may have a budget of its
     own. Any other such page comes up for forward and for backward, and its trained part goes through the
     update; gradients are written once and read once (not by eager updates); states are read and written.
+    Of updated_on_device, units whose pages all rest there, nothing moves.
     """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
@@ -163,6 +165,8 @@ def traffic(
         forward += brought
         if training:
             backward += brought
+        if unit in updated_on_device:
+            continue
         sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
         for kind, nbytes in sizes.items():
             written = 0 if kind is Kind.GRADIENT else nbytes

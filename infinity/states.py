@@ -179,7 +179,7 @@ class States:
         """Give a chunk's moments in RAM the content that they have before any update."""
         arrays = page.arrays(number, data)
         for name, initial in self._initial().items():
-            arrays[name].copy_(initial)
+            arrays[name].fill_(initial.item())
 
     def _begin(self, page: StatePage, number: int) -> None:
         piece = Piece(0, 0, 0, page.layout.chunks[number].count)

@@ -29,6 +29,7 @@ from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.link import ARRIVED, Transfer, open_link
+from infinity.workspace import Workspace
 
 _injection = threading.local()
 
@@ -79,6 +80,8 @@ class Home:
     """Code on the CPU may use `memory` directly: host RAM, or a device that is the same RAM."""
     extent: NvmeLease | None = None
     """On NVMe."""
+    computed: bool = False
+    """Whether kernels write here: copies up follow all that are queued."""
     failure: InfinityError | None = None
     flights: list[Flight] = field(default_factory=list)
 
@@ -152,7 +155,7 @@ class Store:
         """Asked in order, when no slot is free, to let go of one; each says whether it could."""
         self._writes: deque[tuple[Home, Flight]] = deque()
         self._opened: list[Home] = []
-        device_bytes = plan.home_bytes[Tier.DEVICE] + plan.resident_bytes
+        device_bytes = plan.home_bytes[Tier.DEVICE] + plan.resident_bytes + plan.workspace_bytes
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
             self.device = open_device(plan.device, None if plan.unified else device_bytes, self.host)
@@ -164,6 +167,8 @@ class Store:
             self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])
             self.slots: Pool = self.host.pool("staging", plan.slots * plan.slot_bytes)
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
+            self.workspace = self._make_workspace()
+            """For updates on the device, where the plan has such."""
             self.nvme: NvmeTier | None = None
             if plan.home_bytes[Tier.NVME]:
                 self.nvme = cleanup.enter_context(
@@ -191,6 +196,13 @@ class Store:
         home = Home(tier, nbytes, memory, tier is Tier.HOST or self.device.shares_host)
         self._opened.append(home)
         return home
+
+    def _make_workspace(self) -> Workspace | None:
+        plan = self.plan
+        if not plan.workspace_bytes:
+            return None
+        with self.device.pool("workspace", plan.workspace_bytes).lease(plan.workspace_bytes) as lease:
+            return Workspace(lease.residency(), plan.window_elements, plan.measured_blocks)
 
     def slot(self) -> torch.Tensor:
         """A slot: uint8 (slot_bytes,), the caller's until its last view is gone.
@@ -257,6 +269,8 @@ class Store:
             home.view(offset, source.nbytes).copy_(source)
             transfer = ARRIVED
         else:
+            if home.computed:
+                self.link.follow_compute()
             transfer = self.copy_up(home.view(offset, source.nbytes), source)
             transfer.wait()  # or `source`, a slot, would return with the copy under way
         return transfer
@@ -321,6 +335,7 @@ class Store:
         self.reclaimers.clear()
         for home in self._opened:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
+        self.workspace = None
         self._cleanup.close()
 
     def _finish_oldest_write(self) -> bool:

@@ -4,7 +4,8 @@
 chunks then stream through host RAM in the order in which the next forward uses them: some are read while one
 is computed and others are written, and all of it while the model computes. Whoever wants a unit meanwhile
 (`complete`) waits for its chunks only. What rests in host RAM as a whole is updated at once where the CPU
-computes the model too: there is nothing to overlap.
+computes the model too: there is nothing to overlap. So is what the device updates, where all of it rests: the
+stream that it is queued on has it done before anything that comes later.
 
 [Note: errors]
 A read that fails changes nothing: its chunk is due again, and is read again when somebody waits for it, who
@@ -21,10 +22,9 @@ from typing import Any
 import torch
 
 from infinity import cpu_adam
-from infinity.chunk_update import ChunkUpdate, Due, Incoming, gather
+from infinity.chunk_update import ChunkUpdate, Due, Incoming, gather, segments_of, update_on_device
 from infinity.errors import InfinityError
 from infinity.gradients import Gradients
-from infinity.layout import Piece
 from infinity.page import ParameterPage, Presence
 from infinity.read_ahead import ReadAhead, StatesAhead
 from infinity.states import StatePage, States
@@ -219,7 +219,7 @@ class Updater:
             ]
             if not pieces:
                 continue
-            segments, hypers = self._segments(state, pieces)
+            segments, hypers = segments_of(self._states.rule, state, pieces)
             found.append(
                 Due(
                     page=page,
@@ -241,26 +241,12 @@ class Updater:
         ahead = None if self._ahead is None else self._ahead.take(unit, number)
         return [] if ahead is None else [ahead]
 
-    def _segments(
-        self, state: StatePage, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
-    ) -> tuple[list[cpu_adam.Segment], list[cpu_adam.Hyper]]:
-        known: dict[tuple[int, int, bool], int] = {}
-        hypers: list[cpu_adam.Hyper] = []
-        segments = []
-        for piece, group in pieces:
-            step, first = state.steps[piece.parameter] + 1, piece.parameter not in state.has_moments
-            key = (id(group), step, first)
-            if key not in known:
-                known[key] = len(hypers)
-                hypers.append(self._states.rule.hyper(group, step, first))
-            seed = state.seed(piece.parameter, step)
-            segments.append(cpu_adam.Segment(piece.offset, piece.count, known[key], piece.start, seed))
-        return segments, hypers
-
     def _make_due(self, page: ParameterPage, group_of: GroupOf) -> None:
         """From here on every count says that the unit's step was."""
         due = self._due_of(page, group_of)
-        if due:
+        if self._gradients.on_device(page.index):
+            self._update_on_device(due)
+        elif due:
             self._due[page.index] = deque(due)
             self._left[page.index] = len(due)
         content = self._gradients.pages[page.index].content
@@ -268,6 +254,14 @@ class Updater:
         if updated:
             with torch._C.DisableTorchFunctionSubclass():
                 self._count(page, self._states.pages[page.index], updated, group_of)
+
+    def _update_on_device(self, due: Sequence[Due]) -> None:
+        """Queue updates behind what the device computes, and before all that will use their outcome."""
+        assert self._store.workspace is not None
+        started = time.perf_counter()
+        for each in due:
+            update_on_device(each, self._states, self._store.workspace)
+        self._store.meter.updating(time.perf_counter() - started)
 
     def _count(self, page: ParameterPage, state: StatePage, updated: list[int], group_of: GroupOf) -> None:
         touched = set(updated)

@@ -28,6 +28,7 @@ from infinity.store import injected
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
 
+pytestmark = pytest.mark.usefixtures("cpu_updates")
 ENTRIES = [each for each in zoo.ENTRIES if each.one_gradient]
 
 

@@ -22,6 +22,7 @@ from zoo import Entry
 
 from infinity.aio import Faults
 
+pytestmark = pytest.mark.usefixtures("cpu_updates")
 each_entry = pytest.mark.parametrize("entry", zoo.ENTRIES, ids=str)
 TRANSFORMER = zoo.entry("transformer")
 
