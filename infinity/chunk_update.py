@@ -118,6 +118,8 @@ class ChunkUpdate:
     states: torch.Tensor
     """uint8, the chunk's part of the optimizer page."""
     reads: list[Transfer]
+    was_ahead: bool = False
+    """Whether its states were read before anybody asked for it."""
     ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
     copy: Transfer | None = None
     """Up to a device with memory of its own, once the outcome was sent home."""
@@ -240,6 +242,7 @@ def gather(
     gradient = _gradient_in_place(due)
     states = _states_in_place(due)
     rest: torch.Tensor | None = None
+    was_ahead = bool(due.ahead)
     if due.ahead:
         ahead = due.ahead.pop()
         states, rest = ahead.states, ahead.rest
@@ -265,7 +268,7 @@ def gather(
         wanted = due.state_bytes if due.begun else due.state.master_bytes(due.number)
         if wanted:
             reads.append(store.read(due.state.home, due.state.offset(due.number), states[:wanted]))
-    return ChunkUpdate(due, parameter, due.gradients.typed(due.number, gradient), states, reads)
+    return ChunkUpdate(due, parameter, due.gradients.typed(due.number, gradient), states, reads, was_ahead)
 
 
 def _parameter_in_place(

@@ -76,6 +76,8 @@ class ReadAhead:
         """Unit -> its chunks that are to be read once their gradients are complete."""
         self._next: deque[int] = deque()
         """Units whose states are to be read before their gradients come, in that order."""
+        self._cleared = False
+        """Whether the gradients of the last step are forgotten, so that the next one's can be told."""
 
     def choose(self, due: Sequence[int], order: Sequence[int]) -> None:
         """A step was made. due: its units that are not updated yet, in this order. order: of all units in the
@@ -170,10 +172,12 @@ class BeforeGradients(ReadAhead):
         self._next = deque(
             unit for unit in reversed(order) if unit in pages and pages[unit].home.extent is not None
         )
+        self._cleared = False
 
     def advance(self, pending: Callable[[int], bool]) -> None:
         """Read the states of the next units, each as a whole, while half of the slots are free."""
-        while self._next:
+        self._cleared = self._cleared or not self._gradients.any
+        while self._next and self._cleared:
             unit = self._next[0]
             gradients, parameters = self._gradients.pages[unit], self._pages[unit].parameters
             if not gradients.spent and not gradients.complete(parameters, self._accumulation):

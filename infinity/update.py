@@ -343,6 +343,8 @@ class Updater:
                     running.finish_reads()
             except InfinityError:
                 self._put_back(running)
+                if running.was_ahead:
+                    return  # its chunk is due as before, and what is asked for now is read anew
                 raise
             self._submit(running)
         self._take_home(running)

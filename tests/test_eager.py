@@ -148,7 +148,10 @@ def test_step_waits_neither_for_what_began_early_nor_for_what_was_left_to_it(
         assert set(pending) - set(early)
 
 
-def test_a_view_that_code_holds_is_updated_before_step_returns(tmp_path: Path) -> None:
+def test_a_view_that_code_holds_is_updated_before_step_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gradients, "crowded", False)
     faults = Faults()
     with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
         first = parameters_in_ram(runtime)[0]

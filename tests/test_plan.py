@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from infinity import bandwidths
 from infinity.bandwidths import cache_path, measure_bandwidths
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
-from infinity.placement import Kind
+from infinity.placement import Kind, evenly_apart
 from infinity.plan import Plan
 from infinity.planning import Available, make_plan, plan
 from infinity.predict import Bandwidths, Phase
@@ -220,6 +221,31 @@ def test_activations_and_buffers_take_room_where_the_model_computes() -> None:
     assert planned(model, host=caught.value.needed, activations=64 * MiB).reserved >= 64 * MiB + 4000
     unknown = planned(model, device="64MiB", host="64MiB")
     assert unknown.activations is None and unknown.reserved == 4096
+
+
+def unevenness(sizes: list[int]) -> float:
+    """The most bytes, in units of the largest, by which the front of any part of the model differs from its
+    share of the whole, wherever the line is cut."""
+    order, total, worst = evenly_apart(sizes), sum(sizes), 0.0
+    assert sorted(order) == list(range(len(sizes)))
+    for cut in range(1, len(sizes)):
+        front = set(order[:cut])
+        share = sum(sizes[unit] for unit in front) / total
+        ahead = 0.0
+        for unit, size in enumerate(sizes):
+            ahead += size * (unit in front) - size * share
+            worst = max(worst, abs(ahead) / max(sizes))
+    return worst
+
+
+@given(st.integers(1, 40), st.lists(st.integers(1, 50), min_size=1, max_size=5))
+@settings(max_examples=30)
+def test_units_before_any_cut_lie_evenly_apart(blocks: int, block: list[int]) -> None:
+    assert unevenness(block * blocks) <= 1 + math.log2(len(block) * blocks + 1) / 2
+
+
+def test_blocks_that_repeat_leave_no_runs() -> None:
+    assert unevenness([1, 80, 1, 110, 50] * 24) < 2  # 2.7 by multiples of the golden ratio
 
 
 def test_holes_between_activations_have_room_where_there_is_some() -> None:

@@ -20,7 +20,7 @@ import infinity
 from infinity.aio import Faults
 from infinity.offload import carry_out
 from infinity.placement import Kind
-from infinity.read_ahead import StatesAhead
+from infinity.read_ahead import BeforeGradients, StatesAhead
 from infinity.store import injected
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
@@ -36,9 +36,10 @@ def opened(
     accumulation: int | None = 1,
     slots: int = 8,
     faults: Faults | None = None,
+    update: str = "lazy",
 ) -> Iterator[tuple[nn.Module, Any]]:
     """(model, runtime), in bf16, all on NVMe but perhaps the gradients. accumulation None: nothing is read
-    ahead."""
+    ahead of lazy updates."""
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     budget = infinity.Budget(host=ROOMY, nvme={str(directory): ROOMY})
@@ -48,6 +49,7 @@ def opened(
         budget=budget,
         precision=infinity.Precision(compute="bf16", accumulate="compute"),
         device="cpu",
+        update=update,
         accumulation=accumulation,
     )
     where = {Kind.PARAMETER: Tier.HOST, Kind.GRADIENT: gradients, Kind.OPTIMIZER: Tier.NVME}
@@ -220,5 +222,133 @@ def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
         for step in range(3):
             loss_of(model, step).backward()
             assert held(runtime) == {}
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+
+
+def drop_a_read(model: nn.Module, runtime: Any) -> None:
+    assert not held(runtime) or runtime._parts.ahead.free_a_slot()
+
+
+def forward_only(model: nn.Module, runtime: Any) -> None:
+    with torch.no_grad():
+        loss_of(model, 3)
+
+
+def a_graph_that_nobody_uses(model: nn.Module, runtime: Any) -> None:
+    loss_of(model, 9)
+
+
+BEFORE_FORWARD = [
+    nothing,
+    other_moments,
+    other_masters,
+    other_weights,
+    every_slot,
+    drop_a_read,
+    forward_only,
+    a_graph_that_nobody_uses,
+]
+
+
+def read_on(runtime: Any) -> None:
+    """What is due ends; then what comes next is read ahead."""
+    runtime._parts.updater.complete_all()
+    runtime._parts.store.settle()
+    runtime._parts.updater.advance()
+
+
+def train_eagerly(
+    model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None], backwards: int
+) -> list[Any]:
+    """Four steps, with `act` before the last forward of each. [Chunks that were read ahead, losses,
+    parameters, states]."""
+    losses, seen = [], 0
+    for step in range(4):
+        for number in range(backwards):
+            if number + 1 == backwards:
+                read_on(runtime)
+                seen += len(held(runtime))
+                act(model, runtime)
+            assert number + 1 == backwards or held(runtime) == {}
+            loss = loss_of(model, step + 10 * number)
+            loss.backward()
+            losses.append(loss.item())
+        runtime.optimizer.step()
+        assert held(runtime) == {}
+        runtime.optimizer.zero_grad()
+    return [seen, losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("gradients", GRADIENT_HOMES)
+@pytest.mark.parametrize("act", BEFORE_FORWARD, ids=lambda each: each.__name__)
+def test_the_bits_of_eager_updates_whose_states_were_read(
+    act: Any, gradients: Tier, backwards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = []
+    for ahead in (False, True):
+        directory = tmp_path / str(ahead)
+        directory.mkdir()
+        with monkeypatch.context() as patch:
+            if not ahead:
+                patch.setattr(BeforeGradients, "advance", lambda self, pending: None)
+            with opened(directory, gradients=gradients, accumulation=backwards, update="eager") as opening:
+                seen, *outcome = train_eagerly(*opening, act, backwards)
+        # The first micro-batch's gradients on their way to NVMe leave no room for more.
+        assert bool(seen) == (ahead and not (gradients is Tier.NVME and backwards == 2))
+        found.append(outcome)
+    assert differences(found[0], found[1]) == []
+
+
+@pytest.mark.parametrize("gradients", GRADIENT_HOMES)
+def test_states_that_come_before_their_gradients_are_read_once(gradients: Tier, tmp_path: Path) -> None:
+    with opened(tmp_path, gradients=gradients, update="eager") as (model, runtime):
+        slots, read = runtime._parts.store.slots, 0
+        for step in range(4):
+            read_on(runtime)
+            assert len(held(runtime)) == (runtime.plan.slots // 2 if step else 0)
+            assert 2 * slots.counters.leased <= slots.nbytes
+            loss_of(model, step).backward()
+            runtime.optimizer.step()
+            runtime._parts.updater.complete_all()
+            runtime._parts.store.settle()
+            before, read = read, runtime.stats.edges[Edge.NVME_TO_HOST].bytes
+            if step > 1:
+                assert read - before <= runtime.plan.traffic.disk_read
+                if gradients is Tier.HOST:
+                    assert read - before == runtime.plan.traffic.disk_read
+            runtime.optimizer.zero_grad()
+
+
+def test_a_read_before_the_gradient_that_fails_is_left_to_the_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = []
+    for failing in (False, True):
+        directory, faults = tmp_path / str(failing), Faults()
+        directory.mkdir()
+        with opened(directory, faults=faults, update="eager") as (model, runtime):
+            for step in range(3):
+                with monkeypatch.context() as patch:
+                    patch.setattr(runtime._parts.ahead, "advance", lambda pending: None)
+                    read_on(runtime)
+                if failing and step == 2:
+                    faults.fail("read", 1, errno.EIO, times=2)
+                runtime._parts.updater.advance()
+                assert bool(held(runtime)) == (step > 0)
+                loss_of(model, step).backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            found.append(copied(model.state_dict()))
+    assert differences(found[0], found[1]) == []
+
+
+def test_eager_updates_of_one_slot_read_nothing_ahead(tmp_path: Path) -> None:
+    with opened(tmp_path, slots=1, update="eager") as (model, runtime):
+        for step in range(3):
+            read_on(runtime)
+            assert held(runtime) == {}
+            loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
