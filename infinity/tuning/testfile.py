@@ -41,7 +41,7 @@ class Memory:
         lease = _tiers.Pool(self.region, 0, self.region.nbytes, 4096).lease(self.region.nbytes, 0.0)
         assert isinstance(lease, _tiers.Lease)
         words: torch.Tensor = from_dlpack(lease.to_dlpack())[: nbytes // 8 * 8].view(torch.int64)
-        pattern = words[: _PATTERN_BYTES // 8].random_()
+        pattern = words[: _PATTERN_BYTES // 8].random_(generator=torch.Generator().manual_seed(0))
         for start in range(pattern.numel(), words.numel(), pattern.numel()):
             part = words[start : start + pattern.numel()]
             part.copy_(pattern[: part.numel()])
