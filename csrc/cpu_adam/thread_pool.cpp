@@ -20,6 +20,11 @@
 namespace infinity::cpu_adam {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
+// Seconds; longer ones could overflow the clock.
+constexpr double kLongestWait = 1e6;
+
 void pin_to(int cpu) {
     if (cpu < 0 || cpu >= CPU_SETSIZE) return;
     cpu_set_t set;
@@ -105,11 +110,16 @@ class PoolState {
         if (forked()) throw forked_error();
         std::unique_lock lock(mutex_);
         const auto done = [&] { return job.done(); };
-        if (seconds >= 0) {
-            return finished_.wait_for(lock, std::chrono::duration<double>(seconds), done);
+        if (seconds < 0) {
+            help(job, lock, Clock::time_point::max());
+            finished_.wait(lock, done);
+            return true;
         }
-        finished_.wait(lock, done);
-        return true;
+        const auto longest = std::chrono::duration_cast<Clock::duration>(
+            std::chrono::duration<double>(std::min(seconds, kLongestWait)));
+        const Clock::time_point end = Clock::now() + longest;
+        help(job, lock, end);
+        return finished_.wait_until(lock, end, done);
     }
 
     void close() {
@@ -143,10 +153,18 @@ class PoolState {
                 work_.wait(lock);
                 continue;
             }
-            lock.unlock();
-            const bool last = run_chunks(*job);
-            lock.lock();
-            if (last) finish(*job);
+            run_chunks(job, lock, Clock::time_point::max());
+        }
+    }
+
+    // Who waits for a job works on it, and on what has to be done before: waking threads takes
+    // longer than a small job, and the CPU of whoever waits is free.
+    void help(const Job& wanted, std::unique_lock<std::mutex>& lock, Clock::time_point end) {
+        const DefaultFloatMode float_mode;
+        while (wanted.has_chunks() && Clock::now() < end) {
+            const std::shared_ptr<Job> job = startable();
+            if (job == nullptr) return;
+            run_chunks(job, lock, end);
         }
     }
 
@@ -154,21 +172,28 @@ class PoolState {
     std::shared_ptr<Job> startable() const {
         for (const std::shared_ptr<Job>& job : unfinished_) {
             if (job->after_all_earlier_ && job != unfinished_.front()) continue;
-            if (job->next_.load(std::memory_order_relaxed) < job->chunks_) return job;
+            if (job->has_chunks()) return job;
         }
         return nullptr;
     }
 
-    // True for the one thread that has run the last chunk.
-    static bool run_chunks(Job& job) {
+    // Unlocks meanwhile. Begins no chunk after `end`; whoever has run the last one finishes the
+    // job.
+    void run_chunks(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock,
+                    Clock::time_point end) {
+        lock.unlock();
         size_t ran = 0;
-        for (;; ++ran) {
-            const size_t chunk = job.next_.fetch_add(1, std::memory_order_relaxed);
-            if (chunk >= job.chunks_) break;
-            job.run(chunk);
-        }
-        if (ran == 0) return false;
-        return job.finished_.fetch_add(ran, std::memory_order_acq_rel) + ran == job.chunks_;
+        do {
+            const size_t chunk = job->next_.fetch_add(1, std::memory_order_relaxed);
+            if (chunk >= job->chunks_) break;
+            job->run(chunk);
+            ++ran;
+        } while (Clock::now() < end);
+        const bool last =
+            ran > 0 &&
+            job->finished_.fetch_add(ran, std::memory_order_acq_rel) + ran == job->chunks_;
+        lock.lock();
+        if (last) finish(*job);
     }
 
     void finish(Job& job) {

@@ -33,6 +33,7 @@ class Job {
   private:
     friend class PoolState;
     bool conflicts_with(const Job& other) const;
+    bool has_chunks() const { return next_.load(std::memory_order_relaxed) < chunks_; }
 
     const size_t chunks_;
     const std::vector<ByteRange> touches_;
@@ -49,7 +50,8 @@ class Ticket {
   public:
     Ticket(std::shared_ptr<PoolState> pool, std::shared_ptr<Job> job);
     bool done() const { return job_->done(); }
-    // True once the job is done; false after that many seconds (negative: no limit).
+    // True once the job is done; false after that many seconds (negative: no limit) and what a
+    // chunk takes: the caller works on the job meanwhile, and on those before it.
     // Throws ConfigError in a forked child, where nobody will ever finish the job.
     bool wait(double seconds) const;
 

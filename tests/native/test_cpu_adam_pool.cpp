@@ -50,6 +50,18 @@ struct SleepingJob : Job {
     void run(size_t) noexcept override { usleep(50000); }
 };
 
+// Each of its two chunks ends when the other has begun: not on one thread.
+struct MeetingJob : Job {
+    MeetingJob() : Job(2, {}) {}
+    void run(size_t) noexcept override {
+        begun_.fetch_add(1);
+        for (int i = 0; i < 10000 && begun_.load() < 2; ++i) usleep(1000);
+        if (begun_.load() < 2) lonely_ = true;
+    }
+    std::atomic<int> begun_{0};
+    std::atomic<bool> lonely_{false};
+};
+
 std::vector<int> unpinned(size_t threads) { return std::vector<int>(threads, -1); }
 
 void test_order() {
@@ -67,6 +79,21 @@ void test_order() {
     for (const long cell : cells) CHECK(cell == expected);
     pool.close();
     for (const long cell : others) CHECK(cell == 301);
+}
+
+void test_who_waits_works_too() {
+    ThreadPool pool(unpinned(1));
+    auto job = std::make_shared<MeetingJob>();
+    CHECK(pool.submit(job).wait(-1));
+    CHECK(!job->lonely_);
+    // But not for longer than asked for, and a chunk.
+    std::atomic<int> counter{0};
+    pool.submit(std::make_shared<SleepingJob>());
+    const Ticket later =
+        pool.submit(std::make_shared<CountingJob>(1, std::vector<ByteRange>{}, counter));
+    CHECK(!pool.submit(std::make_shared<SleepingJob>()).wait(0));
+    CHECK(later.wait(60));
+    CHECK(counter == 1);
 }
 
 void test_many_submitters_and_close_with_work_queued() {
@@ -259,6 +286,7 @@ void test_bad_requests() {
 int main() {
     using namespace infinity::cpu_adam;
     test_order();
+    test_who_waits_works_too();
     test_many_submitters_and_close_with_work_queued();
     test_closed_and_empty();
     test_fork();
