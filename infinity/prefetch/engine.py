@@ -82,6 +82,8 @@ class Engine:
         self.trace = trace
         self.meter = meter
         self._sizes = [0 if page.permanent else page.nbytes for page in pages]
+        self._moves = any(self._sizes)
+        """Whether there are pages that come and go."""
         self._resident: dict[int, None] = {}
         """Units that are PRESENT or ARRIVING and could leave, least recently used first."""
         self._arrivals: dict[int, Arrival] = {}
@@ -258,6 +260,11 @@ class Engine:
                 yield access.unit
 
     def _look_ahead(self, units: Sequence[int], pinned: set[int]) -> None:
+        if self._moves:
+            self._fetch_upcoming(units, pinned)
+        self._advance()
+
+    def _fetch_upcoming(self, units: Sequence[int], pinned: set[int]) -> None:
         pool = self.store.resident
         plan = schedule(self._upcoming(units), self._sizes, self._resident, pinned, pool.nbytes)
         for unit in plan.evict:
@@ -275,7 +282,6 @@ class Engine:
                 break  # aliases or fragments hold the room: only a demand may press further
             if page.home.failure is None:
                 self._start(unit, pinned)
-        self._advance()
 
     def _advance(self) -> None:
         for under_way in self._arrivals.values():
