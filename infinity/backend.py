@@ -53,6 +53,7 @@ class Backend:
                 gradients,
                 parts.states.rule,
                 accumulation=parts.plan.accumulation,
+                deferred=parts.plan.deferred,
                 whole=parts.ahead.whole,
             )
             gradients.added = self._update_early

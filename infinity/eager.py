@@ -1,11 +1,11 @@
 """Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
 
 Gradients then need not leave the slots that they arrive in, and the disk has the backward to move states,
-not the next forward alone. What has not ended when the backward has goes on lazily. So does what the disk
-cannot keep up with: a unit whose gradients come while most slots are taken sends them home and is left to
-`step()`, so that the backward never waits for writes and the next forward has some to do. A unit that the
-device updates is left to `step()` too: it has no slots to spare, and whether its gradients are finite would
-have to be waited for.
+not the next forward alone. What has not ended when the backward has goes on lazily. So do units that the
+plan defers, for the disk to have work under the next forward (infinity/deferral.py), and what the disk cannot
+keep up with: a unit whose gradients come while most slots are taken. Both send their gradients home, and are
+left to `step()`. A unit that the device updates is left to it too: it has no slots to spare, and whether its
+gradients are finite would have to be waited for.
 Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
 needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. Nothing takes
 an update back: zero_grad() without step() leaves those that began, each with its parameters' counts of steps.
@@ -14,7 +14,7 @@ an update back: zero_grad() without step() leaves those that began, each with it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +38,16 @@ class EagerStep:
         rule: Rule,
         *,
         accumulation: int,
+        deferred: Collection[int],
         whole: Callable[[int], bool],
     ) -> None:
-        """accumulation: gradients of each parameter in a step. whole: of a unit, whether all of its states
-        were read ahead."""
+        """accumulation: gradients of each parameter in a step. deferred: units that are left to `step()`.
+        whole: of a unit, whether all of its states were read ahead."""
         self._pages = pages
         self._gradients = gradients
         self._rule = rule
         self._accumulation = accumulation
+        self._deferred = deferred
         self._whole = whole
         self._options: list[Options] = []
         """As they were when the step's first unit was updated; none before."""
@@ -58,7 +60,8 @@ class EagerStep:
     def admits(self, unit: int) -> bool:
         """Whether the unit should be updated now: it has all gradients of the step, at hand and finite.
 
-        Asked after every gradient. Those of a unit that is left out for want of slots are sent home.
+        Asked after every gradient. Those of a unit that is deferred, or left out for want of slots, are sent
+        home.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
         if self._gradients.on_device(unit):
@@ -68,7 +71,7 @@ class EagerStep:
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
         if self._broken or not self._gradients.at_hand(unit):
             return False
-        if self._gradients.crowded and not self._whole(unit):
+        if unit in self._deferred or (self._gradients.crowded and not self._whole(unit)):
             self._gradients.send_home(unit)
             return False
         return True

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infinity.config import Precision, format_size, round_up
+from infinity.deferral import deferred
 from infinity.layout import ModelLayout
 from infinity.placement import Homes, Kind
 from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic
@@ -90,6 +91,13 @@ class Plan:
         """
         return updated_there(self.homes) if self.window_elements else frozenset()
 
+    @functools.cached_property
+    def deferred(self) -> frozenset[int]:
+        """Units that eager updates leave to `step()` and the forward after it; see infinity/deferral.py."""
+        if self.update != "eager":
+            return frozenset()
+        return deferred(self.homes, self.page_sizes[Kind.OPTIMIZER])
+
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the device tier that updates there work in; 0 without such."""
@@ -153,6 +161,7 @@ class Plan:
             unified=self.unified,
             computes_in_ram=self.device.type == "cpu",
             updated_on_device=self.updated_on_device,
+            deferred=self.deferred,
         )
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:

@@ -135,6 +135,7 @@ def traffic(
     unified: bool,
     computes_in_ram: bool,
     updated_on_device: Collection[int] = (),
+    deferred: Collection[int] = (),
 ) -> Traffic:
     """What follows from where pages rest.
 
@@ -142,8 +143,8 @@ def traffic(
     resident: bytes of parameter pages, not at home where they are used, that forward and backward each find
     there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may have a budget of its
     own. Any other such page comes up for forward and for backward, and its trained part goes through the
-    update; gradients are written once and read once (not by eager updates); states are read and written.
-    Of updated_on_device, units whose pages all rest there, nothing moves.
+    update; gradients are written once and read once (by eager updates only those of `deferred` units); states
+    are read and written. Of updated_on_device, units whose pages all rest there, nothing moves.
     """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
@@ -167,6 +168,7 @@ def traffic(
             backward += brought
         if unit in updated_on_device:
             continue
+        eager = update == "eager" and unit not in deferred
         sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
         for kind, nbytes in sizes.items():
             written = 0 if kind is Kind.GRADIENT else nbytes
@@ -174,13 +176,13 @@ def traffic(
                 # In unified memory it takes the parameters that come up for the model, if that is at hand;
                 # and an eager one the gradients where they arrived.
                 shared = update != "sync" and unified and kind is Kind.PARAMETER
-                shared = shared or (update == "eager" and kind is Kind.GRADIENT)
+                shared = shared or (eager and kind is Kind.GRADIENT)
                 updating += Phase(disk_read=0 if shared else nbytes, disk_write=written)
             elif home[kind] is Tier.DEVICE and not unified:
                 updating += Phase(to_host=nbytes, to_device=written)
         if home[Kind.GRADIENT] is Tier.NVME:
             stored = Phase(disk_write=gradient)
-            if update == "eager":  # all but the last micro-batch's
+            if eager:  # all but the last micro-batch's
                 accumulation += stored
             else:
                 backward += stored

@@ -168,9 +168,11 @@ class BeforeGradients(ReadAhead):
 
     def choose(self, due: Sequence[int], order: Sequence[int]) -> None:
         """The next backward brings gradients the other way round than its forward uses units."""
-        pages = self._states.pages
+        pages, deferred = self._states.pages, self._store.plan.deferred
         self._next = deque(
-            unit for unit in reversed(order) if unit in pages and pages[unit].home.extent is not None
+            unit
+            for unit in reversed(order)
+            if unit in pages and pages[unit].home.extent is not None and unit not in deferred
         )
         self._cleared = False
 
