@@ -33,8 +33,8 @@ _COLD_BYTES = 64 << 20
 """Operands and results change from run to run over so much memory: no cache has those of a step ready."""
 
 _LAPS = 3
-"""Over all operations; each one's fastest counts. What is slow at first (libraries, memory that nobody has
-touched yet, which a virtual machine may have to ask its host for) and others at work only add to the rest."""
+"""Over all operations; the fastest counts. What is slow at first (libraries, memory that nobody has touched
+yet, which a virtual machine may have to ask its host for) and others at work only add to the rest."""
 
 _RUN = 0.006
 """Seconds of runs after which an operation is known well enough in a lap."""
@@ -238,7 +238,7 @@ def seconds_of(
         memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
         while len(laps) < _LAPS and time.perf_counter() < end:
             laps.append(_lap(order, memory, end))
-    timed = _fastest(laps)
+    timed = _fastest(laps, operations)
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -271,12 +271,19 @@ def _lap(order: Sequence[Operation], memory: Memory, end: float) -> dict[Operati
     return found
 
 
-def _fastest(laps: Sequence[Mapping[Operation, float]]) -> dict[Operation, float]:
-    """Of every operation that had a turn."""
+def _fastest(
+    laps: Sequence[Mapping[Operation, float]], counts: Mapping[Operation, int]
+) -> dict[Operation, float]:
+    """What the lap measured that was the fastest as a whole: no step has each operation at its luckiest. Of
+    what had no turn in it, the next one's."""
+    common = [each for each in laps[0] if all(each in lap for lap in laps)] if laps else []
+
+    def total(lap: Mapping[Operation, float]) -> float:
+        return sum(lap[each] * counts[each] for each in common)
+
     found: dict[Operation, float] = {}
-    for lap in laps:
-        for operation, seconds in lap.items():
-            found[operation] = min(seconds, found.get(operation, seconds))
+    for lap in sorted(laps, key=total, reverse=True):
+        found |= lap
     return found
 
 

@@ -143,12 +143,14 @@ def make_plan(
 def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
     """Whether room for the heap's holes costs no more than it brings, as far as is known.
 
-    Of all that the step's resources do together: what is hidden behind the longest is so in part only.
+    Never that of slots: how slow fewer or smaller ones make the disk, no prediction says.
     """
+    if roomy.nvme_bytes and roomy.slots * roomy.slot_bytes < tight.slots * tight.slot_bytes:
+        return False
     one, other = roomy.prediction, tight.prediction
     if one is None or other is None:
         return roomy.nvme_bytes <= tight.nvme_bytes
-    return one.busy <= other.busy
+    return one.seconds <= other.seconds
 
 
 def _planned(surveyed: Survey, placement: Placement, **others: Any) -> Plan:

@@ -275,6 +275,26 @@ def test_holes_have_room_if_that_costs_less_than_faults(faults: float, holes: bo
     assert made.prediction.compute == pytest.approx(0.01 + lost, rel=0.5)
 
 
+def test_holes_take_no_room_from_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stack([512] * 16)
+    speeds = Bandwidths(
+        disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, flops=1e11
+    )
+
+    def made(host: int) -> Plan:
+        faults = replace(speeds, page_faults=1e3)  # whatever it costs, holes pay
+        return planned(
+            model, host=host, nvme={"/": "1GiB"}, activations=12 * MiB, speeds=faults, compute=0.01
+        )
+
+    budgets = range(24 * MiB, 64 * MiB, MiB)
+    found = [made(host) for host in budgets]
+    monkeypatch.setattr("infinity.planning._is_no_slower", lambda roomy, tight: False)
+    for each, tight in zip(found, map(made, budgets), strict=True):
+        assert each.slots * each.slot_bytes >= tight.slots * tight.slot_bytes
+    assert {each.holes > 0 for each in found} == {True, False}
+
+
 def test_a_cuda_budget_keeps_room_for_activations_that_nobody_knows() -> None:
     model = stack([64] * 4)
     arguments = {
