@@ -82,38 +82,26 @@ def make_plan(
     reserve = Reserve.of(
         activations, _buffer_bytes(model), unknown=_UNKNOWN_SHARE if device.type == "cuda" else None
     )
-    computes_in = Tier.HOST if unified else Tier.DEVICE
     search = Search(surveyed, precision, rule, line=line_of(accumulation), flowing=update == "eager")
-
-    def room(reserve: Reserve) -> Room:
-        left = {**budgets, computes_in: budgets[computes_in] - reserve.within(budgets[computes_in])}
-        return Room(
-            device=None if unified else left[Tier.DEVICE],
-            host=left[Tier.HOST],
-            nvme=usable_nvme(budget.nvme_bytes),
-        )
-
-    placement = search.place(room(reserve))
+    draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes), unified)
+    placement = search.place(draft.room(reserve))
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
         raise shortage(
             search,
-            room(reserve),
+            draft.room(reserve),
             budgets,
             len(budget.nvme_bytes),
             f"{format_count(elements)} parameters",
-            reserves={computes_in: reserve},
+            reserves={draft.computes_in: reserve},
         )
     smallest = search.smallest(unified=unified, nvme=bool(budget.nvme_bytes))
-    smallest[computes_in] = reserve.budget_for(smallest[computes_in])
-    make = functools.partial(
-        _planned,
-        surveyed,
+    smallest[draft.computes_in] = reserve.budget_for(smallest[draft.computes_in])
+    made = functools.partial(
+        draft.made,
         precision=precision,
         rule=rule,
         device=device,
-        unified=unified,
-        budgets=budgets,
         smallest=smallest,
         activations=activations,
         speeds=speeds,
@@ -121,23 +109,78 @@ def make_plan(
         update=update,
         accumulation=accumulation,
     )
-
-    def made(placement: Placement, reserve: Reserve) -> Plan:
-        with_reserve = functools.partial(
-            make, reserved=reserve.within(budgets[computes_in]), holes=reserve.holes
-        )
-        found = with_reserve(placement)
-        if not unified and twin_flow.has_kernels(device):
-            found = _with_updates_on_device(found, surveyed, search, room(reserve), with_reserve)
-        return replace(found, prediction=found.predict())
-
     tight = made(placement, reserve)
     if not activations or device.type != "cpu":
         return tight
     wider = reserve.with_holes(activations)
-    placement = search.place(room(wider))
+    placement = search.place(draft.room(wider))
     roomy = None if placement is None else made(placement, wider)
     return tight if roomy is None or not _is_no_slower(roomy, tight) else roomy
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What is known before pages have homes, and how much memory is kept from them."""
+
+    surveyed: Survey
+    search: Search
+    budgets: dict[Tier, int]
+    nvme: int
+    """Bytes that pages can have there."""
+    unified: bool
+
+    @property
+    def computes_in(self) -> Tier:
+        """The tier whose budget activations take from."""
+        return Tier.HOST if self.unified else Tier.DEVICE
+
+    def room(self, reserve: Reserve) -> Room:
+        """For pages and what moves them."""
+        budget = self.budgets[self.computes_in]
+        left = {**self.budgets, self.computes_in: budget - reserve.within(budget)}
+        return Room(device=None if self.unified else left[Tier.DEVICE], host=left[Tier.HOST], nvme=self.nvme)
+
+    def made(self, placement: Placement, reserve: Reserve, *, device: torch.device, **others: Any) -> Plan:
+        """The plan with this placement, and with its prediction."""
+        planned: Callable[..., Plan] = functools.partial(
+            self._planned,
+            device=device,
+            reserved=reserve.within(self.budgets[self.computes_in]),
+            holes=reserve.holes,
+            **others,
+        )
+        found = planned(placement)
+        if not self.unified and twin_flow.has_kernels(device):
+            found = self._with_updates_on_device(found, self.room(reserve), planned)
+        return replace(found, prediction=found.predict())
+
+    def _planned(self, placement: Placement, **others: Any) -> Plan:
+        return Plan(
+            layout=build(self.surveyed, placement.grouping, placement.chunk_elements),
+            unified=self.unified,
+            homes=placement.homes,
+            slot_bytes=placement.slot_bytes,
+            slots=placement.slots,
+            resident_bytes=placement.resident_bytes,
+            budgets=self.budgets,
+            **others,
+        )
+
+    def _with_updates_on_device(self, plan: Plan, room: Room, planned: Callable[..., Plan]) -> Plan:
+        """The plan with a workspace on the device, where updates run there and that pays; else `plan`."""
+        assert room.device is not None
+        trained = [parameter.numel for parameter in self.surveyed.parameters if parameter.trainable]
+        share = round_up(sum(trained) // _WINDOWS, BLOCK)
+        elements = min(MOST_ELEMENTS, plan.layout.chunk_elements, max(share, BLOCK))
+        most = workspace_bytes(elements, sum(-(-numel // BLOCK) for numel in trained))
+        placement = self.search.place(replace(room, device=room.device - most))
+        if placement is None:
+            return plan
+        shared = planned(placement, window_elements=min(elements, placement.chunk_elements))
+        host_free = shared.budgets[Tier.HOST] - shared.host_bytes
+        shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
+        spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)
+        return shared if twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
 
 
 def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
@@ -151,36 +194,6 @@ def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
     if one is None or other is None:
         return roomy.nvme_bytes <= tight.nvme_bytes
     return one.seconds <= other.seconds
-
-
-def _planned(surveyed: Survey, placement: Placement, **others: Any) -> Plan:
-    return Plan(
-        layout=build(surveyed, placement.grouping, placement.chunk_elements),
-        homes=placement.homes,
-        slot_bytes=placement.slot_bytes,
-        slots=placement.slots,
-        resident_bytes=placement.resident_bytes,
-        **others,
-    )
-
-
-def _with_updates_on_device(
-    plan: Plan, surveyed: Survey, search: Search, room: Room, make: Callable[..., Plan]
-) -> Plan:
-    """The plan with a workspace on the device, where units are updated there and that pays; else `plan`."""
-    assert room.device is not None
-    trained = [parameter.numel for parameter in surveyed.parameters if parameter.trainable]
-    share = round_up(sum(trained) // _WINDOWS, BLOCK)
-    elements = min(MOST_ELEMENTS, plan.layout.chunk_elements, max(share, BLOCK))
-    most = workspace_bytes(elements, sum(-(-numel // BLOCK) for numel in trained))
-    placement = search.place(replace(room, device=room.device - most))
-    if placement is None:
-        return plan
-    shared = make(placement, window_elements=min(elements, placement.chunk_elements))
-    host_free = shared.budgets[Tier.HOST] - shared.host_bytes
-    shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
-    spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)
-    return shared if twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
 
 
 def plan(
