@@ -195,9 +195,9 @@ def traffic(
     )
 
 
-_SHOWN = 0.1
-"""Of the time that the disk works under the CPU's, or the other way round, so much is not hidden: 0.07 to 0.1
-was seen (10M and 124M parameters, half of their pages in RAM, 2 cores)."""
+_SLOWED = 0.2
+"""By so much of the time that the disk works beside it the CPU's work takes longer: they share memory, and
+what the kernel does. 1.15 s became 1.41 to 1.51 beside 1.35 s of I/O (309M parameters, 2 cores)."""
 
 _FORWARD_SHARE = 1 / 3
 """Of the operations of a forward and its backward, which has two products of matrices for each one."""
@@ -207,7 +207,7 @@ def predict(moved: Traffic, speeds: Bandwidths, operations: float, micro_batches
     """The step's seconds: part by part, each as long as its busiest resource is.
 
     operations: seconds that those of one forward and backward take. Without a link (on the CPU) compute,
-    update and copies share the CPU and add up, and a little of what is hidden shows. Disk time takes as many
+    update and copies share the CPU and add up, and take longer beside a disk at work. Disk time takes as many
     bytes as can at the mixed rate, the rest at its own. The step is limited by the resource that its seconds
     are spent on most. Raises ConfigError for a step without micro-batches.
     """
@@ -250,9 +250,8 @@ def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
         return {longest: busy[longest]}
     on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}
     cpu, disk = sum(on_cpu.values()), busy["disk"]
-    if disk >= cpu:
-        return {"disk": disk + _SHOWN * cpu}
-    return {**on_cpu, "disk": _SHOWN * disk}
+    slowed = _SLOWED * min(cpu, disk)
+    return {"disk": disk} if disk >= cpu + slowed else {**on_cpu, "disk": slowed}
 
 
 def _disk_seconds(moved: Phase, speeds: Bandwidths) -> float:
