@@ -1,7 +1,9 @@
 """The plan held to what happens: predicted and measured steps, planned and grown memory, over a matrix.
 
 Each pair is a model and how much of it rests in RAM: all-host (no page on NVMe), half, all-nvme. Pairs of one
-model take turns as in train.py, beside the same limit. One command prints a row for each pair.
+model take turns as in train.py, beside the same limit. Every turn is a process of its own, so that each plan
+is held to the minute that it was made for: a disk that others use is another one ten minutes later. One
+command prints a row for each pair.
 
     python benchmarks/matrix.py --directory /mnt/nvme0
     python benchmarks/matrix.py --directory /mnt/nvme0 --pair 309m:half --pair 309m:all-nvme
@@ -39,7 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pair", type=pair, action="append", metavar="MODEL:BUDGET", help="repeatable")
     parser.add_argument("--states", choices=specs.STATES, default="fp32")
     add_run_options(parser)
-    parser.set_defaults(rounds=3, processes="kept")
+    parser.set_defaults(rounds=5, steps=3, processes="fresh")
     options = parser.parse_args(argv)
     if options.pair is None:
         options.pair = [pair(text) for text in (QUICK_PAIRS if options.quick else PAIRS)]

@@ -29,7 +29,7 @@ def report_of(bench: Bench) -> dict[str, Any]:
             limit = limit_of(turns, bench.speeds, bench.compute, job.device)
             ours = contenders[spec.name]
             ours["limit"], ours["over_limit"] = limit, ours["median_s"] / limit["seconds"]
-            ours["plan"] = beside_the_plan(turns, ours["median_s"])
+            ours["plan"] = beside_the_plan(turns)
     peers = [spec.name for spec in job.specs if not spec.ours and spec.name in contenders]
     return {
         "benchmark": "train",
@@ -69,16 +69,20 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> 
     }
 
 
-def beside_the_plan(turns: list[dict[str, Any]], median: float) -> dict[str, Any]:
-    """What was planned against what was: seconds, and memory. Every process has a plan of its own."""
+def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was planned against what was: seconds, and memory. Every process has a plan of its own, and is
+    held to that one: the ratio is the median of the turns'."""
     plans = [turn["facts"]["plan"] for turn in turns]
     predictions = [plan["prediction"]["seconds"] for plan in plans if plan["prediction"] is not None]
     predicted = statistics.median(predictions) if predictions else None
+    measured = [turn["seconds"] for turn in turns] if predictions else []
+    over = [each / seconds for each, seconds in zip(predictions, measured, strict=True)]
     growth = max(turn["rss_peak"] - plan["rss_base"] for turn, plan in zip(turns, plans, strict=True))
     return {
         "predicted_s": predicted,
         "predicted_limit": plans[-1]["prediction"]["limited_by"] if predictions else None,
-        "predicted_over_measured": None if predicted is None else predicted / median,
+        "predicted_over_measured": statistics.median(over) if over else None,
+        "predicted_over_measured_of_turns": over,
         "ram_bytes": plans[-1]["ram_bytes"],
         "rss_growth": growth,
         "growth_over_plan": growth / plans[-1]["ram_bytes"],
