@@ -105,6 +105,7 @@ class Pool:
         segments: Sequence[tuple[int, int, int, int, int]],
         hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper],
         scale: float,
+        awaited: bool,
     ) -> UpdateTicket: ...
     def submit_gradient(
         self,
@@ -119,9 +120,15 @@ class Pool:
         squares: bool,
         segments: Sequence[tuple[int, int, int, int, int]],
         scale: float,
+        awaited: bool,
     ) -> GradientTicket: ...
     def submit_stream(
-        self, owners: object, elements: int, granule: int, arrays: Sequence[tuple[int, int, Access]]
+        self,
+        owners: object,
+        elements: int,
+        granule: int,
+        arrays: Sequence[tuple[int, int, Access]],
+        awaited: bool,
     ) -> StreamTicket: ...
 
 def runnable_isas() -> list[str]: ...

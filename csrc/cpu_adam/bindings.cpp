@@ -71,9 +71,9 @@ class OwningPool {
     ~OwningPool() { close(); }
 
     template <class J>
-    JobTicket<J> submit(std::shared_ptr<J> job, nb::object owners) {
+    JobTicket<J> submit(std::shared_ptr<J> job, nb::object owners, bool awaited) {
         reap();
-        JobTicket<J> handle{pool_.submit(job), job};
+        JobTicket<J> handle{pool_.submit(job, awaited), job};
         held_.emplace_back(std::move(job), std::move(owners));
         return handle;
     }
@@ -126,7 +126,7 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
                                    uintptr_t second_moment, uintptr_t first_scale,
                                    uintptr_t second_scale,
                                    const std::vector<SegmentTuple>& segments,
-                                   const std::vector<Hyper>& hypers, double scale) {
+                                   const std::vector<Hyper>& hypers, double scale, bool awaited) {
     UpdateRequest request{
         elements,
         grad_dtype,
@@ -140,14 +140,15 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
         hypers,
         scale};
     return pool.submit(make_update_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners));
+                       std::move(owners), awaited);
 }
 
 JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size_t elements,
                                        Dtype grad_dtype, uintptr_t grad, uintptr_t accumulated,
                                        uintptr_t copy, bool read_accumulated,
                                        bool write_accumulated, bool squares,
-                                       const std::vector<SegmentTuple>& segments, double scale) {
+                                       const std::vector<SegmentTuple>& segments, double scale,
+                                       bool awaited) {
     GradientRequest request{
         elements,
         grad_dtype,
@@ -155,18 +156,18 @@ JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size
          read_accumulated, write_accumulated, squares, static_cast<float>(scale)},
         segments_of(segments)};
     return pool.submit(make_gradient_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners));
+                       std::move(owners), awaited);
 }
 
 JobTicket<StreamJob> submit_stream(
     OwningPool& pool, nb::object owners, size_t elements, size_t granule,
-    const std::vector<std::tuple<uintptr_t, uint32_t, Access>>& arrays) {
+    const std::vector<std::tuple<uintptr_t, uint32_t, Access>>& arrays, bool awaited) {
     StreamRequest request{elements, {}, granule};
     for (const auto& [address, bytes, access] : arrays) {
         request.arrays.push_back({pointer<unsigned char>(address), bytes, access});
     }
     return pool.submit(make_stream_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners));
+                       std::move(owners), awaited);
 }
 
 using Float64Array = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
@@ -230,11 +231,12 @@ void bind_pool(nb::module_& m) {
         .def("submit_update", submit_update, "owners"_a, "elements"_a, "grad_dtype"_a, "format"_a,
              "moments"_a, "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a,
              "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "segments"_a,
-             "hypers"_a, "scale"_a)
+             "hypers"_a, "scale"_a, "awaited"_a)
         .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
              "accumulated"_a, "copy"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
-             "segments"_a, "scale"_a)
-        .def("submit_stream", submit_stream, "owners"_a, "elements"_a, "granule"_a, "arrays"_a);
+             "segments"_a, "scale"_a, "awaited"_a)
+        .def("submit_stream", submit_stream, "owners"_a, "elements"_a, "granule"_a, "arrays"_a,
+             "awaited"_a);
 }
 
 }  // namespace

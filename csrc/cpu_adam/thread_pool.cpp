@@ -25,6 +25,10 @@ using Clock = std::chrono::steady_clock;
 // Seconds; longer ones could overflow the clock.
 constexpr double kLongestWait = 1e6;
 
+// Chunks from which on threads are woken to help whoever waits: a system call that wakes one takes
+// him as long as a few chunks do, more where that has to interrupt another virtual CPU.
+constexpr size_t kWorthWaking = 8;
+
 void pin_to(int cpu) {
     if (cpu < 0 || cpu >= CPU_SETSIZE) return;
     cpu_set_t set;
@@ -87,7 +91,7 @@ class PoolState {
 
     bool forked() const { return getpid() != process_; }
 
-    void submit(const std::shared_ptr<Job>& job) {
+    void submit(const std::shared_ptr<Job>& job, bool awaited) {
         if (forked()) throw forked_error();
         const std::lock_guard lock(mutex_);
         if (closing_) {
@@ -102,7 +106,12 @@ class PoolState {
             std::any_of(unfinished_.begin(), unfinished_.end(),
                         [&](const auto& earlier) { return job->conflicts_with(*earlier); });
         unfinished_.push_back(job);
-        work_.notify_all();
+        if (awaited && job->chunks_ < kWorthWaking) return;
+        if (job->chunks_ == 1) {
+            work_.notify_one();
+        } else {
+            work_.notify_all();
+        }
     }
 
     bool wait(const Job& job, double seconds) {
@@ -202,7 +211,8 @@ class PoolState {
             std::find_if(unfinished_.begin(), unfinished_.end(),
                          [&](const std::shared_ptr<Job>& each) { return each.get() == &job; }));
         finished_.notify_all();
-        work_.notify_all();  // for jobs that waited for this one, and for close()
+        // For jobs that waited for this one, and for close().
+        if (closing_ || !unfinished_.empty()) work_.notify_all();
     }
 
     const pid_t process_ = getpid();
@@ -226,8 +236,8 @@ ThreadPool::ThreadPool(const std::vector<int>& cpus)
 
 ThreadPool::~ThreadPool() { close(); }
 
-Ticket ThreadPool::submit(std::shared_ptr<Job> job) {
-    state_->submit(job);
+Ticket ThreadPool::submit(std::shared_ptr<Job> job, bool awaited) {
+    state_->submit(job, awaited);
     return {state_, std::move(job)};
 }
 

@@ -71,8 +71,9 @@ class ThreadPool {
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // Throws ConfigError if the pool is closed, or belongs to the parent of this process.
-    Ticket submit(std::shared_ptr<Job> job);
+    // awaited: the caller waits at once, and does a small job by himself: no thread is woken for
+    // it. Throws ConfigError if the pool is closed, or belongs to the parent of this process.
+    Ticket submit(std::shared_ptr<Job> job, bool awaited = false);
     // Finishes what is queued, then ends the threads. Harmless when repeated.
     void close();
     bool closed() const;

@@ -138,15 +138,7 @@ class ThreadPool:
         that overlap, segments outside the arrays or overlapping, hyper-parameters out of range, and a
         closed pool.
         """
-        if isinstance(work, Update):
-            return self._submit_update(work)
-        if isinstance(work, Gradient):
-            return self._submit_gradient(work)
-        if isinstance(work, Stream):
-            return self._submit_stream(work)
-        raise ConfigError(
-            f"A pool cannot run a {type(work).__name__}.", "Submit an Update, a Gradient or a Stream."
-        )
+        return self._submit(work, awaited=False)
 
     @overload
     def run(self, work: Update) -> UpdateResult: ...
@@ -155,8 +147,8 @@ class ThreadPool:
     @overload
     def run(self, work: Stream) -> None: ...
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
-        """`submit` and `result` in one."""
-        return self.submit(work).result()
+        """`submit` and `result` in one: small work is done by the caller alone, and no thread is woken."""
+        return self._submit(work, awaited=True).result()
 
     def close(self) -> None:
         """Finishes what is queued and ends the threads. Harmless when repeated."""
@@ -168,7 +160,21 @@ class ThreadPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit_update(self, work: Update) -> Ticket[UpdateResult]:
+    def _submit(
+        self, work: Update | Gradient | Stream, *, awaited: bool
+    ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
+        """awaited: the caller waits at once."""
+        if isinstance(work, Update):
+            return self._submit_update(work, awaited)
+        if isinstance(work, Gradient):
+            return self._submit_gradient(work, awaited)
+        if isinstance(work, Stream):
+            return self._submit_stream(work, awaited)
+        raise ConfigError(
+            f"A pool cannot run a {type(work).__name__}.", "Submit an Update, a Gradient or a Stream."
+        )
+
+    def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
         page = Page()
         parameter = torch.float32 if work.remainder is None else torch.bfloat16
         if work.remainder is not None and work.copy is not None:
@@ -200,10 +206,11 @@ class ThreadPool:
             scale=work.scale,
             elements=page.elements,
             owners=page.owners,
+            awaited=awaited,
         )
         return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)
 
-    def _submit_gradient(self, work: Gradient) -> Ticket[GradientResult]:
+    def _submit_gradient(self, work: Gradient, awaited: bool) -> Ticket[GradientResult]:
         page = Page()
         if work.store and work.accumulated is None:
             raise ConfigError("A gradient pass was told to store, but not where.", "Give `accumulated`.")
@@ -221,10 +228,11 @@ class ThreadPool:
             scale=work.scale,
             elements=page.elements,
             owners=page.owners,
+            awaited=awaited,
         )
         return Ticket(native, lambda: GradientResult(tuple(native.block_sums())), self._native)
 
-    def _submit_stream(self, work: Stream) -> Ticket[None]:
+    def _submit_stream(self, work: Stream, awaited: bool) -> Ticket[None]:
         page = Page()
         groups = (
             (work.read, _cpu_adam.Access.READ),
@@ -239,7 +247,11 @@ class ThreadPool:
         if work.granule < 1:
             raise ConfigError(f"granule is {work.granule} elements.", "Give at least 1.")
         native = self._native.submit_stream(
-            owners=page.owners, elements=page.elements, granule=work.granule, arrays=arrays
+            owners=page.owners,
+            elements=page.elements,
+            granule=work.granule,
+            arrays=arrays,
+            awaited=awaited,
         )
         return Ticket(native, lambda: None, self._native)
 
