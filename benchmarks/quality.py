@@ -37,8 +37,8 @@ from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
 from infinity.masters import split
 from infinity.moments import DTYPES
-from infinity.offload import carry_out
 from infinity.tiers import Tier
+from infinity.wiring import carry_out
 
 CLIP = 1.0
 NVME = "2GiB"

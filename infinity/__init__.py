@@ -18,9 +18,8 @@ from infinity.errors import (
     StorageFull,
     UnsupportedOptimizer,
 )
-from infinity.offload import offload
+from infinity.offload import offload, plan
 from infinity.plan import Plan
-from infinity.planning import plan
 from infinity.runtime import Runtime
 from infinity.telemetry import Stats
 

@@ -1,9 +1,9 @@
-"""What one step of a model allocates and computes, from a run on tensors without data."""
+"""What one step of a model allocates, computes and saves, from a run on tensors without data."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,10 @@ class StepEstimate:
     A parameter's gradient counts until it is complete: then it goes to its page."""
     operations: Operations
     """All operations on tensors, views included."""
+    uses: int = 0
+    """Operations of the forward that take a parameter."""
+    saved: int = 0
+    """Tensors that the forward leaves to backward, parameters and views of them included."""
 
 
 def estimate_step(
@@ -54,20 +58,22 @@ def estimate_step(
     """
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    watch = _Watch()
     with mode, torch.random.fork_rng(devices=[]):
         state = dict(_fake_state(model, precision, device))
+        watch = _Watch(state.values())
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda each: _fake_input(each, precision, device), (args, kwargs)
         )
         try:
             with torch.set_grad_enabled(train), watch:
-                output = functional_call(model, state, args, kwargs)
+                with torch.autograd.graph.saved_tensors_hooks(watch.save, _as_it_is):
+                    output = functional_call(model, state, args, kwargs)
+                uses = watch.uses
                 if train:
                     _backward(output)
         except _UNKNOWABLE:
             return None
-    return StepEstimate(activations=watch.peak, operations=watch.operations)
+    return StepEstimate(activations=watch.peak, operations=watch.operations, uses=uses, saved=watch.saved)
 
 
 def _fake_state(
@@ -110,16 +116,34 @@ def _backward(output: Any) -> None:
 class _Watch(TorchDispatchMode):
     """Operations, and bytes of the storages that they made and that still live: now, and at the most."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.operations = Operations()
+        self.uses = 0
+        """Of `parameters`, by operations."""
+        self.saved = 0
+        self._parameters = {id(each) for each in parameters}
         self._seen = WeakIdKeyDictionary()
+        self._saving = False
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What autograd keeps of a tensor that it saves: one without its graph, which would keep itself."""
+        self.saved += 1
+        self._saving = True
+        try:
+            return tensor.detach()
+        finally:
+            self._saving = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._saving:  # no operation of the model's
+            return func(*args, **(kwargs or {}))
         for storage in _storages((args, kwargs)):
             self._seen[storage] = None  # not made here, or counted before
+        if func.namespace != "prim":
+            self.uses += any(id(leaf) in self._parameters for leaf in pytree.tree_leaves((args, kwargs)))
         result = func(*args, **(kwargs or {}))
         self.operations.record(func, args, kwargs or {}, result)
         for storage in _storages(result):
@@ -132,6 +156,10 @@ class _Watch(TorchDispatchMode):
     def _grow(self, nbytes: int) -> None:
         self.now += nbytes
         self.peak = max(self.peak, self.now)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

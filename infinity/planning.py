@@ -1,9 +1,9 @@
-"""Making a plan: before a byte is moved, and before what cannot fit is tried. Pure but for `plan` itself."""
+"""Making a plan: before a byte is moved, and before what cannot fit is tried. Pure."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,10 @@ import torch
 from torch import nn
 
 from infinity import machine, twin_flow
-from infinity.bandwidths import measure_bandwidths
 from infinity.config import Budget, Precision, round_up
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
-from infinity.estimate import estimate_step
 from infinity.layout import build
-from infinity.operators import Roofline, seconds_of
 from infinity.placement import Kind, Placement, Room, Search, line_of
 from infinity.plan import Plan
 from infinity.predict import Bandwidths, UpdateTime
@@ -25,7 +22,6 @@ from infinity.reserve import Reserve
 from infinity.rules import Rule
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-from infinity.tiers.tier import usable_device
 from infinity.units import Survey, survey
 from infinity.workspace import MOST_ELEMENTS, workspace_bytes
 
@@ -201,58 +197,6 @@ def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
     return one.seconds <= unforeseen * other.seconds
 
 
-def plan(
-    model_or_config: Any,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    budget: Budget | None = None,
-    precision: Precision | None = None,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
-    device: torch.device | str | None = None,
-    update: str = "auto",
-    accumulation: int | None = None,
-) -> Plan:
-    """What `offload` would do with the same arguments, without moving a byte.
-
-    model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
-    for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
-    knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
-    most), and bandwidths are probed and kept in the cache directory (2 s; those of a disk soon expire).
-    device: default "cuda" where there is one, else "cpu". update, accumulation: as of `offload`.
-
-    Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
-    for a directory that cannot be probed.
-    """
-    budget, precision = check_kinds(budget, precision)
-    chosen = _update_time(update, accumulation, precision)
-    target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = as_model(model_or_config)
-    rule = None if optimizer is None else Rule.of(optimizer, precision.states)
-    draft = functools.partial(
-        make_plan,
-        model,
-        rule,
-        budget=budget,
-        precision=precision,
-        device=target,
-        available=Available.now(target),
-        update=chosen,
-        accumulation=accumulation,
-    )
-    if example_inputs is None:
-        return draft()
-    estimate = estimate_step(
-        model, example_inputs, precision=precision, device=target, train=rule is not None
-    )
-    if estimate is None:
-        return draft()
-    draft(activations=estimate.activations)  # what cannot fit fails before anything is measured
-    speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
-    roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
-    compute = seconds_of(estimate.operations, roofline, target)
-    return draft(activations=estimate.activations, compute=compute, speeds=speeds)
-
-
 def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:
     """The two with their defaults. Raises ConfigError for values of another kind."""
     if not isinstance(budget, Budget | None):
@@ -264,7 +208,7 @@ def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bud
     return budget or Budget(), precision or Precision()
 
 
-def _update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
+def update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
     """Raises ConfigError for what is not known, or cannot be together."""
     if update not in ("auto", "lazy", "eager", "sync"):
         raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')

@@ -13,9 +13,10 @@ from infinity import bandwidths
 from infinity.bandwidths import cache_path, measure_bandwidths
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
+from infinity.offload import plan
 from infinity.placement import Kind, evenly_apart
 from infinity.plan import Plan
-from infinity.planning import Available, make_plan, plan
+from infinity.planning import Available, make_plan
 from infinity.predict import Bandwidths, Phase
 from infinity.rules import Rule
 from infinity.tiers import Tier
@@ -239,7 +240,7 @@ def unevenness(sizes: list[int]) -> float:
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 50), min_size=1, max_size=5))
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_units_before_any_cut_lie_evenly_apart(blocks: int, block: list[int]) -> None:
     assert unevenness(block * blocks) <= 1 + math.log2(len(block) * blocks + 1) / 2
 

@@ -18,12 +18,12 @@ from torch import nn
 
 import infinity
 from infinity.aio import Faults
-from infinity.offload import carry_out
 from infinity.placement import Kind
 from infinity.read_ahead import BeforeGradients, StatesAhead
 from infinity.store import injected
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
+from infinity.wiring import carry_out
 
 GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
 

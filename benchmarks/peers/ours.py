@@ -12,9 +12,9 @@ import torch
 import infinity
 from infinity import machine
 from infinity.estimate import estimate_step
-from infinity.offload import carry_out
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
+from infinity.wiring import carry_out
 from peers.budgets import all_on_nvme, host_budget
 from peers.task import BETAS, WEIGHT_DECAY, Task
 

@@ -19,8 +19,8 @@ from infinity.lm.presets import PRESETS
 from infinity.lm.subject import Subject, subject
 from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
+from infinity.offload import plan
 from infinity.plan import Plan
-from infinity.planning import plan
 from infinity.settings import open_engine
 from infinity.shortage import format_count
 from infinity.tiers.tier import usable_device

@@ -24,9 +24,9 @@ from infinity.config import format_size
 from infinity.errors import storage_error
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
-from infinity.offload import carry_out
 from infinity.publish import check_destination
 from infinity.timeline import Timeline
+from infinity.wiring import carry_out
 
 _HELD_OUT_SECONDS = 10.0
 _SAMPLE_SECONDS = 10.0

@@ -1,0 +1,258 @@
+"""Building a runtime by a plan: opens its tiers, fills its pages, and wires the floors together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from infinity import cpu_adam, machine
+from infinity.config import Budget
+from infinity.gradient_page import GradientPage
+from infinity.gradients import Gradients
+from infinity.heap import HeapGuard
+from infinity.materialize import materialize
+from infinity.memory_order import in_memory_order
+from infinity.optimizer import PagedOptimizer, adopt, retire
+from infinity.page import ParameterPage
+from infinity.paging import Paging
+from infinity.parameter import Place
+from infinity.parameter import adopt as adopt_parameter
+from infinity.parts import Parts
+from infinity.placement import Kind
+from infinity.plan import Plan
+from infinity.prefetch.engine import Engine
+from infinity.prefetch.trace import Trace
+from infinity.read_ahead import AfterGradients, BeforeGradients, ReadAhead
+from infinity.runtime import Runtime
+from infinity.scaling import LossScale
+from infinity.standin import StandIns
+from infinity.states import StatePage, States
+from infinity.store import Home, Store
+from infinity.telemetry import Meter
+from infinity.tiers import Tier
+from infinity.update import Updater
+from infinity.weights import load, open_weights
+
+_GUARD_MARGIN = 8 << 20
+"""Bytes, at the most, by which holes in the heap are given back before the plan's are reached."""
+
+
+def carry_out(
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: Budget,
+    weights: str | os.PathLike[str] | None = None,
+) -> Runtime:
+    """`offload` by a plan that was made, and perhaps shown, before: of this model, optimizer and budget."""
+    heap = _guard(plan)
+    with ExitStack() as cleanup:
+        meter = Meter()
+        store = Store(plan, budget, meter)
+        cleanup.callback(store.close)
+        builder = _Builder(model, plan, store)
+        builder.fill(weights, heap)
+        if optimizer is not None:
+            adopt(optimizer, builder.write_state, builder.dtype_in_page)
+        threads = cleanup.enter_context(cpu_adam.ThreadPool())
+        runtime = builder.wire(meter, threads, heap)
+        cleanup.pop_all()
+    if optimizer is not None:
+        _take_over(optimizer, runtime)
+    return runtime
+
+
+class _Builder:
+    """What is needed only while a runtime comes to be."""
+
+    def __init__(self, model: nn.Module, plan: Plan, store: Store) -> None:
+        self.model = model
+        self.plan = plan
+        self.store = store
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters = [[named[each.names[0]] for each in unit.parameters] for unit in plan.layout.units]
+        self.places = {
+            id(parameter): (unit, index)
+            for unit, parameters in enumerate(self.parameters)
+            for index, parameter in enumerate(parameters)
+        }
+        self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
+        self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
+
+    def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
+        """Write every parameter page, and the masters beside it. heap: looked after meanwhile."""
+        states = self.states
+
+        def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
+            unit, index = self.places[id(parameter)]
+            layout = self.plan.layout.units[unit].parameters[index]
+            flat = in_memory_order(values.detach(), layout.stride).cpu()
+            encoded = states.encode(unit, index, flat) if states is not None else flat.to(layout.dtype)
+            self.store.patch(self.homes[unit], self.plan.layout.units[unit].start(index), encoded)
+            heap.allocated(values.nbytes)
+
+        if weights is not None:
+            load(self.model, open_weights(weights), put, self.plan.device)
+            return
+        if any(each.is_meta for each in (*self.model.parameters(), *self.model.buffers())):
+            materialize(self.model, self.plan.device, put)
+        for parameters in self.parameters:
+            for parameter in parameters:
+                if not parameter.is_meta:
+                    put(parameter, parameter)
+
+    def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        """See optimizer.UpdateBackend. For a parameter that is still a plain one, once its page is filled."""
+        assert self.states is not None
+        unit, index = self.places[id(parameter)]
+        layout = self.plan.layout.units[unit]
+        self.states.write(unit, index, state)
+        if "master" in state:
+            nbytes = layout.parameters[index].numel * layout.parameters[index].dtype.itemsize
+            values = self.store.fetch(self.homes[unit], layout.start(index), nbytes)
+            self.states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
+
+    def dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
+        """Of a parameter that is still a plain one."""
+        unit, index = self.places[id(parameter)]
+        return self.plan.layout.units[unit].parameters[index].dtype
+
+    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
+        """Convert the parameters and put everything together. Cannot fail for lack of anything."""
+        plan, store, states = self.plan, self.store, self.states
+        addresses: dict[int, ParameterPage] = {}
+        pages = self._converted(addresses)
+        self._move_buffers()
+        engine = Engine(pages, store, Trace(), meter)
+        store.reclaimers.append(engine.free_a_slot)
+        paging = Paging(pages, addresses, engine, store, heap)
+        for page in pages:
+            for index, parameter in enumerate(page.parameters):
+                adopt_parameter(parameter, Place(paging, page, index))
+        scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
+        gradients, updater, ahead = None, None, None
+        if states is not None:
+            gradients = Gradients(self._gradient_pages(), store, threads, scale)
+            ahead = _read_ahead(pages, gradients, states, store)
+            updater = Updater(
+                pages,
+                gradients,
+                states,
+                store,
+                threads=threads,
+                incoming=engine.incoming,
+                ahead=ahead,
+                lazy=plan.update != "sync",
+            )
+            engine.updates = updater
+            store.reclaimers.append(updater.free_a_slot)
+            if ahead is not None:
+                store.reclaimers.append(ahead.free_a_slot)  # costs a second read
+            store.reclaimers.append(gradients.free_a_slot)  # costs a write
+        parts = Parts(
+            model=self.model,
+            plan=plan,
+            store=store,
+            meter=meter,
+            threads=threads,
+            scale=scale,
+            pages=pages,
+            engine=engine,
+            paging=paging,
+            gradients=gradients,
+            states=states,
+            ahead=ahead,
+            updater=updater,
+        )
+        return Runtime(parts)
+
+    def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
+        """The parameter pages; those at home where the model computes are there from now on."""
+        stand_ins = StandIns(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
+        pages = [
+            ParameterPage(
+                unit,
+                layout,
+                self.homes[unit],
+                parameters=self.parameters[unit],
+                stand_ins=[stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
+                addresses=addresses,
+            )
+            for unit, layout in enumerate(self.plan.layout.units)
+        ]
+        for page in pages:
+            page.convert()
+            memory = page.home.memory
+            if memory is not None and (self.plan.unified or page.home.tier is Tier.DEVICE):
+                page.arrive()
+                page.land(memory)
+        return pages
+
+    def _state_pages(self) -> dict[int, StatePage]:
+        return {
+            unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
+            for unit, layout in enumerate(self.plan.layout.units)
+        }
+
+    def _gradient_pages(self) -> dict[int, GradientPage]:
+        return {
+            unit: GradientPage(unit, layout, self._home(unit, Kind.GRADIENT), self.plan)
+            for unit, layout in enumerate(self.plan.layout.units)
+        }
+
+    def _home(self, unit: int, kind: Kind) -> Home:
+        tier = self.plan.homes[unit][kind]
+        if tier is None:
+            return Home.of_nothing()
+        home = self.store.home(tier, self.plan.page_bytes(unit, kind))
+        home.computed = unit in self.plan.updated_on_device
+        return home
+
+    def _move_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.plan.device:
+                    module._buffers[name] = buffer.to(self.plan.device)
+
+
+def _read_ahead(
+    pages: list[ParameterPage], gradients: Gradients, states: States, store: Store
+) -> ReadAhead | None:
+    """What suits the plan's updates; None where nobody knows which backward is a step's last."""
+    when, accumulation = store.plan.update, store.plan.accumulation
+    if accumulation is None or when == "sync":
+        return None
+    if when == "lazy":
+        after = AfterGradients(pages, gradients, states, store, accumulation=accumulation)
+        gradients.added = after.look
+        return after
+    before = BeforeGradients(pages, gradients, states, store, accumulation=accumulation)
+    gradients.claim = before.claim
+    return before
+
+
+def _guard(plan: Plan) -> HeapGuard:
+    """With a limit where activations are in RAM, and it is known how large they are: a little below what the
+    plan has, since memory grows between two looks at it."""
+    if plan.device.type != "cpu" or plan.activations is None:
+        return HeapGuard(None)
+    margin = min(_GUARD_MARGIN, plan.ram_bytes // 20)
+    return HeapGuard(machine.process_memory().resident + plan.ram_bytes - margin)
+
+
+def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+    rule = runtime.plan.rule
+    assert rule is not None
+    groups = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            place = parameter._place
+            groups[place.page.index, place.index] = number
+    assert runtime.backend is not None
+    runtime.backend.attach(PagedOptimizer(optimizer, rule, runtime.backend), groups)
+    retire(optimizer)
