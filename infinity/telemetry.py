@@ -17,7 +17,7 @@ from typing import Protocol
 
 from infinity.config import format_size
 from infinity.errors import ConfigError
-from infinity.tiers.link import Transfer
+from infinity.tiers.link import Timing, Transfer
 
 
 class Edge(Enum):
@@ -230,13 +230,6 @@ class _Tally:
         return Stats(**sums, step_seconds=step_seconds, loss_scale=loss_scale, last_step=last_step)
 
 
-class Job(Protocol):
-    """An update under way on threads of its own."""
-
-    def done(self) -> bool:
-        """Whether it is over. Never blocks."""
-
-
 class Recorder(Protocol):
     """Is told of everything when it happens. Times are nanoseconds of time.perf_counter_ns()."""
 
@@ -249,7 +242,7 @@ class Recorder(Protocol):
     def entered(self, phase: Phase) -> None:
         """The training thread is in this phase from now on."""
 
-    def submitted(self, job: Job, parameters: int) -> None:
+    def submitted(self, job: Timing, parameters: int) -> None:
         """The update of so many parameters was handed to its threads."""
 
     def stepped(self, number: int, step: Stats) -> None:
@@ -355,7 +348,7 @@ class Meter:
         if (recorder := self._recorder) is not None:
             recorder.waited("update", None, *_until_now(seconds))
 
-    def submitted(self, job: Job, parameters: int) -> None:
+    def submitted(self, job: Timing, parameters: int) -> None:
         """The update of so many parameters was handed to its threads. Counts nothing; timelines show it."""
         if (recorder := self._recorder) is not None:
             recorder.submitted(job, parameters)

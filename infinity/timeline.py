@@ -5,8 +5,7 @@ Rows, from the top:
 - step: each step, with its figures; an instant at its end
 - compute: the training thread, where it neither waits nor is at an update, named by the phase it is in
 - waits: the training thread, where it does not compute: for an edge (and why), or for an update
-- update: each chunk's, with its parameters. Threads of its own work on it, one chunk after the other: it
-  begins when it was handed over or the one before was seen to be over, and ends when it was itself
+- update: each chunk's, with its parameters, from when a thread of the pool (or who waits) began it to its end
 - every edge: each transfer from when it was asked for to when its last byte landed, with its bytes
 
 compute and waits are the host's: on CUDA they are the time of queuing kernels, not of running them.
@@ -31,7 +30,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from infinity.errors import StorageError
-from infinity.telemetry import Edge, Job, Phase, Stats, Wait
+from infinity.telemetry import Edge, Phase, Stats, Wait
 from infinity.tiers.link import Timing, Transfer
 from infinity.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
 
@@ -56,7 +55,7 @@ class _Updating(NamedTuple):
 
     handed_over: int
     parameters: int
-    job: Job
+    job: Timing
 
 
 class _Boundary(NamedTuple):
@@ -96,8 +95,6 @@ class Timeline:
         """Those that have a name."""
         self._moving: dict[Edge, deque[_Moving]] = {edge: deque() for edge in Edge}
         self._updates: deque[_Updating] = deque()
-        self._update_seen = 0
-        """When the last update was seen to be over."""
         self._noted = 0
         """Events since the file was written to."""
 
@@ -147,7 +144,7 @@ class Timeline:
                 return
             now = time.perf_counter_ns()
             self._moving[edge].append(_Moving(now, nbytes, timing))
-            self._look(now)
+            self._note()
 
     def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
         with self._lock:
@@ -158,14 +155,14 @@ class Timeline:
             self._compute_until(start)
             self._span("waits", name, start, end, {} if wait is None else {"for": wait.value})
             self._mark = end
-            self._look(end)
+            self._note()
 
-    def submitted(self, job: Job, parameters: int) -> None:
+    def submitted(self, job: Timing, parameters: int) -> None:
         with self._lock:
             if self._phase is None:
                 return
             now = time.perf_counter_ns()
-            self._look(now)
+            self._note()
             self._updates.append(_Updating(now, parameters, job))
 
     def stepped(self, number: int, step: Stats) -> None:
@@ -174,7 +171,7 @@ class Timeline:
                 return
             now = time.perf_counter_ns()
             self._compute_until(now)
-            self._look(now)
+            self._note()
             self._finish_boundary()
             self._write()
             self._boundary = _Boundary(f"step {number}", self._step_began, now, _figures(step))
@@ -187,15 +184,15 @@ class Timeline:
             now = time.perf_counter_ns()
             self._compute_until(now)
             self._phase = None
-            self._look(now)
+            self._note()
             self._finish_boundary()
             self._take_landed()
             for edge, moving in self._moving.items():
                 for asked, nbytes, _ in moving:
                     self._span(edge.value, "moves", asked, now, {"bytes": nbytes, "unfinished": True})
                 moving.clear()
-            for update in self._updates:
-                self._updated(update, now, {"unfinished": True})
+            for asked, parameters, _ in self._updates:
+                self._span("update", "chunk", asked, now, {"parameters": parameters, "unfinished": True})
             self._updates.clear()
             self._write()
 
@@ -209,21 +206,16 @@ class Timeline:
             self._span("compute", self._phase.value, self._mark, now, {})
             self._mark = now
 
-    def _look(self, now: int) -> None:
-        """See which updates are over, and write when there is much to write."""
-        while self._updates and self._updates[0].job.done():
-            self._updated(self._updates.popleft(), now, {})
+    def _note(self) -> None:
+        """Something more happened: write when that is much."""
         self._noted += 1
         if self._noted >= _BUFFERED:
             self._write()
 
-    def _updated(self, update: _Updating, now: int, more: Args) -> None:
-        start = max(update.handed_over, self._update_seen)
-        self._span("update", "chunk", start, now, {"parameters": update.parameters, **more})
-        self._update_seen = now
-
     def _take_landed(self) -> None:
-        """Transfers in the order in which they were asked for, up to the first that is under way."""
+        """Transfers and updates in the order in which they were asked for, up to the first under way."""
+        while self._updates and (times := self._updates[0].job.times()) is not None:
+            self._span("update", "chunk", *times, {"parameters": self._updates.popleft().parameters})
         for edge, moving in self._moving.items():
             while moving:
                 asked, nbytes, timing = moving[0]

@@ -297,25 +297,22 @@ def test_transfers_end_when_they_landed(clock: Clock, tmp_path: Path) -> None:
     assert simple(rows)["host->device"] == [("moves", 2, 5, {"bytes": 7})]
 
 
-def test_updates_of_chunks_follow_one_another(clock: Clock, tmp_path: Path) -> None:
+def test_updates_of_chunks_lie_where_their_threads_worked(clock: Clock, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    meter, jobs = Meter(), [Slow() for _ in range(3)]
+    meter, jobs = Meter(), [Slow() for _ in range(4)]
     with Timeline(path) as lines, meter.recording(lines):
         for number, job in enumerate(jobs):
             clock.now = 10 * number
             meter.submitted(job, 100 + number)
-        clock.now = 50
-        jobs[0].found = (0, 0)
-        meter.moved(Edge.HOST_TO_NVME, 1)
-        clock.now = 80
-        jobs[1].found = (0, 0)
-        meter.updating(10e-6)
+        jobs[0].found, jobs[1].found, jobs[2].found = (5_000, 40_000), (40_000, 70_000), (60_000, 75_000)
         clock.now = 90
-    assert simple(rows_of(load(path)))["update"] == [
-        ("chunk", 0, 50, {"parameters": 100}),
-        ("chunk", 50, 80, {"parameters": 101}),
-        ("chunk", 80, 90, {"parameters": 102, "unfinished": True}),
+    rows = simple(rows_of(load(path)))
+    assert rows["update"] == [
+        ("chunk", 5, 40, {"parameters": 100}),
+        ("chunk", 40, 70, {"parameters": 101}),
     ]
+    assert rows["update 1"] == [("chunk", 60, 75, {"parameters": 102})], "beside the end of the one before"
+    assert rows["update 2"] == [("chunk", 30, 90, {"parameters": 103, "unfinished": True})]
 
 
 def test_a_long_step_is_written_as_it_goes(tmp_path: Path) -> None:
@@ -433,7 +430,8 @@ def test_a_run_is_shown_as_it_is_counted(home: str, device: str, tmp_path: Path)
     updates = [each for each in waits if each["name"] == "update"]
     assert seconds(updates) == pytest.approx(after.update_seconds - before.update_seconds, abs=1e-5)
     trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    assert sum(each["args"]["parameters"] for each in rows["update"]) == 3 * trainable
+    chunks = [each for name in rows if name.startswith("update") for each in rows[name]]
+    assert sum(each["args"]["parameters"] for each in chunks) == 3 * trainable
     assert {each["name"] for each in rows["compute"]} == {each.value for each in Phase}
     trainer = sorted((each["start"], each["end"]) for each in [*rows["compute"], *waits])
     assert all(one[1] == next_one[0] for one, next_one in itertools.pairwise(trainer)), "no gap, no overlap"

@@ -6,6 +6,7 @@ As a script it is the command line with that preset.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -16,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from infinity import cli, planning
+from infinity import cli
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
 from infinity.predict import Bandwidths
+from infinity.rehearsal import Overhead
 
 SPEEDS = Bandwidths(
     disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, link=None, flops=1e11
@@ -59,9 +61,15 @@ PLAN_KEYS = {
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add the preset "tiny", and do without measuring the machine and long samples."""
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
-    monkeypatch.setattr(planning, "seconds_of", functools.partial(planning.seconds_of, limit=0.0))
-    monkeypatch.setattr(planning, "measure_bandwidths", lambda *_: SPEEDS)
+    calls = importlib.import_module("infinity.offload")  # the name in the package is the function
+    monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
+    monkeypatch.setattr(calls, "measure_bandwidths", lambda *_: SPEEDS)
+    monkeypatch.setattr(calls, "overhead", _no_overhead)
     monkeypatch.setattr(cli.train, "_SAMPLE_TOKENS", 3)
+
+
+def _no_overhead(*, train: bool) -> Overhead:
+    return Overhead()
 
 
 class TinyJob:

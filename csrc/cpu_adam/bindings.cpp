@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
@@ -189,6 +190,11 @@ template <class J>
 nb::class_<JobTicket<J>> bind_ticket(nb::module_& m, const char* name) {
     return nb::class_<JobTicket<J>>(m, name)
         .def("done", [](const JobTicket<J>& self) { return self.ticket.done(); })
+        .def("times",
+             [](const JobTicket<J>& self) -> std::optional<std::pair<int64_t, int64_t>> {
+                 if (!self.ticket.done()) return std::nullopt;
+                 return std::pair(self.job->began_ns(), self.job->ended_ns());
+             })
         .def(
             "wait",
             [](const JobTicket<J>& self, std::optional<double> timeout) {

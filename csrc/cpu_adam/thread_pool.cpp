@@ -29,6 +29,11 @@ constexpr double kLongestWait = 1e6;
 // him as long as a few chunks do, more where that has to interrupt another virtual CPU.
 constexpr size_t kWorthWaking = 8;
 
+int64_t now_ns() {
+    using std::chrono::nanoseconds;
+    return std::chrono::duration_cast<nanoseconds>(Clock::now().time_since_epoch()).count();
+}
+
 void pin_to(int cpu) {
     if (cpu < 0 || cpu >= CPU_SETSIZE) return;
     cpu_set_t set;
@@ -99,6 +104,7 @@ class PoolState {
                               "Submit before close(), or make a new pool.");
         }
         if (job->chunks_ == 0) {
+            job->began_ns_ = job->ended_ns_ = now_ns();
             job->done_.store(true, std::memory_order_release);
             return;
         }
@@ -195,6 +201,7 @@ class PoolState {
         do {
             const size_t chunk = job->next_.fetch_add(1, std::memory_order_relaxed);
             if (chunk >= job->chunks_) break;
+            if (chunk == 0) job->began_ns_ = now_ns();
             job->run(chunk);
             ++ran;
         } while (Clock::now() < end);
@@ -206,6 +213,7 @@ class PoolState {
     }
 
     void finish(Job& job) {
+        job.ended_ns_ = now_ns();
         job.done_.store(true, std::memory_order_release);
         unfinished_.erase(
             std::find_if(unfinished_.begin(), unfinished_.end(),

@@ -30,6 +30,10 @@ class Job {
     // Everything that the job wrote is visible to a thread that has seen true.
     bool done() const { return done_.load(std::memory_order_acquire); }
 
+    // Of the monotonic clock, once the job is done: when its first chunk began and its last ended.
+    int64_t began_ns() const { return began_ns_; }
+    int64_t ended_ns() const { return ended_ns_; }
+
   private:
     friend class PoolState;
     bool conflicts_with(const Job& other) const;
@@ -40,6 +44,8 @@ class Job {
     std::atomic<size_t> next_{0};
     std::atomic<size_t> finished_{0};
     std::atomic<bool> done_{false};
+    int64_t began_ns_ = 0;  // written by who takes the first chunk, and
+    int64_t ended_ns_ = 0;  // by who has run the last one; read by those who have seen done_
     bool after_all_earlier_ = false;  // guarded by the pool's mutex
 };
 

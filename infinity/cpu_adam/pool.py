@@ -61,6 +61,10 @@ class Ticket(Generic[_R]):
     def done(self) -> bool:
         return self._native.done()
 
+    def times(self) -> tuple[int, int] | None:
+        """(began, ended), in nanoseconds of time.perf_counter_ns(); None until done."""
+        return self._native.times()
+
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks without the GIL until done (True) or for `timeout` seconds (False).
 
