@@ -125,36 +125,51 @@ inline float float_of(uint32_t bits) {
     return x;
 }
 
+constexpr int kCodeBit = 20;  // of an fp32: where a code begins
+
+// What the codes of a block are multiplied with.
+struct Scale {
+    F binade;  // of the largest magnitude: 2^kSpan units
+    F minus_unit;
+};
+
 // See [Note: int8 codes]. kSpan: binades between the unit and the block's largest magnitude.
 template <uint32_t kSpan>
 struct Compander {
     static constexpr uint32_t kLowest = kSpan + 1;  // whose unit is still a normal number
     static constexpr uint32_t kNotFinite = 255;
-    static constexpr int kShift = 20;
+    static constexpr uint32_t kBase = (127U - kSpan) << 23;             // 1 / 2^kSpan
+    static constexpr uint32_t kCodeMask = (8 * kSpan + 7) << kCodeBit;  // all bits of a code
+    static constexpr uint32_t kRandomMask = 0xFFFF0U;
+    static constexpr uint32_t kHalf = 8U - kOneBits;
+    static_assert((kBase & kCodeMask) == 0 && (kHalf & kRandomMask) == 0);
 
     // The exponent of a block whose largest magnitude has these bits. What would round up to the
-    // next binade (of x / s + 1, hence the 512) belongs to it already.
+    // next binade (of x / s + 1, hence the 512) belongs to it already. Only a NaN has a sign.
     static uint32_t exponent(uint32_t largest) {
-        const uint32_t e = (largest + (1U << kShift) + 512U) >> 23;
+        const uint32_t e = ((largest & 0x7FFFFFFFU) + (1U << kCodeBit) + 512U) >> 23;
         if (e < kLowest) return kLowest;
         return e < kNotFinite ? e : kNotFinite;
     }
-    static F unit(uint32_t e) {
-        if (e == kNotFinite) return Vec::set(float_of(kNanBits));
-        return Vec::set(float_of(((e < kLowest ? kLowest : e) - kSpan) << 23));
+    static Scale scale(uint32_t e) {
+        const uint32_t bits = e == kNotFinite ? kNanBits : (e < kLowest ? kLowest : e) << 23;
+        const F binade = Vec::set(float_of(bits));
+        return {binade, Vec::mul(binade, Vec::set(-float_of(kBase)))};
     }
-    static F inverse(uint32_t e) {
-        return Vec::set(e == kNotFinite ? 0.0F : float_of((254U - (e - kSpan)) << 23));
+    // Of the unit; anything if the block is not finite.
+    static F inverse(uint32_t e) { return Vec::set(float_of((254U - (e - kSpan)) << 23)); }
+
+    // `code` from kCodeBit on, with anything beside it. The bits of y / 2^kSpan are the code's and
+    // others that are 0 in every code, so or does for add; (y - 1) s is then one fma.
+    static INFINITY_INLINE F decode(U code, const Scale& scale) {
+        const U y = Vec::and_or(code, kCodeMask, Vec::set_u(kBase));
+        return Vec::fma(Vec::as_f(y), scale.binade, scale.minus_unit);
     }
-    static INFINITY_INLINE F decode(U code, F unit) {
-        const U y = Vec::add_u(Vec::template shl<kShift>(code), Vec::set_u(kOneBits));
-        return Vec::mul(Vec::sub(Vec::as_f(y), Vec::set(1.0F)), unit);
-    }
-    // `random`: 16 bits at bit 4, to which the half of the last one is added.
-    static INFINITY_INLINE U encode(U magnitude, F inverse, U random) {
-        const F y = Vec::fma(Vec::as_f(magnitude), inverse, Vec::set(1.0F));
-        const U rounding = Vec::add_u(random, Vec::set_u(8U - kOneBits));
-        return Vec::template shr<kShift>(Vec::add_u(Vec::as_u(y), rounding));
+    // The code from kCodeBit on. `random`: 16 bits from bit 4 on, to which the half of the last
+    // one is added.
+    static INFINITY_INLINE U encode(F magnitude, F inverse, U random) {
+        const F y = Vec::fma(magnitude, inverse, Vec::set(1.0F));
+        return Vec::add_u(Vec::as_u(y), Vec::and_or(random, kRandomMask, Vec::set_u(kHalf)));
     }
 };
 
@@ -172,38 +187,39 @@ struct MomentsInt8 {
           noise(range) {}
 
     template <class L>
-    INFINITY_INLINE F load_first(size_t i, F unit, L lanes) const {
-        const U code = Vec::load_bytes(first + i, lanes);
-        const F x = First::decode(Vec::and_u(code, Vec::set_u(0x7FU)), unit);
-        const U sign = Vec::and_u(Vec::template shl<24>(code), Vec::set_u(0x80000000U));
-        return Vec::as_f(Vec::xor_u(Vec::as_u(x), sign));
+    INFINITY_INLINE F load_first(size_t i, const Scale& scale, L lanes) const {
+        const Vec::Packed codes = Vec::load_bytes(first + i, lanes);
+        const F x = First::decode(Vec::template unpack<kCodeBit>(codes), scale);
+        return Vec::as_f(Vec::and_or(Vec::template unpack<24>(codes), kSign, Vec::as_u(x)));
     }
     template <class L>
-    INFINITY_INLINE F load_second(size_t i, F unit, L lanes) const {
-        return Second::decode(Vec::load_bytes(second + i, lanes), unit);
+    INFINITY_INLINE F load_second(size_t i, const Scale& scale, L lanes) const {
+        const Vec::Packed codes = Vec::load_bytes(second + i, lanes);
+        return Second::decode(Vec::template unpack<kCodeBit>(codes), scale);
     }
-    // Of the block that is under way: the units of its codes, the largest new magnitudes.
+    // Of the block that is under way: the scales of its codes, the largest new magnitudes.
     struct Units {
-        F first;
-        F second;
+        Scale first;
+        Scale second;
         U largest_first;
         U largest_second;
         template <class L>
         INFINITY_INLINE void see_first(F x, L lanes) {
             largest_first = Vec::max_u(largest_first, Vec::keep(magnitude(x), lanes));
         }
+        // No rule makes a second moment negative; a NaN's sign leaves it the largest.
         template <class L>
         INFINITY_INLINE void see_second(F x, L lanes) {
-            largest_second = Vec::max_u(largest_second, Vec::keep(magnitude(x), lanes));
+            largest_second = Vec::max_u(largest_second, Vec::keep(Vec::as_u(x), lanes));
         }
     };
     // i: the first element of a block.
     template <class R>
     INFINITY_INLINE Units units(size_t i) const {
-        const F zero = Vec::set(0.0F);
-        Units u{zero, zero, Vec::set_u(0), Vec::set_u(0)};
-        if constexpr (R::kFirst) u.first = First::unit(first_scale[i / kCodeBlock]);
-        if constexpr (R::kSecond) u.second = Second::unit(second_scale[i / kCodeBlock]);
+        Units u{};
+        u.largest_first = u.largest_second = Vec::set_u(0);
+        if constexpr (R::kFirst) u.first = First::scale(first_scale[i / kCodeBlock]);
+        if constexpr (R::kSecond) u.second = Second::scale(second_scale[i / kCodeBlock]);
         return u;
     }
     // n elements from i, the first of a block.
@@ -235,21 +251,19 @@ struct MomentsInt8 {
     }
     template <class L>
     INFINITY_INLINE void store_first(size_t i, F x, F inverse, U random, L lanes) const {
-        const U shifted = Vec::and_u(Vec::template shl<4>(random), Vec::set_u(0xFFFF0U));
-        const U code = First::encode(magnitude(x), inverse, shifted);
-        const U sign = Vec::and_u(Vec::template shr<24>(Vec::as_u(x)), Vec::set_u(0x80U));
-        Vec::store_bytes(first + i, Vec::or_u(code, sign), lanes);
+        const U code =
+            First::encode(Vec::as_f(magnitude(x)), inverse, Vec::template shl<4>(random));
+        const U sign = Vec::template shr<4>(Vec::as_u(x));
+        Vec::template store_bytes<kCodeBit>(first + i, Vec::and_or(sign, kSign >> 4, code), lanes);
     }
     template <class L>
     INFINITY_INLINE void store_second(size_t i, F x, F inverse, U random, L lanes) const {
-        const U shifted = Vec::and_u(Vec::template shr<12>(random), Vec::set_u(0xFFFF0U));
-        const U code = Second::encode(magnitude(x), inverse, shifted);
-        const U least = Vec::min_u(magnitude(x), Vec::set_u(1));
-        Vec::store_bytes(second + i, Vec::max_u(code, least), lanes);
+        const U code = Second::encode(x, inverse, Vec::template shr<12>(random));
+        const U shown = Vec::at_least_if(Vec::as_u(x), 1U << kCodeBit, code);
+        Vec::template store_bytes<kCodeBit>(second + i, shown, lanes);
     }
-    static INFINITY_INLINE U magnitude(F x) {
-        return Vec::and_u(Vec::as_u(x), Vec::set_u(0x7FFFFFFFU));
-    }
+    static constexpr uint32_t kSign = 0x80000000U;
+    static INFINITY_INLINE U magnitude(F x) { return Vec::and_u(Vec::as_u(x), Vec::set_u(~kSign)); }
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_codes(first, i); }
     INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_codes(second, i); }
     static INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {

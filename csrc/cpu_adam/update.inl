@@ -95,45 +95,52 @@ INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& ran
     if (i < end) part(i, end - i);
 }
 
-// The same for moments in blocks: new ones wait until all of a block are there, with its exponents.
+// A block of n elements, whose new moments wait until all are there, with its exponents. Inlined
+// with n = kCodeBlock, the loops unroll and the moments wait in registers.
+template <class R, class M, class Body>
+INFINITY_INLINE void one_block(Body& pass, const M& moments, size_t i, size_t n, bool streaming) {
+    F first[kCodeBlock / kWidth];
+    F second[kCodeBlock / kWidth];
+    typename M::Units units = moments.template units<R>(i);
+    const auto element = [&](size_t k, auto lanes) __attribute__((always_inline)) {
+        F m = Vec::set(0.0F);
+        F v = Vec::set(0.0F);
+        if constexpr (R::kFirst) m = moments.load_first(i + k, units.first, lanes);
+        if constexpr (R::kSecond) v = moments.load_second(i + k, units.second, lanes);
+        const F p = pass.step(i + k, m, v, lanes);
+        if constexpr (R::kFirst) units.see_first(first[k / kWidth] = m, lanes);
+        if constexpr (R::kSecond) units.see_second(second[k / kWidth] = v, lanes);
+        return p;
+    };
+    size_t k = 0;
+    for (; k + kWidth <= n; k += kWidth) {
+        const F p = element(k, Full{});
+        if (streaming) {
+            pass.parameters.stream_copy(i + k, p);
+        } else {
+            pass.parameters.store_copy(i + k, p, Full{});
+        }
+    }
+    if (k < n) {
+        const Part lanes(n - k);
+        pass.parameters.store_copy(i + k, element(k, lanes), lanes);
+    }
+    moments.template store<R>(i, n, first, second, units);
+}
+
 template <class R, class M, class Body>
 INFINITY_INLINE void each_block(Body& pass, const M& moments, const Range& range) {
     const bool streaming =
         pass.parameters.until_aligned(range.begin) == 0;  // and blocks keep it so
     const size_t end = range.begin + range.count;
-    for (size_t i = range.begin; i < end; i += kCodeBlock) {
+    size_t i = range.begin;
+    for (; i + kCodeBlock <= end; i += kCodeBlock) {
         for (size_t k = 0; k < kCodeBlock; k += kGroup) pass.prefetch(i + k);
         if constexpr (R::kFirst) moments.prefetch_first(i);
         if constexpr (R::kSecond) moments.prefetch_second(i);
-        F first[kCodeBlock / kWidth];
-        F second[kCodeBlock / kWidth];
-        typename M::Units units = moments.template units<R>(i);
-        const auto element = [&](size_t k, auto lanes) __attribute__((always_inline)) {
-            F m = Vec::set(0.0F);
-            F v = Vec::set(0.0F);
-            if constexpr (R::kFirst) m = moments.load_first(i + k, units.first, lanes);
-            if constexpr (R::kSecond) v = moments.load_second(i + k, units.second, lanes);
-            const F p = pass.step(i + k, m, v, lanes);
-            if constexpr (R::kFirst) units.see_first(first[k / kWidth] = m, lanes);
-            if constexpr (R::kSecond) units.see_second(second[k / kWidth] = v, lanes);
-            return p;
-        };
-        const size_t n = end - i < kCodeBlock ? end - i : kCodeBlock;
-        size_t k = 0;
-        for (; k + kWidth <= n; k += kWidth) {
-            const F p = element(k, Full{});
-            if (streaming) {
-                pass.parameters.stream_copy(i + k, p);
-            } else {
-                pass.parameters.store_copy(i + k, p, Full{});
-            }
-        }
-        if (k < n) {
-            const Part lanes(n - k);
-            pass.parameters.store_copy(i + k, element(k, lanes), lanes);
-        }
-        moments.template store<R>(i, n, first, second, units);
+        one_block<R>(pass, moments, i, kCodeBlock, streaming);
     }
+    if (i < end) one_block<R>(pass, moments, i, end - i, streaming);
 }
 
 template <class R, Dtype D, ParameterFormat P, class M>

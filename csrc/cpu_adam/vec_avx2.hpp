@@ -132,10 +132,20 @@ struct Vec {
         return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)};
     }
     static U and_u(U x, U y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
-    static U or_u(U x, U y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
     static U xor_u(U x, U y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
-    static U min_u(U x, U y) { return {_mm256_min_epu32(x.a, y.a), _mm256_min_epu32(x.b, y.b)}; }
     static U max_u(U x, U y) { return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)}; }
+    // (x and mask) or y.
+    static U and_or(U x, uint32_t mask, U y) {
+        x = and_u(x, set_u(mask));
+        return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+    }
+    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    static U at_least_if(U test, uint32_t bound, U x) {
+        const __m256i zero = _mm256_setzero_si256();
+        const U b = set_u(bound);
+        return max_u(x, {_mm256_andnot_si256(_mm256_cmpeq_epi32(test.a, zero), b.a),
+                         _mm256_andnot_si256(_mm256_cmpeq_epi32(test.b, zero), b.b)});
+    }
     template <int kBits>
     static U shl(U x) {
         return {_mm256_slli_epi32(x.a, kBits), _mm256_slli_epi32(x.b, kBits)};
@@ -161,21 +171,30 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
     }
-    static U load_bytes(const uint8_t* p, Full) {
+    // A byte for each element.
+    using Packed = U;
+    static Packed load_bytes(const uint8_t* p, Full) {
         return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
-    static U load_bytes(const uint8_t* p, Part lanes) {
+    static Packed load_bytes(const uint8_t* p, Part lanes) {
         alignas(16) uint8_t buffer[16] = {};
         for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
         return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(buffer)));
     }
-    // Each at most 255.
-    static void store_bytes(uint8_t* p, U x, Full) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+    // Each byte from bit kBit on; the other bits are anything.
+    template <int kBit>
+    static U unpack(Packed bytes) {
+        return shl<kBit>(bytes);
     }
+    // The byte of each from bit kBit on. The bits above must be zero.
+    template <int kBit>
+    static void store_bytes(uint8_t* p, U x, Full) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(shr<kBit>(x)));
+    }
+    template <int kBit>
     static void store_bytes(uint8_t* p, U x, Part lanes) {
         alignas(16) uint8_t buffer[16];
-        _mm_store_si128(reinterpret_cast<__m128i*>(buffer), narrow(x));
+        _mm_store_si128(reinterpret_cast<__m128i*>(buffer), narrow(shr<kBit>(x)));
         for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
     }
     // The high half of each.

@@ -1,4 +1,7 @@
-// Sixteen elements at a time: AVX-512 F, BW, VL and DQ.
+// Thirty-two elements at a time in two registers: AVX-512 F, BW, VL and DQ. A register of 16-bit
+// elements is taken apart into its even and its odd ones, the low and the high half of every
+// 32-bit lane: with shifts and blends, which are cheap, where putting them in a row takes
+// permutations (a pair for each load or store of fp32, the less frequent case).
 #pragma once
 
 #include <immintrin.h>
@@ -10,56 +13,88 @@ namespace infinity::cpu_adam {
 namespace {
 
 struct Vec {
-    using F = __m512;
-    using U = __m512i;  // uint32
-    static constexpr int kWidth = 16;
+    struct F {  // elements 0, 2, 4... and 1, 3, 5...
+        __m512 even;
+        __m512 odd;
+    };
+    struct U {  // uint32, likewise
+        __m512i even;
+        __m512i odd;
+    };
+    static constexpr int kWidth = 32;
     struct Full {};
     // The first `count` elements; the lanes beyond are zero.
     struct Part {
-        explicit Part(size_t count) : mask(static_cast<__mmask16>((1U << count) - 1U)) {}
-        __mmask16 mask;
+        explicit Part(size_t count)
+            : all((1U << count) - 1U),
+              even(static_cast<__mmask16>((1U << (count + 1) / 2) - 1U)),
+              odd(static_cast<__mmask16>((1U << count / 2) - 1U)) {}
+        __mmask32 all;  // as in memory
+        __mmask16 even;
+        __mmask16 odd;
     };
 
-    static F set(float x) { return _mm512_set1_ps(x); }
-    static F add(F a, F b) { return _mm512_add_ps(a, b); }
-    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-    static F div(F a, F b) { return _mm512_div_ps(a, b); }
-    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-    static F sqrt(F x) { return _mm512_sqrt_ps(x); }
-    // Smaller of a constant and x; NaN if x is (minps returns its second operand then).
-    static F at_most(F bound, F x) { return _mm512_min_ps(bound, x); }
-    static F quiet(F x) {
-        const F nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
-        return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+    static F set(float x) { return {_mm512_set1_ps(x), _mm512_set1_ps(x)}; }
+    static F add(F x, F y) { return {_mm512_add_ps(x.even, y.even), _mm512_add_ps(x.odd, y.odd)}; }
+    static F sub(F x, F y) { return {_mm512_sub_ps(x.even, y.even), _mm512_sub_ps(x.odd, y.odd)}; }
+    static F mul(F x, F y) { return {_mm512_mul_ps(x.even, y.even), _mm512_mul_ps(x.odd, y.odd)}; }
+    static F div(F x, F y) { return {_mm512_div_ps(x.even, y.even), _mm512_div_ps(x.odd, y.odd)}; }
+    static F fma(F x, F y, F z) {
+        return {_mm512_fmadd_ps(x.even, y.even, z.even), _mm512_fmadd_ps(x.odd, y.odd, z.odd)};
     }
+    static F sqrt(F x) { return {_mm512_sqrt_ps(x.even), _mm512_sqrt_ps(x.odd)}; }
+    // Smaller of a constant and x; NaN if x is (minps returns its second operand then).
+    static F at_most(F bound, F x) {
+        return {_mm512_min_ps(bound.even, x.even), _mm512_min_ps(bound.odd, x.odd)};
+    }
+    static F quiet(F x) { return {quiet_half(x.even), quiet_half(x.odd)}; }
     // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
     struct Finite {
         __m512 x = _mm512_setzero_ps();
-        void see(F y) { x = _mm512_fmadd_ps(y, _mm512_setzero_ps(), x); }
+        void see(F y) {
+            x = _mm512_fmadd_ps(y.even, _mm512_setzero_ps(), x);
+            x = _mm512_fmadd_ps(y.odd, _mm512_setzero_ps(), x);
+        }
         bool all() const { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) == 0; }
     };
 
-    static F load(const float* p, Full) { return _mm512_loadu_ps(p); }
-    static F load(const float* p, Part lanes) { return _mm512_maskz_loadu_ps(lanes.mask, p); }
+    static F load(const float* p, Full) {
+        return apart(_mm512_loadu_ps(p), _mm512_loadu_ps(p + 16));
+    }
+    static F load(const float* p, Part lanes) {
+        return apart(_mm512_maskz_loadu_ps(low_half(lanes), p),
+                     _mm512_maskz_loadu_ps(high_half(lanes), p + 16));
+    }
     template <class L>
     static F load_bf16(const uint16_t* p, L lanes) {
-        const __m512i words = _mm512_cvtepu16_epi32(load_words(p, lanes));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+        const __m512i words = load_words(p, lanes);
+        const __m512i odd = _mm512_and_si512(words, _mm512_set1_epi32(-0x10000));
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)), _mm512_castsi512_ps(odd)};
     }
     template <class L>
     static F load_f16(const uint16_t* p, L lanes) {
-        return _mm512_cvtph_ps(load_words(p, lanes));
+        const __m512i words = load_words(p, lanes);
+        return apart(_mm512_cvtph_ps(_mm512_castsi512_si256(words)),
+                     _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)));
     }
     template <class L>
     static F load_split(const uint16_t* high, const int16_t* low, L lanes) {
-        const __m512i upper = _mm512_castps_si512(load_bf16(high, lanes));
-        const __m256i words = load_words(reinterpret_cast<const uint16_t*>(low), lanes);
-        return _mm512_castsi512_ps(_mm512_add_epi32(upper, _mm512_cvtepi16_epi32(words)));
+        const __m512i lower = load_words(reinterpret_cast<const uint16_t*>(low), lanes);
+        // A negative remainder means that the high half was rounded up: take that one back.
+        const __m512i upper =
+            _mm512_add_epi16(load_words(high, lanes), _mm512_srai_epi16(lower, 15));
+        return {_mm512_castsi512_ps(low_words(lower, upper)),
+                _mm512_castsi512_ps(high_words(lower, upper))};
     }
 
-    static void store(float* p, F x, Full) { _mm512_storeu_ps(p, x); }
-    static void store(float* p, F x, Part lanes) { _mm512_mask_storeu_ps(p, lanes.mask, x); }
+    static void store(float* p, F x, Full) {
+        _mm512_storeu_ps(p, first_half(x));
+        _mm512_storeu_ps(p + 16, second_half(x));
+    }
+    static void store(float* p, F x, Part lanes) {
+        _mm512_mask_storeu_ps(p, low_half(lanes), first_half(x));
+        _mm512_mask_storeu_ps(p + 16, high_half(lanes), second_half(x));
+    }
     // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
     template <class L>
     static void store_bf16(uint16_t* p, F x, L lanes) {
@@ -71,90 +106,137 @@ struct Vec {
     }
     template <class L>
     static void store_split(uint16_t* high, int16_t* low, F x, L lanes) {
-        const __m256i lower = _mm512_cvtepi32_epi16(_mm512_castps_si512(x));  // truncates
+        const U u = as_u(x);
+        const __m512i lower = low_words(u.even, u.odd);
+        const __m512i rounded =
+            _mm512_sub_epi16(high_words(u.even, u.odd), _mm512_srai_epi16(lower, 15));
         store_words(reinterpret_cast<uint16_t*>(low), lower, lanes);
-        store_words(high, round_bf16(x), lanes);
+        store_words(high, rounded, lanes);
     }
-    // Past the caches; the address must be a multiple of the access.
-    static void stream(float* p, F x) { _mm512_stream_ps(p, x); }
-    static void stream_bf16(uint16_t* p, F x) {
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), round_bf16(x));
+    // Past the caches; the address must be a multiple of 64 bytes.
+    static void stream(float* p, F x) {
+        _mm512_stream_ps(p, first_half(x));
+        _mm512_stream_ps(p + 16, second_half(x));
     }
-    static void stream_f16(uint16_t* p, F x) {
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), round_f16(x));
-    }
+    static void stream_bf16(uint16_t* p, F x) { stream_words(p, round_bf16(x)); }
+    static void stream_f16(uint16_t* p, F x) { stream_words(p, round_f16(x)); }
     static void fence() { _mm_sfence(); }
 
-    static U set_u(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-    static U as_u(F x) { return _mm512_castps_si512(x); }
-    static F as_f(U x) { return _mm512_castsi512_ps(x); }
-    static U add_u(U a, U b) { return _mm512_add_epi32(a, b); }
-    static U mul_u(U a, U b) { return _mm512_mullo_epi32(a, b); }
-    static U and_u(U a, U b) { return _mm512_and_si512(a, b); }
-    static U or_u(U a, U b) { return _mm512_or_si512(a, b); }
-    static U xor_u(U a, U b) { return _mm512_xor_si512(a, b); }
-    static U min_u(U a, U b) { return _mm512_min_epu32(a, b); }
-    static U max_u(U a, U b) { return _mm512_max_epu32(a, b); }
+    static U set_u(uint32_t x) {
+        const __m512i all = _mm512_set1_epi32(static_cast<int>(x));
+        return {all, all};
+    }
+    static U as_u(F x) { return {_mm512_castps_si512(x.even), _mm512_castps_si512(x.odd)}; }
+    static F as_f(U x) { return {_mm512_castsi512_ps(x.even), _mm512_castsi512_ps(x.odd)}; }
+    static U add_u(U x, U y) {
+        return {_mm512_add_epi32(x.even, y.even), _mm512_add_epi32(x.odd, y.odd)};
+    }
+    static U mul_u(U x, U y) {
+        return {_mm512_mullo_epi32(x.even, y.even), _mm512_mullo_epi32(x.odd, y.odd)};
+    }
+    static U and_u(U x, U y) {
+        return {_mm512_and_si512(x.even, y.even), _mm512_and_si512(x.odd, y.odd)};
+    }
+    static U xor_u(U x, U y) {
+        return {_mm512_xor_si512(x.even, y.even), _mm512_xor_si512(x.odd, y.odd)};
+    }
+    static U max_u(U x, U y) {
+        return {_mm512_max_epu32(x.even, y.even), _mm512_max_epu32(x.odd, y.odd)};
+    }
+    // (x and mask) or y.
+    static U and_or(U x, uint32_t mask, U y) {
+        constexpr int kTable = 0xF8;  // of a | (b & c)
+        const __m512i m = _mm512_set1_epi32(static_cast<int>(mask));
+        return {_mm512_ternarylogic_epi32(y.even, x.even, m, kTable),
+                _mm512_ternarylogic_epi32(y.odd, x.odd, m, kTable)};
+    }
+    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    static U at_least_if(U test, uint32_t bound, U x) {
+        const __m512i b = _mm512_set1_epi32(static_cast<int>(bound));
+        return {
+            _mm512_mask_max_epu32(x.even, _mm512_test_epi32_mask(test.even, test.even), x.even, b),
+            _mm512_mask_max_epu32(x.odd, _mm512_test_epi32_mask(test.odd, test.odd), x.odd, b)};
+    }
     template <int kBits>
     static U shl(U x) {
-        return _mm512_slli_epi32(x, kBits);
+        return {_mm512_slli_epi32(x.even, kBits), _mm512_slli_epi32(x.odd, kBits)};
     }
     template <int kBits>
     static U shr(U x) {
-        return _mm512_srli_epi32(x, kBits);
+        return {_mm512_srli_epi32(x.even, kBits), _mm512_srli_epi32(x.odd, kBits)};
     }
-    // Lane times step.
+    // Element times step.
     static U ramp(uint32_t step) {
-        return mul_u(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                     set_u(step));
+        const __m512i even =
+            _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        return mul_u({even, _mm512_add_epi32(even, _mm512_set1_epi32(1))}, set_u(step));
     }
     // Zero beyond the lanes.
     static U keep(U x, Full) { return x; }
-    static U keep(U x, Part lanes) { return _mm512_maskz_mov_epi32(lanes.mask, x); }
+    static U keep(U x, Part lanes) {
+        return {_mm512_maskz_mov_epi32(lanes.even, x.even),
+                _mm512_maskz_mov_epi32(lanes.odd, x.odd)};
+    }
     static uint32_t largest(U x) {
+        const __m512i both = _mm512_max_epu32(x.even, x.odd);
         const __m256i half =
-            _mm256_max_epu32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+            _mm256_max_epu32(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
         __m128i most =
             _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4E));
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
     }
-    static U load_bytes(const uint8_t* p, Full) {
-        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    // A byte for each element, two of them to a lane.
+    using Packed = __m512i;
+    static Packed load_bytes(const uint8_t* p, Full) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }
-    static U load_bytes(const uint8_t* p, Part lanes) {
-        return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes.mask, p));
+    static Packed load_bytes(const uint8_t* p, Part lanes) {
+        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi8(lanes.all, p));
     }
-    // The low byte of each.
+    // Each byte from bit kBit on; the other bits are anything.
+    template <int kBit>
+    static U unpack(Packed bytes) {
+        static_assert(kBit >= 8 && kBit <= 24);
+        return {_mm512_slli_epi32(bytes, kBit), _mm512_slli_epi32(bytes, kBit - 8)};
+    }
+    // The byte of each from bit kBit on. The bits above must be zero.
+    template <int kBit>
     static void store_bytes(uint8_t* p, U x, Full) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack<kBit>(x));
     }
+    template <int kBit>
     static void store_bytes(uint8_t* p, U x, Part lanes) {
-        _mm_mask_storeu_epi8(p, lanes.mask, _mm512_cvtepi32_epi8(x));
+        _mm256_mask_storeu_epi8(p, lanes.all, pack<kBit>(x));
     }
     // The high half of each.
     template <class L>
     static void store_high(uint16_t* p, U x, L lanes) {
-        store_words(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)), lanes);
+        store_words(p, high_words(x.even, x.odd), lanes);
     }
 
     // See [Note: fixed lanes].
     struct Squares {
-        __m512d lane[kLanes / 8];
+        static_assert(kLanes == kWidth);
+        __m512d lane[4];  // of elements 0, 2... 14, of 16... 30, of 1... 15, of 17... 31
         Squares() {
             for (__m512d& each : lane) each = _mm512_setzero_pd();
         }
-        void add(F x, int position) {
-            add_half(_mm512_castps512_ps256(x), position / 8);
-            add_half(_mm512_extractf32x8_ps(x, 1), position / 8 + 1);
+        void add(F x, int) {
+            add_half(_mm512_castps512_ps256(x.even), 0);
+            add_half(_mm512_extractf32x8_ps(x.even, 1), 1);
+            add_half(_mm512_castps512_ps256(x.odd), 2);
+            add_half(_mm512_extractf32x8_ps(x.odd, 1), 3);
         }
         void add_half(__m256 half, int at) {
             const __m512d d = _mm512_cvtps_pd(half);
             lane[at] = _mm512_fmadd_pd(d, d, lane[at]);
         }
         void read(double* out) const {
-            for (size_t i = 0; i < kLanes / 8; ++i) _mm512_storeu_pd(out + 8 * i, lane[i]);
+            double apart[kLanes];
+            for (size_t i = 0; i < 4; ++i) _mm512_storeu_pd(apart + 8 * i, lane[i]);
+            for (size_t i = 0; i < kLanes; ++i) out[i] = apart[i / 2 + i % 2 * (kLanes / 2)];
         }
     };
 
@@ -179,23 +261,64 @@ struct Vec {
     };
 
   private:
-    static __m256i load_words(const uint16_t* p, Full) {
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    static constexpr __mmask32 kOddWords = 0xAAAAAAAAU;
+
+    static __mmask16 low_half(Part lanes) { return static_cast<__mmask16>(lanes.all); }
+    static __mmask16 high_half(Part lanes) { return static_cast<__mmask16>(lanes.all >> 16); }
+    // The even and the odd ones of thirty-two in a row, and back.
+    static F apart(__m512 first, __m512 second) {
+        const __m512i even =
+            _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+        return {_mm512_permutex2var_ps(first, even, second),
+                _mm512_permutex2var_ps(first, odd, second)};
     }
-    static __m256i load_words(const uint16_t* p, Part lanes) {
-        return _mm256_maskz_loadu_epi16(lanes.mask, p);
+    static __m512 first_half(F x) {
+        const __m512i at = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        return _mm512_permutex2var_ps(x.even, at, x.odd);
     }
-    static void store_words(uint16_t* p, __m256i x, Full) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+    static __m512 second_half(F x) {
+        const __m512i at =
+            _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
+        return _mm512_permutex2var_ps(x.even, at, x.odd);
     }
-    static void store_words(uint16_t* p, __m256i x, Part lanes) {
-        _mm256_mask_storeu_epi16(p, lanes.mask, x);
+    // Lanes of the low words of both, and of the high words of both. These undo each other, and
+    // turn even and odd elements to words in a row.
+    static __m512i low_words(__m512i x, __m512i y) {
+        return _mm512_mask_blend_epi16(kOddWords, x, _mm512_slli_epi32(y, 16));
     }
-    static __m256i round_bf16(F x) {
-        const __m512i up = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
-        return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+    static __m512i high_words(__m512i x, __m512i y) {
+        return _mm512_mask_blend_epi16(kOddWords, _mm512_srli_epi32(x, 16), y);
     }
-    static __m256i round_f16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+    template <int kBit>
+    static __m256i pack(U x) {
+        static_assert(kBit >= 16 && kBit <= 24);
+        return _mm512_cvtepi16_epi8(_mm512_srli_epi16(high_words(x.even, x.odd), kBit - 16));
+    }
+    static __m512 quiet_half(__m512 x) {
+        const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
+        return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+    }
+    static __m512i load_words(const uint16_t* p, Full) { return _mm512_loadu_si512(p); }
+    static __m512i load_words(const uint16_t* p, Part lanes) {
+        return _mm512_maskz_loadu_epi16(lanes.all, p);
+    }
+    static void store_words(uint16_t* p, __m512i x, Full) { _mm512_storeu_si512(p, x); }
+    static void store_words(uint16_t* p, __m512i x, Part lanes) {
+        _mm512_mask_storeu_epi16(p, lanes.all, x);
+    }
+    static void stream_words(uint16_t* p, __m512i x) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p), x);
+    }
+    static __m512i round_bf16(F x) {
+        const U up = add_u(as_u(x), set_u(0x8000U));
+        return high_words(up.even, up.odd);
+    }
+    static __m512i round_f16(F x) {
+        const __m256i first = _mm512_cvtps_ph(first_half(x), _MM_FROUND_TO_NEAREST_INT);
+        const __m256i second = _mm512_cvtps_ph(second_half(x), _MM_FROUND_TO_NEAREST_INT);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    }
 };
 
 }  // namespace

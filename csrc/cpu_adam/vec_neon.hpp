@@ -97,10 +97,16 @@ struct Vec {
     static U add_u(U a, U b) { return vaddq_u32(a, b); }
     static U mul_u(U a, U b) { return vmulq_u32(a, b); }
     static U and_u(U a, U b) { return vandq_u32(a, b); }
-    static U or_u(U a, U b) { return vorrq_u32(a, b); }
     static U xor_u(U a, U b) { return veorq_u32(a, b); }
-    static U min_u(U a, U b) { return vminq_u32(a, b); }
     static U max_u(U a, U b) { return vmaxq_u32(a, b); }
+    // (x and mask) or y.
+    static U and_or(U x, uint32_t mask, U y) {
+        return vorrq_u32(vandq_u32(x, vdupq_n_u32(mask)), y);
+    }
+    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    static U at_least_if(U test, uint32_t bound, U x) {
+        return vmaxq_u32(x, vandq_u32(vtstq_u32(test, test), vdupq_n_u32(bound)));
+    }
     template <int kBits>
     static U shl(U x) {
         return vshlq_n_u32(x, kBits);
@@ -123,23 +129,32 @@ struct Vec {
         return vandq_u32(x, inside);
     }
     static uint32_t largest(U x) { return vmaxvq_u32(x); }
-    static U load_bytes(const uint8_t* p, Full) {
+    // A byte for each element.
+    using Packed = U;
+    static Packed load_bytes(const uint8_t* p, Full) {
         uint32_t four;
         std::memcpy(&four, p, 4);
         return widen(four);
     }
-    static U load_bytes(const uint8_t* p, Part lanes) {
+    static Packed load_bytes(const uint8_t* p, Part lanes) {
         uint32_t four = 0;
         std::memcpy(&four, p, lanes.count);
         return widen(four);
     }
-    // The low byte of each.
+    // Each byte from bit kBit on; the other bits are anything.
+    template <int kBit>
+    static U unpack(Packed bytes) {
+        return vshlq_n_u32(bytes, kBit);
+    }
+    // The byte of each from bit kBit on. The bits above must be zero.
+    template <int kBit>
     static void store_bytes(uint8_t* p, U x, Full) {
-        const uint32_t four = narrow(x);
+        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
         std::memcpy(p, &four, 4);
     }
+    template <int kBit>
     static void store_bytes(uint8_t* p, U x, Part lanes) {
-        const uint32_t four = narrow(x);
+        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
         std::memcpy(p, &four, lanes.count);
     }
     // The high half of each.

@@ -107,10 +107,11 @@ struct Vec {
     static U add_u(U a, U b) { return a + b; }
     static U mul_u(U a, U b) { return a * b; }
     static U and_u(U a, U b) { return a & b; }
-    static U or_u(U a, U b) { return a | b; }
     static U xor_u(U a, U b) { return a ^ b; }
-    static U min_u(U a, U b) { return a < b ? a : b; }
     static U max_u(U a, U b) { return a < b ? b : a; }
+    static U and_or(U x, uint32_t mask, U y) { return (x & mask) | y; }
+    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    static U at_least_if(U test, uint32_t bound, U x) { return test != 0 && x < bound ? bound : x; }
     template <int kBits>
     static U shl(U x) {
         return x << kBits;
@@ -127,14 +128,21 @@ struct Vec {
         return x;
     }
     static uint32_t largest(U x) { return x; }
+    // A byte for each element.
+    using Packed = uint8_t;
     template <class L>
-    static U load_bytes(const uint8_t* p, L) {
+    static Packed load_bytes(const uint8_t* p, L) {
         return *p;
     }
-    // The low byte of each.
-    template <class L>
+    // Each byte from bit kBit on; the other bits are anything.
+    template <int kBit>
+    static U unpack(Packed bytes) {
+        return static_cast<U>(bytes) << kBit;
+    }
+    // The byte of each from bit kBit on. The bits above must be zero.
+    template <int kBit, class L>
     static void store_bytes(uint8_t* p, U x, L) {
-        *p = static_cast<uint8_t>(x);
+        *p = static_cast<uint8_t>(x >> kBit);
     }
     // The high half of each.
     template <class L>

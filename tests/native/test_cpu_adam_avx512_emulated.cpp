@@ -49,38 +49,14 @@ void masked_store(void* p, unsigned mask, const Register& all) {
     }
 }
 
+template <class Register>
+void store_all(void* p, const Register& all) {
+    std::memcpy(p, &all, sizeof(all));
+}
+
 inline __m512i widen_unsigned(__m256i x) {
     return join<__m512i>(_mm256_cvtepu16_epi32(half<__m128i>(x, 0)),
                          _mm256_cvtepu16_epi32(half<__m128i>(x, 1)));
-}
-
-inline __m512i widen_signed(__m256i x) {
-    return join<__m512i>(_mm256_cvtepi16_epi32(half<__m128i>(x, 0)),
-                         _mm256_cvtepi16_epi32(half<__m128i>(x, 1)));
-}
-
-inline __m256i truncate(__m512i x) {
-    uint32_t wide[16];
-    uint16_t narrow[16];
-    std::memcpy(wide, &x, sizeof(wide));
-    for (int i = 0; i < 16; ++i) narrow[i] = static_cast<uint16_t>(wide[i]);
-    __m256i all;
-    std::memcpy(&all, narrow, sizeof(all));
-    return all;
-}
-
-inline __m512i widen_bytes(__m128i x) {
-    return join<__m512i>(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)));
-}
-
-inline __m128i truncate_to_bytes(__m512i x) {
-    uint32_t wide[16];
-    uint8_t narrow[16];
-    std::memcpy(wide, &x, sizeof(wide));
-    for (int i = 0; i < 16; ++i) narrow[i] = static_cast<uint8_t>(wide[i]);
-    __m128i all;
-    std::memcpy(&all, narrow, sizeof(all));
-    return all;
 }
 
 inline __m512 from_halves(__m256i x) {
@@ -99,22 +75,18 @@ inline __m512d to_double(__m256 x) {
 }  // namespace emulated
 
 #define _mm512_maskz_loadu_ps(mask, p) emulated::masked_load<__m512, float>(mask, p)
-#define _mm256_maskz_loadu_epi16(mask, p) emulated::masked_load<__m256i, uint16_t>(mask, p)
+#define _mm512_maskz_loadu_epi16(mask, p) emulated::masked_load<__m512i, uint16_t>(mask, p)
 #define _mm512_mask_storeu_ps(p, mask, x) emulated::masked_store<float>(p, mask, x)
-#define _mm256_mask_storeu_epi16(p, mask, x) emulated::masked_store<uint16_t>(p, mask, x)
+#define _mm512_mask_storeu_epi16(p, mask, x) emulated::masked_store<uint16_t>(p, mask, x)
 #define _mm512_cvtepu16_epi32(x) emulated::widen_unsigned(x)
-#define _mm512_cvtepi16_epi32(x) emulated::widen_signed(x)
-#define _mm512_cvtepi32_epi16(x) emulated::truncate(x)
-#define _mm512_cvtepu8_epi32(x) emulated::widen_bytes(x)
-#define _mm512_cvtepi32_epi8(x) emulated::truncate_to_bytes(x)
-#define _mm_maskz_loadu_epi8(mask, p) emulated::masked_load<__m128i, uint8_t>(mask, p)
-#define _mm_mask_storeu_epi8(p, mask, x) emulated::masked_store<uint8_t>(p, mask, x)
+#define _mm256_maskz_loadu_epi8(mask, p) emulated::masked_load<__m256i, uint8_t>(mask, p)
+#define _mm256_mask_storeu_epi8(p, mask, x) emulated::masked_store<uint8_t>(p, mask, x)
 #define _mm512_cvtph_ps(x) emulated::from_halves(x)
 #define _mm512_cvtps_ph(x, mode) emulated::to_halves(x)
 #define _mm512_cvtps_pd(x) emulated::to_double(x)
 #define _mm512_extractf32x8_ps(x, index) emulated::half<__m256>(x, index)
-#define _mm512_stream_ps(p, x) std::memcpy(p, &(x), sizeof(x))
-#define _mm512_stream_si512(p, x) std::memcpy(p, &(x), sizeof(x))
+#define _mm512_stream_ps(p, x) emulated::store_all(p, x)
+#define _mm512_stream_si512(p, x) emulated::store_all(p, x)
 
 #define kAvx512Kernels kEmulatedAvx512Kernels
 #include "kernels_avx512.cpp"
