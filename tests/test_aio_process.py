@@ -12,7 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
-from aio_backends import BLOCK, PAGE, descriptors, each_backend, engine, make_file, memory, threads
+from aio_backends import (
+    BLOCK,
+    PAGE,
+    WITHOUT_TORCH,
+    descriptors,
+    each_backend,
+    engine,
+    make_file,
+    memory,
+    threads,
+)
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError
@@ -191,7 +201,13 @@ def test_close_from_several_threads(backend: str, tmp_path: Path) -> None:
 
 def run(program: str, *arguments: object, dev: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *(["-X", "dev"] if dev else []), "-c", program, *map(str, arguments)],
+        [
+            sys.executable,
+            *(["-X", "dev"] if dev else []),
+            "-c",
+            WITHOUT_TORCH + program,
+            *map(str, arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -200,11 +216,7 @@ def run(program: str, *arguments: object, dev: bool = True) -> subprocess.Comple
 
 
 PREPARE = """
-import importlib.util, mmap, os, sys, threading, time
-# A package without what its __init__ imports, which is torch: it would take 20 times as long as the rest.
-spec = importlib.util.find_spec("infinity")
-spec.loader = None
-sys.modules["infinity"] = importlib.util.module_from_spec(spec)
+import mmap, os, sys, threading, time
 from infinity import aio
 assert "torch" not in sys.modules
 path, backend = sys.argv[1:]
