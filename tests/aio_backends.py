@@ -1,4 +1,4 @@
-"""What the tests of infinity.aio share: every backend that works here, and memory at a chosen alignment."""
+"""What tests of infinity.aio share: the backends that work here, memory at a chosen alignment, programs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ each_backend = pytest.mark.parametrize(
 PAGE = 4096
 BLOCK = 16384
 """Small, so that requests of some KiB have several blocks."""
+
+WITHOUT_TORCH = """
+import importlib.util, sys
+spec = importlib.util.find_spec("infinity")
+spec.loader = None
+sys.modules["infinity"] = importlib.util.module_from_spec(spec)
+"""
+"""Begins programs that need of the package what they import, not its __init__: that takes 20 times as long as
+the rest of them."""
 
 
 def make_file(path: Path, content: bytes | int) -> Path:

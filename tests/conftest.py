@@ -1,5 +1,6 @@
 """Where tests run, and fixtures that need a file system of their own."""
 
+import gc
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer imports it, and tests would go through its objects: see below
 
 from infinity import machine, twin_flow
 
@@ -46,6 +48,17 @@ def away_from_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> Itera
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     yield
     os.chdir(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_collected() -> None:
+    """Many tests collect garbage, as a runtime does that is short of room: they look at what is new.
+
+    Torch and thousands of collected tests are a million objects, which take longer to go through than most
+    tests do otherwise. Per module, for tests import more. What is garbage by then is collected before.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

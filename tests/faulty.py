@@ -121,24 +121,34 @@ def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], 
                 check_error(error, code, directory)
                 trained.failures += 1
                 assert trained.failures < 4
-            try:
-                runtime.optimizer.zero_grad()
-            except StorageError as error:
-                check_error(error, code, directory)
-                trained.poisoned = True
+            trained.poisoned = poisoned(runtime, code, directory)
         trained.calls = {kind: count - before[kind] for kind, count in faults.calls.items()}
+        faults.clear()
+        if not trained.poisoned:
+            try:
+                model.state_dict()
+            except StorageError as error:
+                # Of a page read ahead for a step that never came; or of the last update, whose writes may end
+                # after zero_grad().
+                check_error(error, code, directory)
+                trained.failures += 1
+                trained.poisoned = poisoned(runtime, code, directory)
         if trained.poisoned:
             check_refuses(model, runtime, code, directory)
         else:
-            faults.clear()
-            try:
-                model.state_dict()
-            except StorageError as error:  # of a page that was read ahead for a step that never came
-                check_error(error, code, directory)
-                trained.failures += 1
             trained.parameters = copied(model.state_dict())
             trained.optimizer = tensors_copied(runtime.optimizer.state_dict())
     return trained
+
+
+def poisoned(runtime: Any, code: int, directory: Path) -> bool:
+    """Forget the gradients; whether the runtime refuses that, as it does once an error has ended it."""
+    try:
+        runtime.optimizer.zero_grad()
+    except StorageError as error:
+        check_error(error, code, directory)
+        return True
+    return False
 
 
 def check_error(error: StorageError, code: int, directory: Path) -> None:

@@ -17,7 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from aio_backends import BLOCK, PAGE, descriptors, each_backend, engine, filled, make_file, memory, threads
+from aio_backends import (
+    BLOCK,
+    PAGE,
+    WITHOUT_TORCH,
+    descriptors,
+    each_backend,
+    engine,
+    filled,
+    make_file,
+    memory,
+    threads,
+)
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError
@@ -534,7 +545,8 @@ def test_next_backend_where_one_is_forbidden(refused: list[str], tmp_path: Path)
     if machine not in ("x86_64", "aarch64"):
         pytest.skip("system call numbers of this machine are unknown to the test")
     numbers = {"io_uring": 425, "libaio": 206 if machine == "x86_64" else 0}
-    command = [sys.executable, "-c", REFUSE, str(tmp_path), ",".join(str(numbers[name]) for name in refused)]
+    program = WITHOUT_TORCH + REFUSE
+    command = [sys.executable, "-c", program, str(tmp_path), ",".join(str(numbers[name]) for name in refused)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if "prctl" in done.stderr:
         pytest.skip("no seccomp filters here")
@@ -564,7 +576,7 @@ with aio.Engine(backend="io_uring") as engine:
 def test_no_locked_memory_is_no_error() -> None:
     if not next(report.ok for report in aio.probe(None).backends if report.name == "io_uring"):
         pytest.skip("no io_uring here")
-    command = [sys.executable, "-c", LITTLE_MEMLOCK]
+    command = [sys.executable, "-c", WITHOUT_TORCH + LITTLE_MEMLOCK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "locked memory" in done.stdout

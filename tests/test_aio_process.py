@@ -7,14 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from aio_backends import BLOCK, PAGE, descriptors, each_backend, engine, make_file, memory, threads
+from aio_backends import (
+    BLOCK,
+    PAGE,
+    WITHOUT_TORCH,
+    descriptors,
+    each_backend,
+    engine,
+    make_file,
+    memory,
+    threads,
+)
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError
@@ -191,9 +199,15 @@ def test_close_from_several_threads(backend: str, tmp_path: Path) -> None:
     assert all(future.done() for future in futures)
 
 
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run(program: str, *arguments: object, dev: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-X", "dev", "-c", textwrap.dedent(program), *map(str, arguments)],
+        [
+            sys.executable,
+            *(["-X", "dev"] if dev else []),
+            "-c",
+            WITHOUT_TORCH + program,
+            *map(str, arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -204,6 +218,7 @@ def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 PREPARE = """
 import mmap, os, sys, threading, time
 from infinity import aio
+assert "torch" not in sys.modules
 path, backend = sys.argv[1:]
 faults = aio.Faults()
 engine = aio.Engine(os.path.dirname(path), backend=backend, block_bytes=4096, depth=8, faults=faults)
@@ -253,13 +268,10 @@ os._exit(0)
 
 
 @each_backend
-def test_interpreter_exit_without_close(backend: str, tmp_path: Path) -> None:
-    def leave(how: str) -> subprocess.CompletedProcess[str]:
-        return run(PREPARE + EXITS[how], make_file(tmp_path / how, 1 << 20), backend)
-
-    with ThreadPoolExecutor(2) as both:  # most of it is starting an interpreter
-        for how, done in zip(EXITS, both.map(leave, EXITS), strict=True):
-            assert (done.returncode, done.stderr) == (0, ""), how
+@pytest.mark.parametrize("how", EXITS)
+def test_interpreter_exit_without_close(how: str, backend: str, tmp_path: Path) -> None:
+    done = run(PREPARE + EXITS[how], make_file(tmp_path / "file", 1 << 20), backend)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 FORK = """
@@ -309,14 +321,7 @@ print("fine")
 @pytest.mark.parametrize("leave", ["_exit", "exit"])
 def test_fork(backend: str, leave: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 1 << 20)
-    program = PREPARE + f"EXIT = {leave!r}\n" + FORK
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path), backend],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(PREPARE + f"EXIT = {leave!r}\n" + FORK, path, backend, dev=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -38,8 +39,10 @@ def test_quick_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_fio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_fio(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = run("--quick", "--directory", tmp_path)
-    assert done.returncode == 2
-    assert "fio is not installed" in done.stderr
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    assert runpy.run_path(str(BENCHMARK))["main"](["--quick", "--directory", str(tmp_path)]) == 2
+    assert "fio is not installed" in capsys.readouterr().err

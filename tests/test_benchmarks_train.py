@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,6 @@ from infinity import machine
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import matrix  # noqa: E402
 import specs  # noqa: E402
 import train  # noqa: E402
 import turns  # noqa: E402
@@ -44,24 +45,62 @@ def one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture
-def broken_deepspeed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that cannot be imported, whether or not there is one."""
-    directory = tmp_path_factory.mktemp("site")
-    (directory / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), *sys.path]))
+RUNS = {
+    "in turns": [
+        "train.py",
+        *("--peer", "deepspeed:nvme", "--peer", "torch:fused"),
+        *("--ours", "host=4MiB", "--ours", "all-nvme"),
+    ],
+    "fresh": ["train.py", "--ours", "host=4KiB", "--peer", "torch:plain", "--processes", "fresh"],
+    "matrix": ["matrix.py", "--pair", "10m:half"],
+}
 
 
-@pytest.mark.usefixtures("broken_deepspeed")
-def test_contenders_in_turns_and_one_that_does_not_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    peers = ["--peer", "deepspeed:nvme", "--peer", "torch:fused"]
-    ours = ["--ours", "host=4MiB", "--ours", "all-nvme"]
-    assert train.main(arguments(tmp_path, *peers, *ours, "--json")) == 1
-    printed = capsys.readouterr()
-    assert "deepspeed:nvme ended with 1" in printed.err and "broken on purpose" in printed.err
-    report = json.loads(printed.out.splitlines()[-1])
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+    left: list[Path]
+    """In the directory that it was given."""
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """RUNS, two side by side: each starts its processes one after another, and most of a start is imports.
+
+    There is no deepspeed in them that can be imported, whether or not there is one.
+    """
+    root = tmp_path_factory.mktemp("runs")
+    (root / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
+    path = os.pathsep.join([str(root), *sys.path])
+
+    def run(name: str) -> Ran:
+        script, *more = RUNS[name]
+        directory = root / name
+        directory.mkdir()
+        done = subprocess.run(
+            [sys.executable, str(BENCHMARKS / script), *arguments(directory, *more, "--json")],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return Ran(done.returncode, done.stdout, done.stderr, list(directory.iterdir()))
+
+    with ThreadPoolExecutor(2) as both:
+        return dict(zip(RUNS, both.map(run, RUNS), strict=True))
+
+
+def test_contenders_in_turns_and_one_that_does_not_start(ran: dict[str, Ran]) -> None:
+    done = ran["in turns"]
+    assert done.code == 1
+    assert "deepspeed:nvme ended with 1" in done.err and "broken on purpose" in done.err
+    report = done.report
     contenders, names = report["contenders"], ["infinity host=4MiB", "infinity all-nvme", "torch:fused"]
     assert list(contenders) == names and set(report["failures"]) == {"deepspeed:nvme"}
     assert report["kept"] is True and report["first_peer"] == "torch:fused"
@@ -80,30 +119,30 @@ def test_contenders_in_turns_and_one_that_does_not_start(
         assert each["plan"]["predicted_s"] > 0 and each["plan"]["rss_growth"] > 0
     assert in_ram["facts"]["plan"]["homes"]["nvme"] == paged["facts"]["plan"]["homes"]["host"] == 0
     assert all(report["machine"].values())
-    assert list(tmp_path.iterdir()) == []
+    assert done.left == []
 
 
-def test_fresh_processes_and_ours_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fresh_processes_and_ours_that_fails(ran: dict[str, Ran]) -> None:
     """Each turn starts anew; the next contender trains though one could not."""
-    more = ["--ours", "host=4KiB", "--peer", "torch:plain", "--processes", "fresh", "--json"]
-    assert train.main(arguments(tmp_path, *more)) == 1
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    done = ran["fresh"]
+    assert done.code == 1
+    report = done.report
     assert set(report["contenders"]) == {"torch:plain"} and report["kept"] is False
     assert "BudgetError" in report["failures"]["infinity host=4KiB"] and report["ratios"] == {}
     losses = report["contenders"]["torch:plain"]["losses"]
     assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
-    assert list(tmp_path.iterdir()) == []
+    assert done.left == []
 
 
-def test_matrix_has_a_row_for_each_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert matrix.main(arguments(tmp_path, "--pair", "10m:half", "--json")) == 0
-    printed = capsys.readouterr().out
-    assert "| 10m | half" in printed
-    (row,) = json.loads(printed.splitlines()[-1])["rows"]
+def test_matrix_has_a_row_for_each_pair(ran: dict[str, Ran]) -> None:
+    done = ran["matrix"]
+    assert done.code == 0, done.err
+    assert "| 10m | half" in done.out
+    (row,) = done.report["rows"]
     on_disk, all_pages = row["home_bytes"]["nvme"], sum(row["home_bytes"].values())
     assert 0 < on_disk < all_pages
     assert row["predicted_over_measured"] > 0 and row["growth_over_plan"] > 0
-    assert list(tmp_path.iterdir()) == []
+    assert done.left == []
 
 
 @pytest.mark.parametrize(
@@ -227,36 +266,33 @@ class Canned:
         self._ended = True
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
-def test_an_early_end_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
-    parent = subprocess.Popen(
-        command(tmp_path, "--capacity"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def test_an_early_end_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    """Three, which start side by side; one is killed, and has no chance to remove its files."""
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    directories = {end: tmp_path / end.name for end in ends}
     deadline = time.monotonic() + 60
-    while not (children := _children(parent.pid)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert children and list(tmp_path.iterdir())
-    parent.send_signal(number)
-    assert parent.wait(60) != 0
-    assert list(tmp_path.iterdir()) == []
-    # One that had just been forked is told by the end of its stdin, and may take a while to read that.
-    while any(_running(child) for child in children) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(_running(child) for child in children)
-
-
-def test_contenders_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        command(tmp_path, "--capacity"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 60
-    while not (children := _children(parent.pid)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    parent.kill()
-    parent.wait(60)
-    while any(_running(child) for child in children) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert children and not any(_running(child) for child in children)
+    with ExitStack() as stack:
+        parents = {}
+        for end, directory in directories.items():
+            directory.mkdir()
+            parents[end] = subprocess.Popen(
+                command(directory, "--capacity"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            stack.callback(parents[end].kill)  # where the test fails first
+        children = []
+        for end, parent in parents.items():
+            while not (found := _children(parent.pid)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert found and list(directories[end].iterdir())
+            children += found
+            parent.send_signal(end)
+        for end, parent in parents.items():
+            assert parent.wait(60) != 0
+            assert end is signal.SIGKILL or list(directories[end].iterdir()) == []
+        # One that had just been forked is told by the end of its stdin, and may take a while to read that.
+        while any(_running(child) for child in children) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(_running(child) for child in children)
 
 
 def _children(parent: int) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -304,12 +303,8 @@ RANDOM = {
 
 
 def operate(examples: int) -> None:
-    gc.freeze()  # the runtime looks for views in cycles where room is short, and imports are many objects
-    try:
-        chosen = settings(max_examples=examples, stateful_step_count=20, **RANDOM)
-        run_state_machine_as_test(Twins, settings=chosen)
-    finally:
-        gc.unfreeze()
+    chosen = settings(max_examples=examples, stateful_step_count=20, **RANDOM)
+    run_state_machine_as_test(Twins, settings=chosen)
 
 
 def test_random_operations() -> None:

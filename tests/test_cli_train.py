@@ -286,23 +286,28 @@ def test_escape_sequences_in_a_sample_are_not_printed(
     assert job.train(capsys, "--steps", 1)["sample"] == sample
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing(
-    number: int, job: TinyJob, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = job.folder / "log"
-    options = [*on_disk(job, capsys), "--log", str(log), "--steps", str(ENDLESS)]
-    process = job.start(*job.arguments("train", *options))
-    with ended(process):
-        wait_for(lambda: log.exists() and log.read_text().count("\n") >= 3, process)
-        assert list(job.pages.iterdir()) != []
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert stderr == ""
-    assert list(job.pages.iterdir()) == []
-    for line in log.read_text().splitlines():
-        json.loads(line)
+def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    running = {}
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):  # side by side: a process takes seconds to start
+            folder = job.folder / number.name
+            folder.mkdir()
+            its = TinyJob(folder)
+            options = [*on_disk(its, capsys), "--log", str(folder / "log"), "--steps", str(ENDLESS)]
+            process = its.start(*its.arguments("train", *options))
+            stack.enter_context(ended(process))
+            running[number] = its, process
+        for number, (its, process) in running.items():
+            log = its.folder / "log"
+            wait_for(lambda log=log: log.exists() and log.read_text().count("\n") >= 3, process)
+            assert list(its.pages.iterdir()) != []
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 130
+            assert stderr == ""
+            assert list(its.pages.iterdir()) == []
+            for line in log.read_text().splitlines():
+                json.loads(line)
 
 
 def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
@@ -387,18 +392,22 @@ def test_stdout_in_ascii(job: TinyJob) -> None:
     assert "held-out loss" in stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("options", [[], ["--json"], ["--json", "--data", "/absent"]])
-def test_a_reader_that_leaves_causes_no_traceback(options: list[str], job: TinyJob) -> None:
-    process = job.start(*job.arguments("train", "--steps", "1", *options))
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with ended(process):
-        process.stdout.close()
-        stderr = process.stderr.read()
-        process.stderr.close()
-        assert process.wait(PATIENCE) == 1
-    assert "Traceback" not in stderr
-    assert "Broken" not in stderr
+def test_a_reader_that_leaves_causes_no_traceback(job: TinyJob) -> None:
+    processes = []
+    with contextlib.ExitStack() as stack:
+        for options in ([], ["--json"], ["--json", "--data", "/absent"]):  # side by side, as above
+            process = job.start(*job.arguments("train", "--steps", "1", *options))
+            stack.enter_context(ended(process))
+            assert process.stdout is not None
+            process.stdout.close()
+            processes.append(process)
+        for process in processes:
+            assert process.stderr is not None
+            stderr = process.stderr.read()
+            process.stderr.close()
+            assert process.wait(PATIENCE) == 1
+            assert "Traceback" not in stderr
+            assert "Broken" not in stderr
     assert list(job.pages.iterdir()) == []
 
 

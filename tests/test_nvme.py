@@ -208,15 +208,20 @@ def test_a_closed_tier_holds_no_descriptor_and_says_that_it_is_closed(tmp_path: 
 
 
 def test_a_process_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
-    for end in ("", "raise RuntimeError", "sys.exit(3)"):
+    running = {}
+    for number, end in enumerate(("", "raise RuntimeError", "sys.exit(3)")):
+        directory = tmp_path / str(number)
+        directory.mkdir()
         program = f"""
 import sys
 from infinity.tiers import NvmeTier
-tier = NvmeTier({{{os.fspath(tmp_path)!r}: {MIB}}}, {MIB})
+tier = NvmeTier({{{os.fspath(directory)!r}: {MIB}}}, {MIB})
 {end}
 """
-        subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
-        assert list(tmp_path.iterdir()) == []
+        running[directory] = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    for directory, process in running.items():
+        process.wait(60)
+        assert list(directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
