@@ -30,6 +30,7 @@ class Surroundings:
         self._default_device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
         self.saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         """(pack, unpack) of those in force, or None."""
+        self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.is_initialized()
         self._device = torch.cuda.current_device() if self._cuda else -1
         self._stream = torch.cuda.current_stream() if self._cuda else None
@@ -61,6 +62,9 @@ class Surroundings:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
+        # OpenMP's number is the thread's own. Torch would set it in its first parallel loop here; a product
+        # may ask earlier, and with another number of threads some have other bits.
+        torch.set_num_threads(self._threads)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))

@@ -1,0 +1,31 @@
+"""Tasks find what torch keeps by thread as their owner has it."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.turns import Surroundings, Task
+
+
+def of_openmp() -> Callable[[], int]:
+    """How many threads OpenMP would take in the calling thread: torch's own answer sets what it tells."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    for library in mapped:
+        found = getattr(ctypes.CDLL(library), "omp_get_max_threads", None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    pytest.skip("torch brings no OpenMP that can be asked")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_task_has_its_owner_s_number_of_threads(threads: int) -> None:
+    ask, found, before = of_openmp(), [], torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        Task(lambda: found.append(ask()), Surroundings()).proceed()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [threads]
