@@ -276,12 +276,13 @@ class Candidate:
             for nbytes, home in zip(self.pages[Kind.PARAMETER], homes, strict=True)
         ]
         together = (sum(away[unit] for unit in units) for units in self._together)
+        moves = room.device is not None or any(Tier.NVME in home.values() for home in homes)
         return Placement(
             grouping=self.grouping,
             chunk_elements=self.chunk_elements,
             homes=tuple(homes),
             slot_bytes=self.slot_bytes,
-            slots=comfort.slots,
+            slots=comfort.slots if moves else LEAST.slots,
             resident_bytes=max(sum(heapq.nlargest(comfort.lookahead, away)), *together, 0),
         )
 

@@ -76,6 +76,16 @@ def test_jobs_behave_as_if_in_order(pool: ThreadPool) -> None:
     assert all(same_bits(a, b) for a, b in zip(queued, waited, strict=True))
 
 
+def test_a_ticket_tells_when_its_job_ran(pool: ThreadPool) -> None:
+    array = torch.zeros(1 << 20)
+    before = time.perf_counter_ns()
+    ticket = pool.submit(Stream(read_write=[array]))
+    ticket.wait()
+    found = ticket.times()
+    assert found is not None
+    assert before <= found[0] <= found[1] <= time.perf_counter_ns()
+
+
 def test_waiting_releases_the_gil() -> None:
     with ThreadPool() as pool:
         last = many_updates(pool)[-1]

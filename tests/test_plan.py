@@ -196,6 +196,15 @@ def test_with_room_all_rests_near_and_parameters_come_first() -> None:
     assert made.device_bytes == parameters
 
 
+def test_where_no_page_moves_one_slot_is_enough() -> None:
+    """Filling and copies go through it. Others would be RAM that the plan says is taken and nobody uses."""
+    nvme = {"/somewhere": "1GiB"}
+    assert planned(stack([64] * 6), host="256MiB", nvme=nvme).slots == 1
+    tight = planned(stack([64] * 6), host="400KiB", nvme=nvme)
+    assert tight.home_bytes[Tier.NVME] and tight.slots > 1
+    assert planned(stack([64] * 6), host="256MiB", device="256MiB").slots > 1
+
+
 def test_one_backward_a_step_keeps_states_nearer_than_gradients() -> None:
     model, budget = stack([64] * 9), {"host": 550 << 10, "nvme": {"/swap": 64 * MiB}}
     unknown, several, one = (planned(model, accumulation=each, **budget) for each in (None, 4, 1))

@@ -96,6 +96,36 @@ void test_who_waits_works_too() {
     CHECK(counter == 1);
 }
 
+// Says which thread ran it.
+struct WhoJob : Job {
+    explicit WhoJob(size_t chunks) : Job(chunks, {}), who(chunks) {}
+    void run(size_t chunk) noexcept override { who[chunk] = std::this_thread::get_id(); }
+    std::vector<std::thread::id> who;
+};
+
+void test_small_awaited_work_is_the_caller_s() {
+    ThreadPool pool(unpinned(2));
+    int others = 0;
+    for (int i = 0; i < 300; ++i) {
+        auto job = std::make_shared<WhoJob>(i % 3);
+        const Ticket ticket = pool.submit(job, true);
+        CHECK(ticket.wait(-1));
+        for (const std::thread::id& each : job->who) others += each != std::this_thread::get_id();
+        CHECK(job->began_ns() > 0 && job->began_ns() <= job->ended_ns());
+    }
+    CHECK(others < 30);  // of 300 chunks, by threads that were awake anyway: they have just begun
+    // What nobody waits for after all is done by the next thread that comes, or at the end.
+    std::atomic<int> counter{0};
+    const auto count = [&] {
+        return std::make_shared<CountingJob>(1, std::vector<ByteRange>{}, counter);
+    };
+    pool.submit(count(), true);
+    CHECK(pool.submit(std::make_shared<MeetingJob>()).wait(-1));
+    pool.submit(count(), true);
+    pool.close();
+    CHECK(counter == 2);
+}
+
 void test_many_submitters_and_close_with_work_queued() {
     std::atomic<int> counter{0};
     std::optional<Ticket> outlives;
@@ -287,6 +317,7 @@ int main() {
     using namespace infinity::cpu_adam;
     test_order();
     test_who_waits_works_too();
+    test_small_awaited_work_is_the_caller_s();
     test_many_submitters_and_close_with_work_queued();
     test_closed_and_empty();
     test_fork();
