@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from infinity.config import Budget, Precision
 from infinity.estimate import estimate_step
@@ -53,7 +55,7 @@ def overhead(*, train: bool) -> Overhead:
 
     Takes 0.5 s; no state of the caller's changes.
     """
-    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(train), ExitStack() as opened:
+    with _undisturbed(), torch.set_grad_enabled(train), ExitStack() as opened:
         few, layers, saves = (
             opened.enter_context(_Rehearsal(*sizes, train=train))
             for sizes in ((_FEW, 0), (_MANY, 0), (_FEW, _MANY))
@@ -66,6 +68,19 @@ def overhead(*, train: bool) -> Overhead:
     use = max(0.0, by_layers / (layers.uses - few.uses))
     step = statistics.median(a for a, _, _ in seconds) - use * few.uses - saved * few.saved
     return Overhead(step=max(0.0, step), use=use, saved=saved)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Inside, whatever region the caller is in, tensors are real and have gradients, and random numbers are
+    not the caller's."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch._C._DisableAutocast(),
+        _disable_current_modes(),
+    ):
+        yield
 
 
 class _Layers(nn.Module):

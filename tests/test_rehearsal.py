@@ -1,10 +1,14 @@
 """What the runtime itself takes: counted for a model without data, and measured on tiny ones."""
 
+import functools
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infinity
 from infinity import rehearsal
@@ -81,6 +85,23 @@ def test_a_rehearsal_leaves_no_trace(train: bool) -> None:
     assert found.use > 0 or found.step > 0
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.get_num_threads() == threads and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        functools.partial(torch.autocast, "cpu"),
+        functools.partial(torch.device, "meta"),
+        FakeTensorMode,
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "meta", "fake"],
+)
+def test_a_plan_is_made_in_any_region(region: Callable[[], AbstractContextManager[object]]) -> None:
+    with region():
+        found = overhead(train=True)
+    assert found.use > 0 or found.step > 0
 
 
 def test_differences_of_rounds_give_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
