@@ -56,7 +56,7 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> 
         "seconds": seconds,
         "rounds": [turn["round"] for turn in turns],
         "tokens_per_s": tokens / statistics.median(seconds),
-        "rss_peak": max(turn["rss_peak"] for turn in turns),
+        "rss_peak": max(_peak(turn) for turn in turns),
         "rss_before": ready["rss_before"],
         "device_peak": max(turn["device_peak"] for turn in turns),
         "read_bytes": statistics.median(turn["bytes"]["read_bytes"] for turn in turns),
@@ -67,6 +67,12 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> 
         "facts": turns[-1]["facts"],
         "last_steps": [turn["facts"]["last_step"] for turn in turns if "last_step" in turn["facts"]],
     }
+
+
+def _peak(turn: dict[str, Any]) -> int:
+    """Of the whole life of the process: ours counts planning, which comes before its plan holds, apart."""
+    planning: int = turn["facts"].get("plan", {}).get("rss_planning", 0)
+    return max(turn["rss_peak"], planning)
 
 
 def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:

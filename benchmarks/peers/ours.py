@@ -37,10 +37,12 @@ class Ours:
         budget, plan = _planned(task, self.model, optimizer, (tokens, tokens))
         # From here on memory is the plan's. Planning has run every operation: libraries are loaded, and what
         # it left in the heap would hide as much of the growth.
+        planning_peak = machine.process_memory().peak
         _empty_heap()
+        machine.restart_peak()
         base = machine.process_memory().resident
         self._clip = task.clip
-        self._plan = figures(plan) | {"rss_base": base}
+        self._plan = figures(plan) | {"rss_base": base, "rss_planning": planning_peak}
         started = time.perf_counter()
         self.runtime = carry_out(plan, self.model, optimizer, budget=budget)
         self._plan["filled_seconds"] = time.perf_counter() - started
