@@ -81,8 +81,11 @@ def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
     plans = [turn["facts"]["plan"] for turn in turns]
     predictions = [plan["prediction"]["seconds"] for plan in plans if plan["prediction"] is not None]
     predicted = statistics.median(predictions) if predictions else None
-    measured = [turn["seconds"] for turn in turns] if predictions else []
-    over = [each / seconds for each, seconds in zip(predictions, measured, strict=True)]
+    over = [
+        plan["prediction"]["seconds"] / turn["seconds"]
+        for turn, plan in zip(turns, plans, strict=True)
+        if plan["prediction"] is not None
+    ]
     growth = max(turn["rss_peak"] - plan["rss_base"] for turn, plan in zip(turns, plans, strict=True))
     return {
         "predicted_s": predicted,

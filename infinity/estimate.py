@@ -36,9 +36,9 @@ class StepEstimate:
     A parameter's gradient counts until it is complete: then it goes to its page."""
     operations: Operations
     """All operations on tensors, views included."""
-    uses: int = 0
+    uses: int
     """Operations of the forward that take a parameter."""
-    saved: int = 0
+    saved: int
     """Tensors that the forward leaves to backward, parameters and views of them included."""
 
 
@@ -140,13 +140,14 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._saving:  # no operation of the model's
             return func(*args, **(kwargs or {}))
-        for storage in _storages((args, kwargs)):
+        leaves = pytree.tree_leaves((args, kwargs))
+        for storage in _storages(leaves):
             self._seen[storage] = None  # not made here, or counted before
         if func.namespace != "prim":
-            self.uses += any(id(leaf) in self._parameters for leaf in pytree.tree_leaves((args, kwargs)))
+            self.uses += any(id(leaf) in self._parameters for leaf in leaves)
         result = func(*args, **(kwargs or {}))
         self.operations.record(func, args, kwargs or {}, result)
-        for storage in _storages(result):
+        for storage in _storages(pytree.tree_leaves(result)):
             if storage not in self._seen:
                 self._seen[storage] = None
                 self._grow(storage.nbytes())
@@ -162,5 +163,5 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _storages(leaves: Iterable[Any]) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

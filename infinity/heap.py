@@ -22,6 +22,11 @@ _LOOKS = 128
 """To a limit's worth of allocations, at the most: a look takes 4 us, and 50 beside busy threads."""
 
 
+def malloc_trim() -> Callable[[int], int] | None:
+    """The C library's function that gives holes in the heap back; None if it is not glibc."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
 class HeapGuard:
     """Keeps this process's memory within a limit, as far as that is made of holes in the heap.
 
@@ -38,7 +43,7 @@ class HeapGuard:
         self._allocated = 0
         self._trim: Callable[[int], int] | None = None
         if limit is not None:
-            self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            self._trim = malloc_trim()
 
     def allocated(self, nbytes: int) -> None:
         """So many bytes more are in use; every few MiB memory is looked at."""

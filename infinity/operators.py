@@ -233,7 +233,7 @@ def seconds_of(
     order = [each for each in order if each.runs_alone and each.nbytes <= room // 6]
     laps: list[dict[Operation, float]] = []
     end = time.perf_counter() + limit
-    with _isolated(device):
+    with isolated(device):
         cold = min(_COLD_BYTES, room // 6)
         memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
         while len(laps) < _LAPS and time.perf_counter() < end:
@@ -247,7 +247,7 @@ def seconds_of(
 
 
 @contextlib.contextmanager
-def _isolated(device: torch.device) -> Iterator[None]:
+def isolated(device: torch.device) -> Iterator[None]:
     """Inside, running an operation leaves no trace in the caller's state, and none of it gets in."""
     with contextlib.ExitStack() as inside:
         inside.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))

@@ -1,4 +1,4 @@
-"""Making a plan: before a byte is moved, and before what cannot fit is tried. Pure."""
+"""Making a plan: before a byte moves, and before what cannot fit is tried. Pure but for `Available.now`."""
 
 from __future__ import annotations
 

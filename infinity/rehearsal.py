@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from infinity.config import Budget, Precision
 from infinity.estimate import estimate_step
+from infinity.operators import isolated
 from infinity.planning import Available, make_plan
 from infinity.rules import Rule
 from infinity.wiring import carry_out
@@ -31,8 +32,10 @@ _ROUNDS = 25
 _LEARNING = 3
 """Rounds in which the runtime learns the order; they do not count."""
 
-_HOST_BYTES = 64 << 20
-"""The budget of a tiny model: all of it is in RAM."""
+_BUDGET = Budget(host=64 << 20)
+"""Of a tiny model: all of it is in RAM."""
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,7 @@ def overhead(*, train: bool) -> Overhead:
 def _undisturbed() -> Iterator[None]:
     """Inside, whatever region the caller is in, tensors are real and have gradients, and random numbers are
     not the caller's."""
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch._C._DisableAutocast(),
-        _disable_current_modes(),
-    ):
+    with isolated(_CPU), torch.inference_mode(False), _disable_current_modes():
         yield
 
 
@@ -103,26 +101,25 @@ class _Rehearsal:
     """A tiny model twice: as it is, and in pages."""
 
     def __init__(self, uses: int, saves: int, *, train: bool) -> None:
-        precision, device = Precision(compute="bf16", accumulate="compute"), torch.device("cpu")
-        with device:
+        precision = Precision(compute="bf16", accumulate="compute")
+        with _CPU:
             self._plain, self._paged = _Layers(uses, saves).to(torch.bfloat16), _Layers(uses, saves)
             self._x = torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16)
-        estimate = estimate_step(self._paged, (self._x,), precision=precision, device=device, train=train)
+        estimate = estimate_step(self._paged, (self._x,), precision=precision, device=_CPU, train=train)
         assert estimate is not None
         self.uses, self.saved = estimate.uses, estimate.saved
         self._optimizer = torch.optim.AdamW(self._paged.parameters(), lr=0.0) if train else None
         self._plan = make_plan(
             self._paged,
             None if self._optimizer is None else Rule.of(self._optimizer, precision.states),
-            budget=Budget(host=_HOST_BYTES),
+            budget=_BUDGET,
             precision=precision,
-            device=device,
-            available=Available(device=0, host=_HOST_BYTES),
+            device=_CPU,
+            available=Available(device=0, host=0),
         )
 
     def __enter__(self) -> _Rehearsal:
-        budget = Budget(host=_HOST_BYTES)
-        self._runtime = carry_out(self._plan, self._paged, self._optimizer, budget=budget)
+        self._runtime = carry_out(self._plan, self._paged, self._optimizer, budget=_BUDGET)
         return self
 
     def __exit__(self, *_: object) -> None:

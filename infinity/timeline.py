@@ -34,7 +34,9 @@ from infinity.telemetry import Edge, Phase, Stats, Wait
 from infinity.tiers.link import Timing, Transfer
 from infinity.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
 
-_ROWS = ("step", "compute", "waits", "update", *(edge.value for edge in Edge))
+_THREADS_ROWS = ("update", *(edge.value for edge in Edge))
+"""Of what goes on while the training thread does something else."""
+_ROWS = ("step", "compute", "waits", *_THREADS_ROWS)
 _MOST_LANES = 1000
 """Of a row; only its numbers."""
 _FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
@@ -42,20 +44,14 @@ _BUFFERED = 4096
 """Events after which the file is written to, also in the middle of a step."""
 
 
-class _Moving(NamedTuple):
-    """A transfer that was under way when somebody last looked."""
+class _UnderWay(NamedTuple):
+    """A transfer, or a chunk's update, that was under way when somebody last looked."""
 
     asked: int
-    nbytes: int
+    name: str
+    args: Args
     timing: Timing | None
-
-
-class _Updating(NamedTuple):
-    """A chunk's update that was under way when somebody last looked."""
-
-    handed_over: int
-    parameters: int
-    job: Timing
+    """None: it was over when it was told of."""
 
 
 class _Boundary(NamedTuple):
@@ -93,8 +89,7 @@ class Timeline:
         self._lanes = {row: Lanes() for row in _ROWS}
         self._rows: set[int] = set()
         """Those that have a name."""
-        self._moving: dict[Edge, deque[_Moving]] = {edge: deque() for edge in Edge}
-        self._updates: deque[_Updating] = deque()
+        self._under_way: dict[str, deque[_UnderWay]] = {row: deque() for row in _THREADS_ROWS}
         self._noted = 0
         """Events since the file was written to."""
 
@@ -138,13 +133,7 @@ class Timeline:
             self._phase = phase
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
-        timing = None if transfer is None else transfer.timing
-        with self._lock:
-            if self._phase is None:
-                return
-            now = time.perf_counter_ns()
-            self._moving[edge].append(_Moving(now, nbytes, timing))
-            self._note()
+        self._asked(edge.value, "moves", {"bytes": nbytes}, None if transfer is None else transfer.timing)
 
     def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
         with self._lock:
@@ -158,12 +147,7 @@ class Timeline:
             self._note()
 
     def submitted(self, job: Timing, parameters: int) -> None:
-        with self._lock:
-            if self._phase is None:
-                return
-            now = time.perf_counter_ns()
-            self._note()
-            self._updates.append(_Updating(now, parameters, job))
+        self._asked("update", "chunk", {"parameters": parameters}, job)
 
     def stepped(self, number: int, step: Stats) -> None:
         with self._lock:
@@ -186,14 +170,11 @@ class Timeline:
             self._phase = None
             self._note()
             self._finish_boundary()
-            self._take_landed()
-            for edge, moving in self._moving.items():
-                for asked, nbytes, _ in moving:
-                    self._span(edge.value, "moves", asked, now, {"bytes": nbytes, "unfinished": True})
-                moving.clear()
-            for asked, parameters, _ in self._updates:
-                self._span("update", "chunk", asked, now, {"parameters": parameters, "unfinished": True})
-            self._updates.clear()
+            self._take_ended()
+            for row, under_way in self._under_way.items():
+                for asked, name, args, _ in under_way:
+                    self._span(row, name, asked, now, {**args, "unfinished": True})
+                under_way.clear()
             self._write()
 
     # --- inside ----------------------------------------------------------------------------------------
@@ -206,24 +187,28 @@ class Timeline:
             self._span("compute", self._phase.value, self._mark, now, {})
             self._mark = now
 
+    def _asked(self, row: str, name: str, args: Args, timing: Timing | None) -> None:
+        with self._lock:
+            if self._phase is not None:
+                self._under_way[row].append(_UnderWay(time.perf_counter_ns(), name, args, timing))
+                self._note()
+
     def _note(self) -> None:
         """Something more happened: write when that is much."""
         self._noted += 1
         if self._noted >= _BUFFERED:
             self._write()
 
-    def _take_landed(self) -> None:
-        """Transfers and updates in the order in which they were asked for, up to the first under way."""
-        while self._updates and (times := self._updates[0].job.times()) is not None:
-            self._span("update", "chunk", *times, {"parameters": self._updates.popleft().parameters})
-        for edge, moving in self._moving.items():
-            while moving:
-                asked, nbytes, timing = moving[0]
+    def _take_ended(self) -> None:
+        """What is over of each row, in the order in which it was asked for, up to the first under way."""
+        for row, under_way in self._under_way.items():
+            while under_way:
+                asked, name, args, timing = under_way[0]
                 times = (asked, asked) if timing is None else timing.times()
                 if times is None:
                     break
-                moving.popleft()
-                self._span(edge.value, "moves", *times, {"bytes": nbytes})
+                under_way.popleft()
+                self._span(row, name, *times, args)
 
     def _finish_boundary(self) -> None:
         if self._boundary is not None:
@@ -233,7 +218,7 @@ class Timeline:
 
     def _write(self) -> None:
         self._noted = 0
-        self._take_landed()
+        self._take_ended()
         spans, self._spans = self._spans, []
         try:
             self._file.append(list(self._texts(spans)))
@@ -259,9 +244,8 @@ class Timeline:
         with contextlib.suppress(StorageError):
             self._file.close()
         self._spans.clear()
-        self._updates.clear()
-        for moving in self._moving.values():
-            moving.clear()
+        for under_way in self._under_way.values():
+            under_way.clear()
         warnings.warn(
             f"The timeline ends here, and training goes on without it. {error}", RuntimeWarning, stacklevel=3
         )

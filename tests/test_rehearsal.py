@@ -63,7 +63,7 @@ def test_an_estimate_counts_uses_not_parameters() -> None:
     assert estimated(unused, x, train=True).uses == 1
 
 
-def test_counting_leaves_activations_and_operations_alone() -> None:
+def test_counting_leaves_activations_alone() -> None:
     """Saved tensors share the storages of those that the forward made."""
     model, x = nn.Sequential(*(nn.Tanh() for _ in range(5))), torch.ones(16, 16, requires_grad=True)
     found = estimated(model, x, train=True)

@@ -321,7 +321,7 @@ def test_a_long_step_is_written_as_it_goes(tmp_path: Path) -> None:
     with Timeline(path) as lines, meter.recording(lines):
         for number in range(3 * timeline._BUFFERED):
             meter.moved(Edge.NVME_TO_HOST, 5, Arrived(number, number + 1))
-            assert len(lines._spans) + len(lines._moving[Edge.NVME_TO_HOST]) < 2 * timeline._BUFFERED
+            assert len(lines._spans) + len(lines._under_way[Edge.NVME_TO_HOST.value]) < 2 * timeline._BUFFERED
         written = lines_of(path.read_text())
         assert len(edge_rows(written, Edge.NVME_TO_HOST)) >= 2 * timeline._BUFFERED
     assert sum(each["args"]["bytes"] for each in edge_rows(load(path), Edge.NVME_TO_HOST)) == (

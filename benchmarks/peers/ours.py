@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import time
@@ -14,6 +13,7 @@ import torch
 import infinity
 from infinity import machine
 from infinity.estimate import estimate_step
+from infinity.heap import malloc_trim
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
 from infinity.wiring import carry_out
@@ -116,7 +116,7 @@ def _reserved(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ..
 def _empty_heap() -> None:
     """Give free memory back to the system, where the C library can."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = malloc_trim()
     if trim is not None:
         trim(0)
 
