@@ -5,9 +5,9 @@ when it has everything to do. So the states of the first chunks are brought up a
 complete (`AfterGradients`): into the slot that the gradient waits in, or a free one.
 
 An eager update begins with its unit's last gradient. Units on disk lie between others, so that the disk would
-have nothing to do now and too much then: whenever half of the slots are free, the states of the next unit
-in the order of the backward are read before its gradients come (`BeforeGradients`), which then take the
-front of the same slot.
+have nothing to do now and too much then: while enough slots are free, the states of the next unit in the
+order of the backward are read before its gradients come (`BeforeGradients`), which then take the front of the
+same slot.
 
 Who needs a slot first takes it, and the states are read again by their update; as they are after a failure,
 or when they were written meanwhile.
@@ -28,6 +28,10 @@ from infinity.page import ParameterPage
 from infinity.states import States
 from infinity.store import Store
 from infinity.tiers.link import Transfer
+
+_LEFT = 4
+"""One in so many slots is left to gradients for which nothing is read ahead. With every second one the disk
+waited for room (309M parameters, all on NVMe: 3.7 s a step, now 2.9), with none the gradients did (3.4 s)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +181,7 @@ class BeforeGradients(ReadAhead):
         self._cleared = False
 
     def advance(self, pending: Callable[[int], bool]) -> None:
-        """Read the states of the next units, each as a whole, while half of the slots are free."""
+        """Read the states of the next units, each as a whole, while enough slots are free."""
         self._cleared = self._cleared or not self._gradients.any
         while self._next and self._cleared:
             unit = self._next[0]
@@ -211,8 +215,9 @@ class BeforeGradients(ReadAhead):
             and (unit, number) not in self._held
             and gradients.states[number].stage is None
         ]
-        used = slots.counters.leased // self._store.slot_bytes
-        if used + len(missing) > self._store.plan.slots // 2 or state.home.busy(0, state.home.nbytes, False):
+        free = self._store.plan.slots - slots.counters.leased // self._store.slot_bytes
+        left = max(1, self._store.plan.slots // _LEFT)
+        if free - len(missing) < left or state.home.busy(0, state.home.nbytes, False):
             return False
         for number in missing:
             slot = self._store.try_slot()

@@ -307,8 +307,8 @@ def test_states_that_come_before_their_gradients_are_read_once(gradients: Tier, 
         slots, read = runtime._parts.store.slots, 0
         for step in range(4):
             read_on(runtime)
-            assert len(held(runtime)) == (runtime.plan.slots // 2 if step else 0)
-            assert 2 * slots.counters.leased <= slots.nbytes
+            assert len(held(runtime)) == (3 * runtime.plan.slots // 4 if step else 0)
+            assert 4 * slots.counters.leased <= 3 * slots.nbytes
             loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime._parts.updater.complete_all()

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import infinity
 from infinity.config import round_up
+from infinity.placement import LOOKAHEAD
+from infinity.reserve import Reserve
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 WORDS = ("all-host", "half", "all-nvme")
 """No page on NVMe; about half of the pages' bytes; every page."""
-
-_RESIDENT = 6
-"""Parameter pages away from home at one time: their reads wait behind those of the slots."""
 
 _SLOTS_SHARE = 4
 """One in so many bytes of room is taken by slots in a placement with room to work in."""
@@ -48,13 +47,17 @@ def host_budget(
 
 
 def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """The same plan with every page at home on NVMe; what rested in RAM leaves its room empty."""
+    """The same plan with every page at home on NVMe. What rested in RAM leaves its room to the heap's holes,
+    and else empty."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )
     moved = replace(plan, homes=homes, resident_bytes=max(plan.resident_bytes, _resident_bytes(plan)))
+    if plan.device.type == "cpu" and plan.activations is not None:
+        wide = Reserve(plan.reserved - plan.holes).with_holes(plan.activations)
+        moved = replace(moved, reserved=wide.nbytes, holes=wide.holes)
     return replace(moved, prediction=moved.predict())
 
 
 def _resident_bytes(plan: infinity.Plan) -> int:
-    return sum(heapq.nlargest(_RESIDENT, (unit.nbytes for unit in plan.layout.units)))
+    return sum(heapq.nlargest(LOOKAHEAD, (unit.nbytes for unit in plan.layout.units)))
