@@ -34,7 +34,9 @@ def host_budget(
     """
     whole = draft(infinity.Budget(device=device, nvme=nvme))
     total = sum(whole.home_bytes.values()) - whole.home_bytes[Tier.DEVICE]
-    some = draft(infinity.Budget(device=device, host=whole.smallest[Tier.HOST] + total // 2, nvme=nvme))
+    # In as much RAM some pages rest on NVMe, so that the draft has slots.
+    room = total * 3 // 4 if word == "all-nvme" else total // 2
+    some = draft(infinity.Budget(device=device, host=whole.smallest[Tier.HOST] + room, nvme=nvme))
     working = _SLOTS_SHARE * some.slots * some.slot_bytes + _resident_bytes(some)
     if word == "all-nvme":
         return round_up(reserved + working, PAGE_ALIGNMENT)
