@@ -27,15 +27,23 @@ using U = Vec::U;
 constexpr uint32_t kWeyl = 0x9E3779B1U;
 constexpr uint32_t kMix = 0x85EBCA6BU;
 
+// A constant that the compiler does not recognise as one: it is kept in a register or read as an
+// operand, rather than broadcast anew in every block.
+inline uint32_t kept_constant(uint32_t x) {
+    __asm__("" : "+r"(x));
+    return x;
+}
+
 // 32 random bits per element: the low half rounds the first moment, the high half the second.
 struct Noise {
     explicit Noise(const Range& range)
         : ramp(Vec::ramp(kWeyl)),
+          mix(Vec::set_u(kept_constant(kMix))),
           start(key(range.seed) + (range.index - static_cast<uint32_t>(range.begin)) * kWeyl) {}
     INFINITY_INLINE U at(size_t i) const {
         U x = Vec::add_u(ramp, Vec::set_u(start + static_cast<uint32_t>(i) * kWeyl));
         x = Vec::xor_u(x, Vec::template shr<16>(x));
-        x = Vec::mul_u(x, Vec::set_u(kMix));
+        x = Vec::mul_u(x, mix);
         return Vec::xor_u(x, Vec::template shr<13>(x));
     }
     // Seeds may be consecutive, keys may not. (The 32-bit mixer of C. Wellons' hash-prospector.)
@@ -45,12 +53,14 @@ struct Noise {
         return x ^ (x >> 16);
     }
     U ramp;
+    U mix;
     uint32_t start;
 };
 
 // Formats whose elements do not depend on each other.
 struct MomentsF32 {
     static constexpr bool kBlocks = false;
+    static constexpr bool kInfinite = true;
     MomentsF32(const UpdateArrays& a, const Range&)
         : first(static_cast<float*>(a.first_moment)),
           second(static_cast<float*>(a.second_moment)) {}
@@ -82,6 +92,7 @@ struct MomentsF32 {
 // Quiet before they are stored: a payload does not outlive the rounding.
 struct MomentsBf16 {
     static constexpr bool kBlocks = false;
+    static constexpr bool kInfinite = true;
     MomentsBf16(const UpdateArrays& a, const Range& range)
         : first(static_cast<uint16_t*>(a.first_moment)),
           second(static_cast<uint16_t*>(a.second_moment)),
@@ -140,9 +151,7 @@ struct Compander {
     static constexpr uint32_t kNotFinite = 255;
     static constexpr uint32_t kBase = (127U - kSpan) << 23;             // 1 / 2^kSpan
     static constexpr uint32_t kCodeMask = (8 * kSpan + 7) << kCodeBit;  // all bits of a code
-    static constexpr uint32_t kRandomMask = 0xFFFF0U;
-    static constexpr uint32_t kHalf = 8U - kOneBits;
-    static_assert((kBase & kCodeMask) == 0 && (kHalf & kRandomMask) == 0);
+    static_assert((kBase & kCodeMask) == 0);
 
     // The exponent of a block whose largest magnitude has these bits. What would round up to the
     // next binade (of x / s + 1, hence the 512) belongs to it already. Only a NaN has a sign.
@@ -161,21 +170,18 @@ struct Compander {
 
     // `code` from kCodeBit on, with anything beside it. The bits of y / 2^kSpan are the code's and
     // others that are 0 in every code, so or does for add; (y - 1) s is then one fma.
-    static INFINITY_INLINE F decode(U code, const Scale& scale) {
-        const U y = Vec::and_or(code, kCodeMask, Vec::set_u(kBase));
+    INFINITY_INLINE F decode(U code, const Scale& scale) const {
+        const U y = Vec::and_or(code, code_mask, base);
         return Vec::fma(Vec::as_f(y), scale.binade, scale.minus_unit);
     }
-    // The code from kCodeBit on. `random`: 16 bits from bit 4 on, to which the half of the last
-    // one is added.
-    static INFINITY_INLINE U encode(F magnitude, F inverse, U random) {
-        const F y = Vec::fma(magnitude, inverse, Vec::set(1.0F));
-        return Vec::add_u(Vec::as_u(y), Vec::and_or(random, kRandomMask, Vec::set_u(kHalf)));
-    }
+    U code_mask = Vec::set_u(kept_constant(kCodeMask));
+    U base = Vec::set_u(kept_constant(kBase));
 };
 
 // A block's exponent is known when all of its elements are, so the new moments wait in registers.
 struct MomentsInt8 {
     static constexpr bool kBlocks = true;
+    static constexpr bool kInfinite = false;  // finite below 2^128, or NaN
     using First = Compander<15>;
     using Second = Compander<31>;
 
@@ -186,60 +192,75 @@ struct MomentsInt8 {
           second_scale(a.second_scale),
           noise(range) {}
 
-    template <class L>
-    INFINITY_INLINE F load_first(size_t i, const Scale& scale, L lanes) const {
-        const Vec::Packed codes = Vec::load_bytes(first + i, lanes);
-        const F x = First::decode(Vec::template unpack<kCodeBit>(codes), scale);
-        return Vec::as_f(Vec::and_or(Vec::template unpack<24>(codes), kSign, Vec::as_u(x)));
-    }
-    template <class L>
-    INFINITY_INLINE F load_second(size_t i, const Scale& scale, L lanes) const {
-        const Vec::Packed codes = Vec::load_bytes(second + i, lanes);
-        return Second::decode(Vec::template unpack<kCodeBit>(codes), scale);
-    }
-    // Of the block that is under way: the scales of its codes, the largest new magnitudes.
+    // Of the block that is under way: its codes and their scales, the largest new magnitudes.
     struct Units {
+        Vec::Codes first_codes;
+        Vec::Codes second_codes;
         Scale first;
         Scale second;
         U largest_first;
         U largest_second;
+        // k: from the first element of the block.
         template <class L>
-        INFINITY_INLINE void see_first(F x, L lanes) {
-            largest_first = Vec::max_u(largest_first, Vec::keep(magnitude(x), lanes));
+        INFINITY_INLINE void see_first(F x, size_t k, L lanes) {
+            const U y = Vec::keep(magnitude(x), lanes);
+            largest_first = k == 0 ? y : Vec::max_u(largest_first, y);
         }
         // No rule makes a second moment negative; a NaN's sign leaves it the largest.
         template <class L>
-        INFINITY_INLINE void see_second(F x, L lanes) {
-            largest_second = Vec::max_u(largest_second, Vec::keep(Vec::as_u(x), lanes));
+        INFINITY_INLINE void see_second(F x, size_t k, L lanes) {
+            const U y = Vec::keep(Vec::as_u(x), lanes);
+            largest_second = k == 0 ? y : Vec::max_u(largest_second, y);
         }
     };
-    // i: the first element of a block.
-    template <class R>
-    INFINITY_INLINE Units units(size_t i) const {
-        Units u{};
-        u.largest_first = u.largest_second = Vec::set_u(0);
-        if constexpr (R::kFirst) u.first = First::scale(first_scale[i / kCodeBlock]);
-        if constexpr (R::kSecond) u.second = Second::scale(second_scale[i / kCodeBlock]);
-        return u;
-    }
     // n elements from i, the first of a block.
     template <class R>
-    INFINITY_INLINE void store(size_t i, size_t n, const F* m, const F* v, const Units& u) const {
+    INFINITY_INLINE Units units(size_t i, size_t n) const {
+        Units u{};
+        if constexpr (R::kFirst) {
+            u.first_codes = Vec::load_codes(first + i, n);
+            u.first = First::scale(first_scale[i / kCodeBlock]);
+        }
+        if constexpr (R::kSecond) {
+            u.second_codes = Vec::load_codes(second + i, n);
+            u.second = Second::scale(second_scale[i / kCodeBlock]);
+        }
+        return u;
+    }
+    // k: from the first element of the block.
+    template <class L>
+    INFINITY_INLINE F load_first(size_t k, const Units& u, L lanes) const {
+        const F x =
+            first_codec.decode(Vec::template unpack<kCodeBit>(u.first_codes, k, lanes), u.first);
+        const U signs = Vec::template unpack<24>(u.first_codes, k, lanes);
+        return Vec::as_f(Vec::and_or(signs, sign, Vec::as_u(x)));
+    }
+    template <class L>
+    INFINITY_INLINE F load_second(size_t k, const Units& u, L lanes) const {
+        return second_codec.decode(Vec::template unpack<kCodeBit>(u.second_codes, k, lanes),
+                                   u.second);
+    }
+    // The new codes and exponents of n elements from i; whether all of their moments are finite.
+    template <class R>
+    INFINITY_INLINE bool store(size_t i, size_t n, const F* m, const F* v, const Units& u) const {
         const uint32_t e = First::exponent(Vec::largest(u.largest_first));
         const uint32_t f = Second::exponent(Vec::largest(u.largest_second));
         const F first_inverse = First::inverse(e);
         const F second_inverse = Second::inverse(f);
-        const auto encode = [&](size_t k, auto lanes) __attribute__((always_inline)) {
+        U first_code[kCodeBlock / kWidth] = {};
+        U second_code[kCodeBlock / kWidth] = {};
+        for (size_t k = 0; k < n; k += kWidth) {
             const U random = noise.at(i + k);
             const size_t at = k / kWidth;
-            if constexpr (R::kFirst) store_first(i + k, m[at], first_inverse, random, lanes);
-            if constexpr (R::kSecond) store_second(i + k, v[at], second_inverse, random, lanes);
-        };
-        size_t k = 0;
-        for (; k + kWidth <= n; k += kWidth) encode(k, Full{});
-        if (k < n) encode(k, Part(n - k));
+            if constexpr (R::kFirst) first_code[at] = encode_first(m[at], first_inverse, random);
+            if constexpr (R::kSecond)
+                second_code[at] = encode_second(v[at], second_inverse, random);
+        }
+        if constexpr (R::kFirst) Vec::template store_codes<kCodeBit>(first + i, first_code, n);
+        if constexpr (R::kSecond) Vec::template store_codes<kCodeBit>(second + i, second_code, n);
         if constexpr (R::kFirst) close(first, first_scale, i, n, e);
         if constexpr (R::kSecond) close(second, second_scale, i, n, f);
+        return (R::kSecond ? f : e) != First::kNotFinite;
     }
     // Writes the exponent. Codes that were made of NaNs depend on the ISA, and give way to zeros.
     static INFINITY_INLINE void close(uint8_t* codes, uint8_t* scale, size_t i, size_t n,
@@ -249,18 +270,19 @@ struct MomentsInt8 {
             for (size_t k = 0; k < n; ++k) codes[i + k] = 0;
         }
     }
-    template <class L>
-    INFINITY_INLINE void store_first(size_t i, F x, F inverse, U random, L lanes) const {
-        const U code =
-            First::encode(Vec::as_f(magnitude(x)), inverse, Vec::template shl<4>(random));
-        const U sign = Vec::template shr<4>(Vec::as_u(x));
-        Vec::template store_bytes<kCodeBit>(first + i, Vec::and_or(sign, kSign >> 4, code), lanes);
+    // The code from kCodeBit on. `random`: 16 bits from bit 4 on, to which the half of the last
+    // one is added; the bits of 1 are taken off.
+    INFINITY_INLINE U encode(F magnitude, F inverse, U random) const {
+        const F y = Vec::fma(magnitude, inverse, one);
+        return Vec::add_u(Vec::as_u(y), Vec::and_or(random, random_mask, half));
     }
-    template <class L>
-    INFINITY_INLINE void store_second(size_t i, F x, F inverse, U random, L lanes) const {
-        const U code = Second::encode(x, inverse, Vec::template shr<12>(random));
-        const U shown = Vec::at_least_if(Vec::as_u(x), 1U << kCodeBit, code);
-        Vec::template store_bytes<kCodeBit>(second + i, shown, lanes);
+    INFINITY_INLINE U encode_first(F x, F inverse, U random) const {
+        const U code = encode(Vec::as_f(magnitude(x)), inverse, Vec::template shl<4>(random));
+        return Vec::and_or(Vec::template shr<4>(Vec::as_u(x)), code_sign, code);
+    }
+    INFINITY_INLINE U encode_second(F x, F inverse, U random) const {
+        const U code = encode(x, inverse, Vec::template shr<12>(random));
+        return Vec::at_least_if(Vec::as_u(x), lowest_code, code);
     }
     static constexpr uint32_t kSign = 0x80000000U;
     static INFINITY_INLINE U magnitude(F x) { return Vec::and_u(Vec::as_u(x), Vec::set_u(~kSign)); }
@@ -276,6 +298,14 @@ struct MomentsInt8 {
     uint8_t* first_scale;
     uint8_t* second_scale;
     Noise noise;
+    First first_codec;
+    Second second_codec;
+    F one = Vec::set(float_of(kept_constant(kOneBits)));
+    U half = Vec::set_u(kept_constant(8U - kOneBits));
+    U random_mask = Vec::set_u(kept_constant(0xFFFF0U));
+    U sign = Vec::set_u(kept_constant(kSign));
+    U code_sign = Vec::set_u(kept_constant(kSign >> 4));
+    U lowest_code = Vec::set_u(kept_constant(1U << kCodeBit));
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// One element's arithmetic, per rule: step() changes the moments and returns the new parameter.
-// Part of kernels.inl.
+// One element's arithmetic, per rule: step() changes the moments, of format M, and returns the new
+// parameter. Part of kernels.inl.
 
 namespace infinity::cpu_adam {
 namespace {
@@ -21,10 +21,11 @@ struct Adam {
           eps(Vec::set(h.eps)),
           largest(Vec::set(3.402823466e+38F)) {}
 
+    template <class M>
     INFINITY_INLINE F step(F p, F g, F& m, F& v) const {
         if constexpr (!kDecoupled) g = Vec::fma(weight_decay, p, g);
         m = mean(g, m);
-        v = Vec::fma(Vec::mul(grad_weight, g), g, kept(v));
+        v = Vec::fma(Vec::mul(grad_weight, g), g, kept<M>(v));
         const F ratio = Vec::div(m, Vec::fma(Vec::sqrt(v), root_scale, eps));
         // The whole change is formed first: one rounding at the size of p.
         if constexpr (kDecoupled) {
@@ -42,11 +43,13 @@ struct Adam {
     }
     // v - w v keeps the bits of w that beta2 as an fp32 would lose. The bound keeps an infinite v
     // infinite (inf - inf would be NaN).
+    template <class M>
     INFINITY_INLINE F kept(F v) const {
         if constexpr (kSmallBeta) {
             if (!decay_from_one) return Vec::mul(keep_weight, v);
         }
-        return Vec::fma(keep_weight, Vec::at_most(largest, v), v);
+        const F bounded = M::kInfinite ? Vec::at_most(largest, v) : v;
+        return Vec::fma(keep_weight, bounded, v);
     }
 
     bool lerp_from_grad, decay_from_one;
@@ -65,6 +68,7 @@ struct Sgd {
           grad_share(Vec::set(h.lerp)),
           momentum(Vec::set(h.momentum)) {}
 
+    template <class M>
     INFINITY_INLINE F step(F p, F g, F& m, F&) const {
         g = Vec::fma(weight_decay, p, g);
         if constexpr (kMomentum) {
@@ -94,6 +98,7 @@ struct Adagrad {
           minus_step(Vec::set(-h.step_size)),
           eps(Vec::set(h.eps)) {}
 
+    template <class M>
     INFINITY_INLINE F step(F p, F g, F&, F& v) const {
         g = Vec::fma(weight_decay, p, g);
         v = Vec::fma(g, g, v);

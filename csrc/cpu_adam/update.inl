@@ -3,38 +3,59 @@
 namespace infinity::cpu_adam {
 namespace {
 
-// One element's way from gradient and parameter to the new parameter.
-template <class R, Dtype D, ParameterFormat P>
-struct Pass {
-    Pass(const UpdateArrays& a, const Folded& h)
+// What the rules are given: scaled, and with what was accumulated.
+template <Dtype D>
+struct Gradient {
+    explicit Gradient(const UpdateArrays& a, const Folded& h)
         : grad(static_cast<const GradientElement<D>*>(a.grad)),
           acc(a.acc),
-          rule(h),
-          parameters(a),
           scale(Vec::set(h.scale)) {}
+    template <class L>
+    INFINITY_INLINE F load(size_t i, L lanes) const {
+        F g = load_gradient<D>(grad, i, lanes);
+        if (acc != nullptr) g = Vec::add(Vec::load(acc + i, lanes), g);
+        return Vec::mul(g, scale);
+    }
+    const GradientElement<D>* grad;
+    const float* acc;
+    F scale;
+};
+
+// Whether the gradients of the whole range are finite.
+template <Dtype D>
+__attribute__((noinline)) bool finite(Gradient<D> gradient, const Range& range) {
+    Vec::Finite seen;
+    size_t i = range.begin;
+    const size_t end = range.begin + range.count;
+    for (; i + kWidth <= end; i += kWidth) seen.see(gradient.load(i, Full{}));
+    if (i < end) seen.see(gradient.load(i, Part(end - i)));
+    return seen.all();
+}
+
+// One element's way from gradient and parameter to the new parameter.
+template <class R, Dtype D, ParameterFormat P, class M>
+struct Pass {
+    Pass(const UpdateArrays& a, const Folded& h) : gradient(a, h), rule(h), parameters(a) {}
 
     template <class L>
     INFINITY_INLINE F step(size_t i, F& m, F& v, L lanes) {
-        F g = load_gradient<D>(grad, i, lanes);
-        if (acc != nullptr) g = Vec::add(Vec::load(acc + i, lanes), g);
-        g = Vec::mul(g, scale);
-        finite_gradient.see(g);
-        const F p = rule.step(parameters.load(i, lanes), g, m, v);
+        const F g = gradient.load(i, lanes);
+        if constexpr (!M::kBlocks) finite_gradient.see(g);
+        const F p = rule.template step<M>(parameters.load(i, lanes), g, m, v);
         finite_result.see(p);
         parameters.store(i, p, lanes);
         return p;
     }
     INFINITY_INLINE void prefetch(size_t i) const {
-        prefetch_group(grad, i);
+        prefetch_group(gradient.grad, i);
         parameters.prefetch(i);
     }
 
-    const GradientElement<D>* grad;
-    const float* acc;
+    Gradient<D> gradient;
     R rule;
     Parameters<P> parameters;
-    F scale;
-    Vec::Finite finite_gradient;
+    Vec::Finite finite_gradient;  // where moments have no blocks, else:
+    bool finite_moments = true;
     Vec::Finite finite_result;
 };
 
@@ -101,15 +122,15 @@ template <class R, class M, class Body>
 INFINITY_INLINE void one_block(Body& pass, const M& moments, size_t i, size_t n, bool streaming) {
     F first[kCodeBlock / kWidth];
     F second[kCodeBlock / kWidth];
-    typename M::Units units = moments.template units<R>(i);
+    typename M::Units units = moments.template units<R>(i, n);
     const auto element = [&](size_t k, auto lanes) __attribute__((always_inline)) {
         F m = Vec::set(0.0F);
         F v = Vec::set(0.0F);
-        if constexpr (R::kFirst) m = moments.load_first(i + k, units.first, lanes);
-        if constexpr (R::kSecond) v = moments.load_second(i + k, units.second, lanes);
+        if constexpr (R::kFirst) m = moments.load_first(k, units, lanes);
+        if constexpr (R::kSecond) v = moments.load_second(k, units, lanes);
         const F p = pass.step(i + k, m, v, lanes);
-        if constexpr (R::kFirst) units.see_first(first[k / kWidth] = m, lanes);
-        if constexpr (R::kSecond) units.see_second(second[k / kWidth] = v, lanes);
+        if constexpr (R::kFirst) units.see_first(first[k / kWidth] = m, k, lanes);
+        if constexpr (R::kSecond) units.see_second(second[k / kWidth] = v, k, lanes);
         return p;
     };
     size_t k = 0;
@@ -125,7 +146,7 @@ INFINITY_INLINE void one_block(Body& pass, const M& moments, size_t i, size_t n,
         const Part lanes(n - k);
         pass.parameters.store_copy(i + k, element(k, lanes), lanes);
     }
-    moments.template store<R>(i, n, first, second, units);
+    pass.finite_moments &= moments.template store<R>(i, n, first, second, units);
 }
 
 template <class R, class M, class Body>
@@ -147,7 +168,7 @@ template <class R, Dtype D, ParameterFormat P, class M>
 bool update(const UpdateArrays& arrays, const Folded& h, const Range& given) {
     const UpdateArrays a = arrays;  // by value: no store can be thought to change it
     const Range range = given;
-    Pass<R, D, P> pass(a, h);
+    Pass<R, D, P, M> pass(a, h);
     const M moments(a, range);
     if constexpr (M::kBlocks) {
         each_block<R>(pass, moments, range);
@@ -156,6 +177,8 @@ bool update(const UpdateArrays& arrays, const Folded& h, const Range& given) {
     }
     Vec::fence();
     if (!pass.finite_result.all()) quiet<R, P, M>(a, range);
+    // A gradient that is not finite leaves moments that are not, whatever the rule.
+    if (M::kBlocks && !pass.finite_moments) return !finite(pass.gradient, range);
     return !pass.finite_gradient.all();
 }
 

@@ -135,16 +135,15 @@ struct Vec {
     static U xor_u(U x, U y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
     static U max_u(U x, U y) { return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)}; }
     // (x and mask) or y.
-    static U and_or(U x, uint32_t mask, U y) {
-        x = and_u(x, set_u(mask));
+    static U and_or(U x, U mask, U y) {
+        x = and_u(x, mask);
         return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
     }
     // Larger of x and a constant where `test` is not zero, x elsewhere.
-    static U at_least_if(U test, uint32_t bound, U x) {
+    static U at_least_if(U test, U bound, U x) {
         const __m256i zero = _mm256_setzero_si256();
-        const U b = set_u(bound);
-        return max_u(x, {_mm256_andnot_si256(_mm256_cmpeq_epi32(test.a, zero), b.a),
-                         _mm256_andnot_si256(_mm256_cmpeq_epi32(test.b, zero), b.b)});
+        return max_u(x, {_mm256_andnot_si256(_mm256_cmpeq_epi32(test.a, zero), bound.a),
+                         _mm256_andnot_si256(_mm256_cmpeq_epi32(test.b, zero), bound.b)});
     }
     template <int kBits>
     static U shl(U x) {
@@ -171,31 +170,20 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
     }
-    // A byte for each element.
-    using Packed = U;
-    static Packed load_bytes(const uint8_t* p, Full) {
-        return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
-    static Packed load_bytes(const uint8_t* p, Part lanes) {
-        alignas(16) uint8_t buffer[16] = {};
-        for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
-        return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(buffer)));
-    }
-    // Each byte from bit kBit on; the other bits are anything.
-    template <int kBit>
-    static U unpack(Packed bytes) {
-        return shl<kBit>(bytes);
+    // A byte for each of n elements, of one block at most.
+    using Codes = const uint8_t*;
+    static Codes load_codes(const uint8_t* p, size_t) { return p; }
+    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    template <int kBit, class L>
+    static U unpack(Codes codes, size_t k, L lanes) {
+        return shl<kBit>(load_bytes(codes + k, lanes));
     }
     // The byte of each from bit kBit on. The bits above must be zero.
     template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Full) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(shr<kBit>(x)));
-    }
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Part lanes) {
-        alignas(16) uint8_t buffer[16];
-        _mm_store_si128(reinterpret_cast<__m128i*>(buffer), narrow(shr<kBit>(x)));
-        for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
+    static void store_codes(uint8_t* p, const U* codes, size_t n) {
+        size_t k = 0;
+        for (; k + kWidth <= n; k += kWidth) store_bytes<kBit>(p + k, codes[k / kWidth], Full{});
+        if (k < n) store_bytes<kBit>(p + k, codes[k / kWidth], Part(n - k));
     }
     // The high half of each.
     template <class L>
@@ -249,6 +237,24 @@ struct Vec {
     };
 
   private:
+    static U load_bytes(const uint8_t* p, Full) {
+        return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static U load_bytes(const uint8_t* p, Part lanes) {
+        alignas(16) uint8_t buffer[16] = {};
+        for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
+        return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(buffer)));
+    }
+    template <int kBit>
+    static void store_bytes(uint8_t* p, U x, Full) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(shr<kBit>(x)));
+    }
+    template <int kBit>
+    static void store_bytes(uint8_t* p, U x, Part lanes) {
+        alignas(16) uint8_t buffer[16];
+        _mm_store_si128(reinterpret_cast<__m128i*>(buffer), narrow(shr<kBit>(x)));
+        for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
+    }
     static __m256 quiet_half(__m256 x) {
         const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
         return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));

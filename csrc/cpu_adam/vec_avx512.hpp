@@ -144,18 +144,17 @@ struct Vec {
         return {_mm512_max_epu32(x.even, y.even), _mm512_max_epu32(x.odd, y.odd)};
     }
     // (x and mask) or y.
-    static U and_or(U x, uint32_t mask, U y) {
+    static U and_or(U x, U mask, U y) {
         constexpr int kTable = 0xF8;  // of a | (b & c)
-        const __m512i m = _mm512_set1_epi32(static_cast<int>(mask));
-        return {_mm512_ternarylogic_epi32(y.even, x.even, m, kTable),
-                _mm512_ternarylogic_epi32(y.odd, x.odd, m, kTable)};
+        return {_mm512_ternarylogic_epi32(y.even, x.even, mask.even, kTable),
+                _mm512_ternarylogic_epi32(y.odd, x.odd, mask.odd, kTable)};
     }
     // Larger of x and a constant where `test` is not zero, x elsewhere.
-    static U at_least_if(U test, uint32_t bound, U x) {
-        const __m512i b = _mm512_set1_epi32(static_cast<int>(bound));
-        return {
-            _mm512_mask_max_epu32(x.even, _mm512_test_epi32_mask(test.even, test.even), x.even, b),
-            _mm512_mask_max_epu32(x.odd, _mm512_test_epi32_mask(test.odd, test.odd), x.odd, b)};
+    static U at_least_if(U test, U bound, U x) {
+        const __mmask16 even = _mm512_test_epi32_mask(test.even, test.even);
+        const __mmask16 odd = _mm512_test_epi32_mask(test.odd, test.odd);
+        return {_mm512_mask_max_epu32(x.even, even, x.even, bound.even),
+                _mm512_mask_max_epu32(x.odd, odd, x.odd, bound.odd)};
     }
     template <int kBits>
     static U shl(U x) {
@@ -187,28 +186,41 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
     }
-    // A byte for each element, two of them to a lane.
-    using Packed = __m512i;
-    static Packed load_bytes(const uint8_t* p, Full) {
-        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    // A byte for each of n elements, of one block at most: lane k has elements 2k, 2k + 1, 2k + 32
+    // and 2k + 33.
+    using Codes = __m512i;
+    static Codes load_codes(const uint8_t* p, size_t n) {
+        static_assert(kCodeBlock == 2 * kWidth);
+        const __m512i bytes =
+            n == kCodeBlock ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(first_bytes(n), p);
+        const __m512i at =
+            _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                             22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        return _mm512_permutexvar_epi16(at, bytes);
     }
-    static Packed load_bytes(const uint8_t* p, Part lanes) {
-        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi8(lanes.all, p));
+    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    template <int kBit, class L>
+    static U unpack(Codes codes, size_t k, L) {
+        static_assert(kBit >= 16 && kBit <= 24);
+        if (k == 0) return {_mm512_slli_epi32(codes, kBit), _mm512_slli_epi32(codes, kBit - 8)};
+        return {_mm512_slli_epi32(codes, kBit - 16), _mm512_srli_epi32(codes, 24 - kBit)};
     }
-    // Each byte from bit kBit on; the other bits are anything.
+    // The byte of each from bit kBit on. The bits above may be anything.
     template <int kBit>
-    static U unpack(Packed bytes) {
-        static_assert(kBit >= 8 && kBit <= 24);
-        return {_mm512_slli_epi32(bytes, kBit), _mm512_slli_epi32(bytes, kBit - 8)};
-    }
-    // The byte of each from bit kBit on. The bits above must be zero.
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Full) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack<kBit>(x));
-    }
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Part lanes) {
-        _mm256_mask_storeu_epi8(p, lanes.all, pack<kBit>(x));
+    static void store_codes(uint8_t* p, const U* codes, size_t n) {
+        static_assert(kBit >= 16 && kBit <= 24);
+        constexpr int kSelect = 0xCA;  // of a ? b : c
+        const __m512i even =
+            _mm512_srli_epi16(all_high_words(codes[0].even, codes[1].even), kBit - 16);
+        const __m512i odd =
+            _mm512_slli_epi16(all_high_words(codes[0].odd, codes[1].odd), 24 - kBit);
+        const __m512i bytes =
+            _mm512_ternarylogic_epi32(_mm512_set1_epi16(-0x100), odd, even, kSelect);
+        if (n == kCodeBlock) {
+            _mm512_storeu_si512(p, bytes);
+        } else {
+            _mm512_mask_storeu_epi8(p, first_bytes(n), bytes);
+        }
     }
     // The high half of each.
     template <class L>
@@ -290,11 +302,14 @@ struct Vec {
     static __m512i high_words(__m512i x, __m512i y) {
         return _mm512_mask_blend_epi16(kOddWords, _mm512_srli_epi32(x, 16), y);
     }
-    template <int kBit>
-    static __m256i pack(U x) {
-        static_assert(kBit >= 16 && kBit <= 24);
-        return _mm512_cvtepi16_epi8(_mm512_srli_epi16(high_words(x.even, x.odd), kBit - 16));
+    // The high words of both, those of x first.
+    static __m512i all_high_words(__m512i x, __m512i y) {
+        const __m512i at =
+            _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29,
+                             27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+        return _mm512_permutex2var_epi16(x, at, y);
     }
+    static __mmask64 first_bytes(size_t n) { return (uint64_t{1} << n) - 1; }
     static __m512 quiet_half(__m512 x) {
         const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);

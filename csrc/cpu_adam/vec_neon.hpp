@@ -100,12 +100,10 @@ struct Vec {
     static U xor_u(U a, U b) { return veorq_u32(a, b); }
     static U max_u(U a, U b) { return vmaxq_u32(a, b); }
     // (x and mask) or y.
-    static U and_or(U x, uint32_t mask, U y) {
-        return vorrq_u32(vandq_u32(x, vdupq_n_u32(mask)), y);
-    }
+    static U and_or(U x, U mask, U y) { return vorrq_u32(vandq_u32(x, mask), y); }
     // Larger of x and a constant where `test` is not zero, x elsewhere.
-    static U at_least_if(U test, uint32_t bound, U x) {
-        return vmaxq_u32(x, vandq_u32(vtstq_u32(test, test), vdupq_n_u32(bound)));
+    static U at_least_if(U test, U bound, U x) {
+        return vmaxq_u32(x, vandq_u32(vtstq_u32(test, test), bound));
     }
     template <int kBits>
     static U shl(U x) {
@@ -129,33 +127,20 @@ struct Vec {
         return vandq_u32(x, inside);
     }
     static uint32_t largest(U x) { return vmaxvq_u32(x); }
-    // A byte for each element.
-    using Packed = U;
-    static Packed load_bytes(const uint8_t* p, Full) {
-        uint32_t four;
-        std::memcpy(&four, p, 4);
-        return widen(four);
-    }
-    static Packed load_bytes(const uint8_t* p, Part lanes) {
-        uint32_t four = 0;
-        std::memcpy(&four, p, lanes.count);
-        return widen(four);
-    }
-    // Each byte from bit kBit on; the other bits are anything.
-    template <int kBit>
-    static U unpack(Packed bytes) {
-        return vshlq_n_u32(bytes, kBit);
+    // A byte for each of n elements, of one block at most.
+    using Codes = const uint8_t*;
+    static Codes load_codes(const uint8_t* p, size_t) { return p; }
+    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    template <int kBit, class L>
+    static U unpack(Codes codes, size_t k, L lanes) {
+        return shl<kBit>(load_bytes(codes + k, lanes));
     }
     // The byte of each from bit kBit on. The bits above must be zero.
     template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Full) {
-        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
-        std::memcpy(p, &four, 4);
-    }
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Part lanes) {
-        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
-        std::memcpy(p, &four, lanes.count);
+    static void store_codes(uint8_t* p, const U* codes, size_t n) {
+        size_t k = 0;
+        for (; k + kWidth <= n; k += kWidth) store_bytes<kBit>(p + k, codes[k / kWidth], Full{});
+        if (k < n) store_bytes<kBit>(p + k, codes[k / kWidth], Part(n - k));
     }
     // The high half of each.
     template <class L>
@@ -195,6 +180,26 @@ struct Vec {
     };
 
   private:
+    static U load_bytes(const uint8_t* p, Full) {
+        uint32_t four;
+        std::memcpy(&four, p, 4);
+        return widen(four);
+    }
+    static U load_bytes(const uint8_t* p, Part lanes) {
+        uint32_t four = 0;
+        std::memcpy(&four, p, lanes.count);
+        return widen(four);
+    }
+    template <int kBit>
+    static void store_bytes(uint8_t* p, U x, Full) {
+        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
+        std::memcpy(p, &four, 4);
+    }
+    template <int kBit>
+    static void store_bytes(uint8_t* p, U x, Part lanes) {
+        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
+        std::memcpy(p, &four, lanes.count);
+    }
     static U widen(uint32_t four) { return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))); }
     static uint32_t narrow(U x) {
         const uint16x4_t words = vmovn_u32(x);

@@ -109,9 +109,9 @@ struct Vec {
     static U and_u(U a, U b) { return a & b; }
     static U xor_u(U a, U b) { return a ^ b; }
     static U max_u(U a, U b) { return a < b ? b : a; }
-    static U and_or(U x, uint32_t mask, U y) { return (x & mask) | y; }
+    static U and_or(U x, U mask, U y) { return (x & mask) | y; }
     // Larger of x and a constant where `test` is not zero, x elsewhere.
-    static U at_least_if(U test, uint32_t bound, U x) { return test != 0 && x < bound ? bound : x; }
+    static U at_least_if(U test, U bound, U x) { return test != 0 && x < bound ? bound : x; }
     template <int kBits>
     static U shl(U x) {
         return x << kBits;
@@ -128,21 +128,18 @@ struct Vec {
         return x;
     }
     static uint32_t largest(U x) { return x; }
-    // A byte for each element.
-    using Packed = uint8_t;
-    template <class L>
-    static Packed load_bytes(const uint8_t* p, L) {
-        return *p;
-    }
-    // Each byte from bit kBit on; the other bits are anything.
-    template <int kBit>
-    static U unpack(Packed bytes) {
-        return static_cast<U>(bytes) << kBit;
+    // A byte for each of n elements, of one block at most.
+    using Codes = const uint8_t*;
+    static Codes load_codes(const uint8_t* p, size_t) { return p; }
+    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    template <int kBit, class L>
+    static U unpack(Codes codes, size_t k, L) {
+        return static_cast<U>(codes[k]) << kBit;
     }
     // The byte of each from bit kBit on. The bits above must be zero.
-    template <int kBit, class L>
-    static void store_bytes(uint8_t* p, U x, L) {
-        *p = static_cast<uint8_t>(x >> kBit);
+    template <int kBit>
+    static void store_codes(uint8_t* p, const U* codes, size_t n) {
+        for (size_t k = 0; k < n; ++k) p[k] = static_cast<uint8_t>(codes[k] >> kBit);
     }
     // The high half of each.
     template <class L>

@@ -30,7 +30,7 @@ Half half(const Wide& wide, int index) {
 
 // Touches the masked elements only, as the hardware does; sanitizers see the rest.
 template <class Register, class Element>
-Register masked_load(unsigned mask, const void* p) {
+Register masked_load(uint64_t mask, const void* p) {
     Element lane[sizeof(Register) / sizeof(Element)] = {};
     for (size_t i = 0; i < sizeof(Register) / sizeof(Element); ++i) {
         if ((mask >> i & 1U) != 0) lane[i] = static_cast<const Element*>(p)[i];
@@ -41,7 +41,7 @@ Register masked_load(unsigned mask, const void* p) {
 }
 
 template <class Element, class Register>
-void masked_store(void* p, unsigned mask, const Register& all) {
+void masked_store(void* p, uint64_t mask, const Register& all) {
     Element lane[sizeof(Register) / sizeof(Element)];
     std::memcpy(lane, &all, sizeof(all));
     for (size_t i = 0; i < sizeof(Register) / sizeof(Element); ++i) {
@@ -52,11 +52,6 @@ void masked_store(void* p, unsigned mask, const Register& all) {
 template <class Register>
 void store_all(void* p, const Register& all) {
     std::memcpy(p, &all, sizeof(all));
-}
-
-inline __m512i widen_unsigned(__m256i x) {
-    return join<__m512i>(_mm256_cvtepu16_epi32(half<__m128i>(x, 0)),
-                         _mm256_cvtepu16_epi32(half<__m128i>(x, 1)));
 }
 
 inline __m512 from_halves(__m256i x) {
@@ -78,9 +73,8 @@ inline __m512d to_double(__m256 x) {
 #define _mm512_maskz_loadu_epi16(mask, p) emulated::masked_load<__m512i, uint16_t>(mask, p)
 #define _mm512_mask_storeu_ps(p, mask, x) emulated::masked_store<float>(p, mask, x)
 #define _mm512_mask_storeu_epi16(p, mask, x) emulated::masked_store<uint16_t>(p, mask, x)
-#define _mm512_cvtepu16_epi32(x) emulated::widen_unsigned(x)
-#define _mm256_maskz_loadu_epi8(mask, p) emulated::masked_load<__m256i, uint8_t>(mask, p)
-#define _mm256_mask_storeu_epi8(p, mask, x) emulated::masked_store<uint8_t>(p, mask, x)
+#define _mm512_maskz_loadu_epi8(mask, p) emulated::masked_load<__m512i, uint8_t>(mask, p)
+#define _mm512_mask_storeu_epi8(p, mask, x) emulated::masked_store<uint8_t>(p, mask, x)
 #define _mm512_cvtph_ps(x) emulated::from_halves(x)
 #define _mm512_cvtps_ph(x, mode) emulated::to_halves(x)
 #define _mm512_cvtps_pd(x) emulated::to_double(x)
