@@ -284,6 +284,9 @@ struct MomentsInt8 {
         const U code = encode(x, inverse, Vec::template shr<12>(random));
         return Vec::at_least_if(Vec::as_u(x), lowest_code, code);
     }
+    static constexpr uint32_t kRandomMask = 0xFFFF0U;
+    static constexpr uint32_t kHalf = 8U - kOneBits;
+    static_assert((kHalf & kRandomMask) == 0);
     static constexpr uint32_t kSign = 0x80000000U;
     static INFINITY_INLINE U magnitude(F x) { return Vec::and_u(Vec::as_u(x), Vec::set_u(~kSign)); }
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_codes(first, i); }
@@ -301,8 +304,8 @@ struct MomentsInt8 {
     First first_codec;
     Second second_codec;
     F one = Vec::set(float_of(kept_constant(kOneBits)));
-    U half = Vec::set_u(kept_constant(8U - kOneBits));
-    U random_mask = Vec::set_u(kept_constant(0xFFFF0U));
+    U half = Vec::set_u(kept_constant(kHalf));
+    U random_mask = Vec::set_u(kept_constant(kRandomMask));
     U sign = Vec::set_u(kept_constant(kSign));
     U code_sign = Vec::set_u(kept_constant(kSign >> 4));
     U lowest_code = Vec::set_u(kept_constant(1U << kCodeBit));
