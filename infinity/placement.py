@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from infinity.comfort import COMFORTS, FLOWING, LEAST, Comfort
 from infinity.config import Precision, round_up
 from infinity.cpu_adam import BLOCK
 from infinity.layout import Extent, extents, page_bytes
@@ -70,45 +71,6 @@ class Room:
     """None: the same RAM as the host's."""
     host: int
     nvme: int
-
-
-@dataclass(frozen=True)
-class Comfort:
-    """How much working room a placement leaves, and how far down it may go."""
-
-    slots: int
-    lookahead: int
-    """Parameter pages that can be resident at one time besides those at home there."""
-    nvme: bool = True
-    share: float = 1.0
-    """The most of the host tier that slots may take, and of the tier that computes, resident pages."""
-    chunks: int = len(_CHUNKS)
-    """How many of the lengths of chunks will do: short ones cost work by the piece."""
-
-
-LOOKAHEAD = 12
-"""Parameter pages that a disk needs: eager updates run in some while others arrive. With 3 a step took a
-quarter longer than with 10 (309M parameters, all on NVMe)."""
-
-LEAST = Comfort(1, 1)
-_COMFORTS = (
-    Comfort(4, 3, nvme=False),
-    Comfort(2, 2, nvme=False),
-    Comfort(16, LOOKAHEAD, share=0.25, chunks=1),
-    Comfort(16, LOOKAHEAD, share=0.25, chunks=2),
-    Comfort(16, 3, share=0.25, chunks=1),
-    Comfort(16, 3, share=0.25, chunks=2),
-    Comfort(8, 3, share=0.5, chunks=2),
-    Comfort(4, 3, share=0.5),
-    Comfort(4, 2, share=0.5),
-    Comfort(4, 1, share=0.5),
-    Comfort(2, 3),
-    Comfort(2, 2),
-    Comfort(2, 1),
-    Comfort(1, 3),
-    Comfort(1, 2),
-    LEAST,
-)
 
 
 @dataclass(frozen=True)
@@ -179,12 +141,13 @@ class Candidate:
         self.pages[Kind.OPTIMIZER].append(optimizer)
         self._chunks.append(chunks)
 
-    def flows(self, slots: int) -> bool:
-        """Whether most bytes are of units that take a quarter of the slots: while the gradients of one unit
-        come into slots, those of others can leave them."""
+    def flows(self, comfort: Comfort) -> bool:
+        """Whether its units are as small, in slots, as `comfort.flow` asks; see [Note: slots that flow]."""
         parameters = self.pages[Kind.PARAMETER]
         few = sum(
-            nbytes for nbytes, chunks in zip(parameters, self._chunks, strict=True) if 4 * chunks <= slots
+            nbytes
+            for nbytes, chunks in zip(parameters, self._chunks, strict=True)
+            if comfort.flow * chunks <= comfort.slots
         )
         return 2 * few >= sum(parameters)
 
@@ -333,7 +296,7 @@ class Search:
         flowing: bool,
     ) -> None:
         """line: the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all
-        through a backward: pages are spread, and units cut as `Candidate.flows` has it, if they can be."""
+        through a backward: pages are spread, and there are slots enough for the units, if they fit."""
         self._surveyed = surveyed
         self._line = line
         self._flowing = flowing
@@ -345,14 +308,11 @@ class Search:
 
     def place(self, room: Room) -> Placement | None:
         """The first placement that fits: comfort first, then large units, then large chunks."""
-        for flowing in (True, False) if self._flowing else (False,):
-            for comfort in _COMFORTS:
-                for candidate in self._candidates(comfort.chunks):
-                    if flowing and comfort.nvme and not candidate.flows(comfort.slots):
-                        continue
-                    placement = candidate.place(room, comfort)
-                    if placement is not None:
-                        return placement
+        for comfort in FLOWING if self._flowing else COMFORTS:
+            for candidate in self._candidates(comfort.chunks):
+                placement = candidate.place(room, comfort) if candidate.flows(comfort) else None
+                if placement is not None:
+                    return placement
         return None
 
     def needed(self, tier: Tier, room: Room) -> int | None:
@@ -381,8 +341,8 @@ class Search:
         needed = self.needed(tier, room) if enough else None
         return enough if needed is None else needed
 
-    def _candidates(self, chunks: int = len(_CHUNKS)) -> Iterator[Candidate]:
-        lengths = range(min(chunks, len(self._chunks)))
+    def _candidates(self, chunks: int | None = None) -> Iterator[Candidate]:
+        lengths = range(len(self._chunks[:chunks]))
         for grouping, chunk in itertools.product(range(len(self._groupings)), lengths):
             if (grouping, chunk) not in self._measured:
                 self._measured[grouping, chunk] = Candidate(

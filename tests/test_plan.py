@@ -42,6 +42,7 @@ def planned(
     accumulation=None,
     speeds=None,
     compute=None,
+    update="lazy",
     **budget,
 ) -> Plan:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -57,6 +58,7 @@ def planned(
         accumulation=accumulation,
         speeds=speeds,
         compute=compute,
+        update=update,
     )
 
 
@@ -203,6 +205,23 @@ def test_where_no_page_moves_one_slot_is_enough() -> None:
     tight = planned(stack([64] * 6), host="400KiB", nvme=nvme)
     assert tight.home_bytes[Tier.NVME] and tight.slots > 1
     assert planned(stack([64] * 6), host="256MiB", device="256MiB").slots > 1
+
+
+@pytest.mark.parametrize(
+    ("width", "host", "one_in"),
+    [(1024, "2GiB", 8), (2048, "4GiB", 4), (2048, "1800MiB", 2), (2048, "400MiB", 0)],
+)
+def test_eager_updates_have_slots_for_the_modules_of_the_model(width: int, host: str, one_in: int) -> None:
+    """A module's gradients come at once: with too few slots they go to disk, and its update waits."""
+    model = stack([width] * 96)
+    eager, lazy = (
+        planned(model, update=update, accumulation=1, host=host, nvme={"/somewhere": "64GiB"})
+        for update in ("eager", "lazy")
+    )
+    chunks = max(len(unit.chunks) for unit in eager.layout.units)
+    assert one_in == max((each for each in (8, 4, 2) if each * chunks <= eager.slots), default=0)
+    assert eager.slots * eager.slot_bytes <= (0.25 if one_in == 8 else 0.4) * eager.budgets[Tier.HOST]
+    assert lazy.slots <= 16
 
 
 def test_one_backward_a_step_keeps_states_nearer_than_gradients() -> None:

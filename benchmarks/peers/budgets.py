@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import infinity
+from infinity.comfort import LOOKAHEAD
 from infinity.config import round_up
-from infinity.placement import LOOKAHEAD
 from infinity.reserve import Reserve
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
