@@ -59,7 +59,7 @@ _TIGHT = (
     LEAST,
 )
 _MANY = (32, 64, 128, 256)
-_ABUNDANT = tuple(Comfort(slots, LOOKAHEAD, share=0.25, chunks=1, flow=8) for slots in _MANY)
+_ABUNDANT = tuple(Comfort(slots, LOOKAHEAD, share=0.25, chunks=1, flow=8) for slots in (16, *_MANY))
 _MANY_SLOTS = tuple(
     Comfort(slots, lookahead, share=0.4, chunks=1) for lookahead in (LOOKAHEAD, 3) for slots in _MANY
 )

@@ -224,6 +224,15 @@ def test_eager_updates_have_slots_for_the_modules_of_the_model(width: int, host:
     assert lazy.slots <= 16
 
 
+def test_eager_updates_of_small_modules_have_no_more_slots_than_help() -> None:
+    made = planned(
+        stack([512] * 320), update="eager", accumulation=1, host="2GiB", nvme={"/somewhere": "64GiB"}
+    )
+    assert made.nvme_bytes
+    assert (made.slots, made.layout.chunk_elements) == (16, 1 << 20)
+    assert 32 * made.slot_bytes <= 0.25 * made.budgets[Tier.HOST]
+
+
 def test_one_backward_a_step_keeps_states_nearer_than_gradients() -> None:
     model, budget = stack([64] * 9), {"host": 550 << 10, "nvme": {"/swap": 64 * MiB}}
     unknown, several, one = (planned(model, accumulation=each, **budget) for each in (None, 4, 1))
