@@ -45,9 +45,20 @@ struct AddJob : Job {
     long factor_, term_;
 };
 
-struct SleepingJob : Job {
-    SleepingJob() : Job(1, {}) {}
-    void run(size_t) noexcept override { usleep(50000); }
+// Runs until it is released: no clock says that a job is still under way.
+struct HeldJob : Job {
+    HeldJob() : Job(1, {}) {}
+    void run(size_t) noexcept override {
+        begun_ = true;
+        while (!released_) usleep(100);
+    }
+    // After this nobody who waits can take the job over.
+    void await_begin() const {
+        while (!begun_) usleep(100);
+    }
+    void release() { released_ = true; }
+    std::atomic<bool> begun_{false};
+    std::atomic<bool> released_{false};
 };
 
 // Each of its two chunks ends when the other has begun: not on one thread.
@@ -88,11 +99,16 @@ void test_who_waits_works_too() {
     CHECK(!job->lonely_);
     // But not for longer than asked for, and a chunk.
     std::atomic<int> counter{0};
-    pool.submit(std::make_shared<SleepingJob>());
+    const auto first = std::make_shared<HeldJob>();
+    const auto last = std::make_shared<HeldJob>();
+    pool.submit(first);
+    first->await_begin();
     const Ticket later =
         pool.submit(std::make_shared<CountingJob>(1, std::vector<ByteRange>{}, counter));
-    CHECK(!pool.submit(std::make_shared<SleepingJob>()).wait(0));
+    CHECK(!pool.submit(last).wait(0));
+    first->release();
     CHECK(later.wait(60));
+    last->release();
     CHECK(counter == 1);
 }
 
@@ -128,6 +144,7 @@ void test_small_awaited_work_is_the_caller_s() {
 
 void test_many_submitters_and_close_with_work_queued() {
     std::atomic<int> counter{0};
+    const auto held = std::make_shared<HeldJob>();
     std::optional<Ticket> outlives;
     {
         ThreadPool pool(unpinned(3));
@@ -142,9 +159,16 @@ void test_many_submitters_and_close_with_work_queued() {
             });
         }
         for (std::thread& thread : submitters) thread.join();
-        outlives = pool.submit(std::make_shared<SleepingJob>());
+        outlives = pool.submit(held);
+        held->await_begin();
         CHECK(!outlives->wait(0.0));
         CHECK(!outlives->wait(0.001));
+        std::thread releaser([&] {
+            while (!pool.closed()) usleep(100);
+            held->release();
+        });
+        pool.close();
+        releaser.join();
     }
     CHECK(counter == 4 * 100 * 5);
     CHECK(outlives->done() && outlives->wait(-1));
@@ -174,12 +198,13 @@ void test_closed_and_empty() {
 
 void test_fork() {
     auto pool = std::make_unique<ThreadPool>(unpinned(2));
-    std::optional<Ticket> busy = pool->submit(std::make_shared<SleepingJob>());
+    const auto held = std::make_shared<HeldJob>();
+    std::optional<Ticket> busy = pool->submit(held);
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         alarm(10);  // a hang is a failure
-        bool ok = refused([&] { pool->submit(std::make_shared<SleepingJob>()); });
+        bool ok = refused([&] { pool->submit(std::make_shared<HeldJob>()); });
         ok = ok && refused([&] { busy->wait(-1); });
         pool->close();
         pool.reset();
@@ -189,6 +214,7 @@ void test_fork() {
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    held->release();
     CHECK(busy->wait(-1));
 }
 
