@@ -1,0 +1,119 @@
+// Requests as Python holds them: a future, and when it began and ended.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "engine.hpp"
+#include "python_buffers.hpp"
+#include "python_errors.hpp"
+
+namespace infinity::aio {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+[[noreturn]] inline void raise_forked() {
+    raise_config_error(
+        "This I/O engine belongs to the parent process: a forked child has none of "
+        "its threads.",
+        "Make a new engine in the child, or start children with spawn.");
+}
+
+// Threads that have released the GIL in a wait; leave() at exit lets them come back first.
+inline std::atomic<int> waiters{0};
+
+// When a request began and ended. Without its memory: who keeps this keeps no buffer taken.
+class PyTiming {
+  public:
+    explicit PyTiming(std::shared_ptr<Future> future) : future_(std::move(future)) {}
+
+    std::optional<std::pair<int64_t, int64_t>> times() const {
+        if (!future_->done()) return std::nullopt;
+        return std::pair(nanoseconds(future_->submitted()), nanoseconds(future_->landed()));
+    }
+
+  private:
+    static int64_t nanoseconds(TimePoint point) {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(point.time_since_epoch())
+            .count();
+    }
+
+    std::shared_ptr<Future> future_;
+};
+
+class PyFuture {
+  public:
+    PyFuture(std::shared_ptr<Future> future, nb::object owner,
+             std::vector<std::shared_ptr<Engine>> engines)
+        : future_(std::move(future)), owner_(std::move(owner)), engines_(std::move(engines)) {}
+    PyFuture(PyFuture&&) = default;
+    ~PyFuture() {
+        // The kernel may still use the memory; in a forked child there is no kernel to wait for.
+        if (future_ && owner_.is_valid() && !future_->done() && !process_.forked())
+            orphans().adopt(std::move(future_), std::move(owner_));
+    }
+
+    bool done() const { return future_->done(); }
+    PyTiming timing() const { return PyTiming(future_); }
+
+    // False after the time limit. Throws what a signal handler throws.
+    bool landed_by(TimePoint until) {
+        while (!future_->done()) {
+            if (process_.forked()) raise_forked();
+            Future::Wait outcome;
+            ++waiters;
+            {
+                const nb::gil_scoped_release release;
+                outcome = future_->wait(until);
+            }
+            --waiters;
+            if (outcome == Future::Wait::timeout) return false;
+            if (outcome == Future::Wait::interrupted && PyErr_CheckSignals() != 0)
+                throw nb::python_error();
+        }
+        owner_.reset();
+        return true;
+    }
+
+    // Of a landed request: its error or None.
+    nb::object error() const {
+        const Failure* failure = future_->failure();
+        return failure ? make_storage_error(*failure) : nb::none();
+    }
+    void check() const {
+        if (future_->failure()) raise(error());
+    }
+    uint64_t bytes() const { return future_->bytes(); }
+
+  private:
+    Process process_;
+    std::shared_ptr<Future> future_;
+    nb::object owner_;
+    std::vector<std::shared_ptr<Engine>> engines_;  // one closes when nobody holds it
+};
+
+inline TimePoint limit_of(std::optional<double> timeout) {
+    // Beyond some years, or not a number: no limit.
+    if (!timeout || !(*timeout < 1e9)) return TimePoint::max();
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                              std::chrono::duration<double>(std::max(*timeout, 0.0)));
+}
+
+[[noreturn]] inline void raise_timeout() {
+    PyErr_SetString(PyExc_TimeoutError, "The request is still in flight.");
+    throw nb::python_error();
+}
+
+inline void wait_all(const std::vector<PyFuture*>& futures, std::optional<double> timeout) {
+    const TimePoint until = limit_of(timeout);
+    for (PyFuture* future : futures)
+        if (!future->landed_by(until)) raise_timeout();
+    for (const PyFuture* future : futures) future->check();
+}
+
+}  // namespace infinity::aio
