@@ -84,7 +84,7 @@ def plan(
     model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
     knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
-    most), tiny models are trained where the device is the CPU (0.5 s), and bandwidths are probed and kept in
+    most), tiny models are trained where the device is the CPU (0.9 s), and bandwidths are probed and kept in
     the cache directory (2 s; those of a disk soon expire). device: default "cuda" where there is one, else
     "cpu". update, accumulation: as of `offload`.
 

@@ -142,7 +142,7 @@ class Candidate:
         self._chunks.append(chunks)
 
     def flows(self, comfort: Comfort) -> bool:
-        """Whether its units are as small, in slots, as `comfort.flow` asks; see [Note: slots that flow]."""
+        """Whether its units are as small, in slots, as `comfort.flow` asks; see infinity/comfort.py."""
         parameters = self.pages[Kind.PARAMETER]
         few = sum(
             nbytes
