@@ -130,6 +130,15 @@ class Bench:
         elif not self.job.quick:
             self._measure_compute()
 
+    @contextmanager
+    def computing(self, decoder: DecoderConfig) -> Iterator[Process]:
+        """A process, warmed up: its steps are a decoder's forward and backward with everything in memory."""
+        task = self._task(Spec(name="compute", contender="plain", mode="compute"), decoder)
+        with Process("compute", task, sys.executable, self._timeout()) as process:
+            process.ready()
+            process.turn(self.job.warm_up, 0)
+            yield process
+
     @property
     def complete(self) -> bool:
         """Whether every contender has trained, and none failed."""
@@ -217,8 +226,5 @@ class Bench:
         self.compute.append(compute_seconds(self.job.decoder, self.job.device, self._compute_turn))
 
     def _compute_turn(self, decoder: DecoderConfig) -> float:
-        task = self._task(Spec(name="compute", contender="plain", mode="compute"), decoder)
-        with Process("compute", task, sys.executable, self._timeout()) as process:
-            process.ready()
-            process.turn(self.job.warm_up, 0)
+        with self.computing(decoder) as process:
             return statistics.median(process.turn(0, 1)["seconds"] for _ in range(self.job.rounds))

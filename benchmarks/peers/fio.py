@@ -5,16 +5,38 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BLOCK = 4 << 20
 DEPTH = 32
 _ENGINES = ("io_uring", "libaio")
+_MIXED = ("--rwmixread=50", "--time_based")
+_ENDLESS = 24 * 3600
+_INTERRUPTED = 128
+"""What it ends with after SIGINT."""
+_UNTIL_IT_RUNS = 1.0
+"""Seconds."""
 
 
 class FioFailed(Exception):
     """fio is not installed, or no engine of it works here."""
+
+
+@dataclass
+class Background:
+    """What fio did beside somebody else; known once it has ended."""
+
+    speed: float = 0.0
+    """Bytes per second, reads and writes together."""
+    cpu: float = 0.0
+    """Seconds of a CPU per second."""
 
 
 class Fio:
@@ -36,12 +58,36 @@ class Fio:
 
     def mixed(self) -> float:
         """Bytes per second, reads and writes together. Raises FioFailed."""
-        job = self._run("rw", "--rwmixread=50", "--time_based", f"--runtime={1000 * self._seconds:.0f}ms")
-        moved: int = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-        return moved / (max(job["read"]["runtime"], job["write"]["runtime"]) / 1000)
+        job = self._run("rw", *_MIXED, f"--runtime={1000 * self._seconds:.0f}ms")
+        return _speed(job)
 
-    def _run(self, mode: str, *more: str) -> dict[str, dict[str, int]]:
-        command = [
+    @contextmanager
+    def beside(self, rate: float) -> Iterator[Background]:
+        """Inside, it moves about so many bytes per second: half are read, half written. Raises FioFailed."""
+        limit = f"--rate={rate / 2:.0f},{rate / 2:.0f}"
+        command = self._command("rw", *_MIXED, limit, f"--runtime={_ENDLESS}s")
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
+        )
+        found = Background()
+        try:
+            time.sleep(_UNTIL_IT_RUNS)
+            yield found
+        finally:
+            process.send_signal(signal.SIGINT)  # it reports what it did until then
+            out, error = process.communicate()
+        job = self._report(0 if process.returncode == _INTERRUPTED else process.returncode, out, error)
+        found.speed = _speed(job)
+        found.cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100
+
+    def _run(self, mode: str, *more: str) -> dict[str, Any]:
+        done = subprocess.run(
+            self._command(mode, *more), capture_output=True, text=True, env=_environment(), check=False
+        )
+        return self._report(done.returncode, done.stdout, done.stderr)
+
+    def _command(self, mode: str, *more: str) -> list[str]:
+        return [
             self._fio,
             "--name=limit",
             f"--filename={self._path}",
@@ -57,12 +103,19 @@ class Fio:
             "--output-format=json",
             *more,
         ]
-        # Has malloc ask for huge pages (glibc >= 2.35), as ours has them.
-        environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode != 0 or "{" not in done.stdout:
-            raise FioFailed(
-                f"fio with {self.engine} ended with {done.returncode}: {done.stderr.strip()[-500:]}"
-            )
-        job: dict[str, dict[str, int]] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+
+    def _report(self, code: int, out: str, error: str) -> dict[str, Any]:
+        if code != 0 or "{" not in out:
+            raise FioFailed(f"fio with {self.engine} ended with {code}: {error.strip()[-500:]}")
+        job: dict[str, Any] = json.loads(out[out.index("{") :])["jobs"][0]
         return job
+
+
+def _speed(job: dict[str, Any]) -> float:
+    moved: int = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+    return moved / (max(job["read"]["runtime"], job["write"]["runtime"]) / 1000)
+
+
+def _environment() -> dict[str, str]:
+    """Has malloc ask for huge pages (glibc >= 2.35), as ours has them."""
+    return os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
