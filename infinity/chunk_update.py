@@ -145,9 +145,9 @@ class ChunkUpdate:
         if failure is not None:
             raise failure
 
-    def submit(self, states: States, threads: cpu_adam.ThreadPool) -> None:
-        """Start the update. All reads have ended well."""
-        self.ticket = threads.submit(self.work(states))
+    def submit(self, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool) -> None:
+        """Start the update. All reads have ended well. awaited: the caller is about to wait for it."""
+        self.ticket = threads.submit(self.work(states), awaited=awaited)
 
     def work(self, states: States) -> cpu_adam.Update:
         """What is to be done, once all reads have ended."""

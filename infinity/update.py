@@ -331,7 +331,7 @@ class Updater:
         self._submit(running)
 
     def _submit(self, running: ChunkUpdate) -> None:
-        running.submit(self._states, self._threads)
+        running.submit(self._states, self._threads, awaited=self._shares_cpu)
         assert running.ticket is not None
         self._store.meter.submitted(running.ticket, sum(each.count for each in running.due.segments))
 

@@ -59,7 +59,7 @@ def carry_out(
         builder.fill(weights, heap)
         if optimizer is not None:
             adopt(optimizer, builder.write_state, builder.dtype_in_page)
-        threads = cleanup.enter_context(cpu_adam.ThreadPool())
+        threads = cleanup.enter_context(cpu_adam.ThreadPool(openmp=plan.device.type == "cpu"))
         runtime = builder.wire(meter, threads, heap)
         cleanup.pop_all()
     if optimizer is not None:

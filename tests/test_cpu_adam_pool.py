@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,57 @@ def test_jobs_behave_as_if_in_order(pool: ThreadPool) -> None:
     for work in steps(*waited):
         pool.run(work)
     assert all(same_bits(a, b) for a, b in zip(queued, waited, strict=True))
+
+
+def woken() -> int:
+    """How often threads of pools have come back from a sleep."""
+    times = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "infinity-update":
+            found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.M)
+            assert found is not None
+            times += int(found[1])
+    return times
+
+
+def update_of(n: int) -> Update:
+    segments, hypers = [Segment(0, n)], [RULES["adamw"]]
+    return Update(grad=torch.ones(n), **states(n, finite=True), segments=segments, hypers=hypers)
+
+
+def test_openmp_threads_help_who_waits_and_the_pool_sleeps() -> None:
+    n, jobs = 1 << 20, 50
+    if torch.get_num_threads() < 2:
+        pytest.skip("torch computes with one thread here")
+    with ThreadPool(threads=2) as alone, ThreadPool(threads=2, openmp=True) as helped:
+        first, second = update_of(n), update_of(n)
+        for pool, work in ((alone, first), (helped, second)):
+            pool.submit(work).wait()  # the threads have begun
+        assert isinstance(first.parameter, torch.Tensor) and isinstance(second.parameter, torch.Tensor)
+        time.sleep(0.01)
+        before = woken()
+        for _ in range(jobs):
+            helped.submit(second, awaited=True).wait()
+        assert woken() - before < jobs // 5
+        for _ in range(jobs):
+            alone.run(first)
+        assert same_bits(first.parameter, second.parameter)
+
+
+def test_fewer_openmp_threads_than_the_pool_has_do_not_stand_in_for_it() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with ThreadPool(threads=2, openmp=True) as pool:
+            work = update_of(1 << 22)
+            pool.submit(work).wait()
+            time.sleep(0.01)
+            before = woken()
+            for _ in range(20):
+                pool.run(work)
+            assert woken() > before
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_ticket_tells_when_its_job_ran(pool: ThreadPool) -> None:

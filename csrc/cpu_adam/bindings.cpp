@@ -65,8 +65,11 @@ struct JobTicket {
 // them: they are let go under the GIL, by the first call that finds their job done.
 class OwningPool {
   public:
-    OwningPool(const std::vector<int>& cpus, const std::string& isa, size_t chunk)
-        : kernels_(select_kernels(isa)), chunk_(chunk), pool_(cpus), cpus_(cpus) {}
+    OwningPool(const std::vector<int>& cpus, const std::string& isa, size_t chunk, bool openmp)
+        : kernels_(select_kernels(isa)),
+          chunk_(chunk),
+          pool_(cpus, openmp ? Team::loaded() : Team{}),
+          cpus_(cpus) {}
     OwningPool(const OwningPool&) = delete;
     OwningPool& operator=(const OwningPool&) = delete;
     ~OwningPool() { close(); }
@@ -227,8 +230,8 @@ void bind_hypers(nb::module_& m) {
 
 void bind_pool(nb::module_& m) {
     nb::class_<OwningPool>(m, "Pool")
-        .def(nb::init<const std::vector<int>&, const std::string&, size_t>(), "cpus"_a, "isa"_a,
-             "chunk"_a)
+        .def(nb::init<const std::vector<int>&, const std::string&, size_t, bool>(), "cpus"_a,
+             "isa"_a, "chunk"_a, "openmp"_a)
         .def("close", &OwningPool::close)
         .def_prop_ro("closed", &OwningPool::closed)
         .def_prop_ro("cpus", &OwningPool::cpus)

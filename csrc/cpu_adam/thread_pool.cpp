@@ -82,7 +82,7 @@ bool Job::conflicts_with(const Job& other) const {
 // a child: every entry checks the process first, and the last owner there lets the state leak.
 class PoolState {
   public:
-    explicit PoolState(const std::vector<int>& cpus) {
+    PoolState(const std::vector<int>& cpus, Team team) : team_(team), width_(cpus.size()) {
         const SignalsBlocked blocked;
         try {
             for (const int cpu : cpus) threads_.emplace_back([this, cpu] { work(cpu); });
@@ -111,8 +111,9 @@ class PoolState {
         job->after_all_earlier_ =
             std::any_of(unfinished_.begin(), unfinished_.end(),
                         [&](const auto& earlier) { return job->conflicts_with(*earlier); });
+        job->awaited_ = awaited;
         unfinished_.push_back(job);
-        if (awaited && job->chunks_ < kWorthWaking) return;
+        if (awaited && (job->chunks_ < kWorthWaking || team_is_wide())) return;
         if (job->chunks_ == 1) {
             work_.notify_one();
         } else {
@@ -168,19 +169,46 @@ class PoolState {
                 work_.wait(lock);
                 continue;
             }
-            run_chunks(job, lock, Clock::time_point::max());
+            lock.unlock();
+            run_chunks(*job, Clock::time_point::max());
+            lock.lock();
         }
     }
 
     // Who waits for a job works on it, and on what has to be done before: waking threads takes
-    // longer than a small job, and the CPU of whoever waits is free.
+    // longer than a small job, and the CPU of whoever waits is free; so are his team's.
     void help(const Job& wanted, std::unique_lock<std::mutex>& lock, Clock::time_point end) {
         const DefaultFloatMode float_mode;
         while (wanted.has_chunks() && Clock::now() < end) {
             const std::shared_ptr<Job> job = startable();
             if (job == nullptr) return;
-            run_chunks(job, lock, end);
+            lock.unlock();
+            if (job->chunks_ > 1 && team_is_wide()) {
+                Helping helping{*this, *job, end};
+                team_.parallel(&Helping::work, &helping, 0, 0);
+            } else {
+                run_chunks(*job, end);
+            }
+            lock.lock();
         }
+    }
+
+    // What every thread of a team is given.
+    struct Helping {
+        PoolState& pool;
+        Job& job;
+        Clock::time_point end;
+
+        static void work(void* data) {
+            const auto& self = *static_cast<Helping*>(data);
+            const DefaultFloatMode float_mode;
+            self.pool.run_chunks(self.job, self.end);
+        }
+    };
+
+    // A narrower one would be slower than the pool: torchrun gives a process one OpenMP thread.
+    bool team_is_wide() const {
+        return team_ && static_cast<size_t>(std::max(team_.threads(), 0)) >= width_;
     }
 
     // The first job with chunks left that need not wait for an earlier one.
@@ -192,24 +220,21 @@ class PoolState {
         return nullptr;
     }
 
-    // Unlocks meanwhile. Begins no chunk after `end`; whoever has run the last one finishes the
-    // job.
-    void run_chunks(const std::shared_ptr<Job>& job, std::unique_lock<std::mutex>& lock,
-                    Clock::time_point end) {
-        lock.unlock();
+    // Without the lock. Begins no chunk after `end`; whoever has run the last one finishes the job.
+    void run_chunks(Job& job, Clock::time_point end) {
         size_t ran = 0;
         do {
-            const size_t chunk = job->next_.fetch_add(1, std::memory_order_relaxed);
-            if (chunk >= job->chunks_) break;
-            if (chunk == 0) job->began_ns_ = now_ns();
-            job->run(chunk);
+            const size_t chunk = job.next_.fetch_add(1, std::memory_order_relaxed);
+            if (chunk >= job.chunks_) break;
+            if (chunk == 0) job.began_ns_ = now_ns();
+            job.run(chunk);
             ++ran;
         } while (Clock::now() < end);
-        const bool last =
-            ran > 0 &&
-            job->finished_.fetch_add(ran, std::memory_order_acq_rel) + ran == job->chunks_;
-        lock.lock();
-        if (last) finish(*job);
+        if (ran > 0 &&
+            job.finished_.fetch_add(ran, std::memory_order_acq_rel) + ran == job.chunks_) {
+            const std::lock_guard lock(mutex_);
+            finish(job);
+        }
     }
 
     void finish(Job& job) {
@@ -219,11 +244,19 @@ class PoolState {
             std::find_if(unfinished_.begin(), unfinished_.end(),
                          [&](const std::shared_ptr<Job>& each) { return each.get() == &job; }));
         finished_.notify_all();
-        // For jobs that waited for this one, and for close().
-        if (closing_ || !unfinished_.empty()) work_.notify_all();
+        // For close(), for jobs that nobody is about to wait for, and for those that this one may
+        // have blocked: who waits for such a one sleeps already.
+        const auto left = [](const auto& each) {
+            return each->has_chunks() && (!each->awaited_ || each->after_all_earlier_);
+        };
+        if (closing_ || std::any_of(unfinished_.begin(), unfinished_.end(), left)) {
+            work_.notify_all();
+        }
     }
 
     const pid_t process_ = getpid();
+    const Team team_;
+    const size_t width_;
     mutable std::mutex mutex_;
     std::condition_variable work_;
     std::condition_variable finished_;
@@ -237,8 +270,8 @@ Ticket::Ticket(std::shared_ptr<PoolState> pool, std::shared_ptr<Job> job)
 
 bool Ticket::wait(double seconds) const { return pool_->wait(*job_, seconds); }
 
-ThreadPool::ThreadPool(const std::vector<int>& cpus)
-    : state_(new PoolState(cpus), [](PoolState* state) {
+ThreadPool::ThreadPool(const std::vector<int>& cpus, Team team)
+    : state_(new PoolState(cpus, team), [](PoolState* state) {
           if (!state->forked()) delete state;
       }) {}
 

@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "team.hpp"
+
 namespace infinity::cpu_adam {
 
 struct ByteRange {
@@ -46,7 +48,8 @@ class Job {
     std::atomic<bool> done_{false};
     int64_t began_ns_ = 0;  // written by who takes the first chunk, and
     int64_t ended_ns_ = 0;  // by who has run the last one; read by those who have seen done_
-    bool after_all_earlier_ = false;  // guarded by the pool's mutex
+    bool after_all_earlier_ = false;  // guarded by the pool's mutex, as the next one
+    bool awaited_ = false;
 };
 
 class PoolState;
@@ -70,15 +73,17 @@ class Ticket {
 // while the last chunks of the one before are still running only where they share no written byte.
 class ThreadPool {
   public:
-    // One thread per entry, pinned to that CPU if the system allows; -1 pins to none.
-    explicit ThreadPool(const std::vector<int>& cpus);
+    // One thread per entry, pinned to that CPU if the system allows; -1 pins to none. team: of
+    // those who wait, who then work on their jobs with it, where it has as many threads.
+    explicit ThreadPool(const std::vector<int>& cpus, Team team = {});
     // Finishes what is queued. In a forked child, where the threads do not exist, does nothing.
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // awaited: the caller waits at once, and does a small job by himself: no thread is woken for
-    // it. Throws ConfigError if the pool is closed, or belongs to the parent of this process.
+    // awaited: the caller is about to wait. No thread is woken for what he does by himself: a small
+    // job, or any with his team. Throws ConfigError if the pool is closed, or belongs to the parent
+    // of this process.
     Ticket submit(std::shared_ptr<Job> job, bool awaited = false);
     // Finishes what is queued, then ends the threads. Harmless when repeated.
     void close();

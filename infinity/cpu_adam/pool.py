@@ -88,7 +88,9 @@ class ThreadPool:
 
     `threads` and `cpus` (CPU numbers; more threads than CPUs share them in turn) override
     `default_cpus()`. `isa` forces an instruction set, `chunk` (elements, a multiple of BLOCK) the unit of
-    work; neither changes a bit of any result. ConfigError for values that cannot be used.
+    work; neither changes a bit of any result. `openmp`: who waits is helped by the OpenMP threads that torch
+    computes with in the same thread, where there are as many as the pool has: they are awake when the pool's
+    are not, and both at once would be too many. ConfigError for values that cannot be used.
 
     A context manager; `close` finishes what is queued. A pool does not survive a fork: in the child every
     call raises ConfigError.
@@ -101,13 +103,14 @@ class ThreadPool:
         cpus: Sequence[int] | None = None,
         isa: str | None = None,
         chunk: int = DEFAULT_CHUNK,
+        openmp: bool = False,
     ) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"threads is {threads}.", "Give at least one thread, or None to choose.")
         if chunk < 1 or chunk % BLOCK:
             raise ConfigError(f"chunk is {chunk} elements.", f"Give a positive multiple of {BLOCK}.")
         placed = place(threads, cpus)
-        self._native = _cpu_adam.Pool(placed, isa or "", chunk)
+        self._native = _cpu_adam.Pool(placed, isa or "", chunk, openmp)
         _open_pools.add(self)
 
     @property
@@ -128,21 +131,21 @@ class ThreadPool:
         return self._native.closed
 
     @overload
-    def submit(self, work: Update) -> Ticket[UpdateResult]: ...
+    def submit(self, work: Update, *, awaited: bool = False) -> Ticket[UpdateResult]: ...
     @overload
-    def submit(self, work: Gradient) -> Ticket[GradientResult]: ...
+    def submit(self, work: Gradient, *, awaited: bool = False) -> Ticket[GradientResult]: ...
     @overload
-    def submit(self, work: Stream) -> Ticket[None]: ...
+    def submit(self, work: Stream, *, awaited: bool = False) -> Ticket[None]: ...
     def submit(
-        self, work: Update | Gradient | Stream
+        self, work: Update | Gradient | Stream, *, awaited: bool = False
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
-        """Queues the work and returns at once.
+        """Queues the work and returns at once. awaited: the caller is about to wait, see `run`.
 
         ConfigError, and nothing touched, for tensors of a wrong dtype, device, length or layout, arrays
         that overlap, segments outside the arrays or overlapping, hyper-parameters out of range, and a
         closed pool.
         """
-        return self._submit(work, awaited=False)
+        return self._submit(work, awaited=awaited)
 
     @overload
     def run(self, work: Update) -> UpdateResult: ...
@@ -151,7 +154,8 @@ class ThreadPool:
     @overload
     def run(self, work: Stream) -> None: ...
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
-        """`submit` and `result` in one: small work is done by the caller alone, and no thread is woken."""
+        """`submit` and `result` in one: small work is done by the caller alone, any by him and his OpenMP
+        threads if they help; then no thread is woken."""
         return self._submit(work, awaited=True).result()
 
     def close(self) -> None:
@@ -167,7 +171,6 @@ class ThreadPool:
     def _submit(
         self, work: Update | Gradient | Stream, *, awaited: bool
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
-        """awaited: the caller waits at once."""
         if isinstance(work, Update):
             return self._submit_update(work, awaited)
         if isinstance(work, Gradient):
