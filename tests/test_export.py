@@ -1,27 +1,21 @@
-"""runtime.export: what is in the files, what little RAM it takes, and that a failure leaves nothing."""
+"""runtime.export: what is in the files, and how little it takes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import json
 import os
-import signal
 import stat
 import struct
-import subprocess
-import threading
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import aiofiles
 import pytest
 import torch
-from faulty import check_error, resources, start_torch_threads, watchdog
-from homes import HOMES, budget_for, check_homes, each_device
+from exports import masters, out, paged, read, seen
+from faulty import watchdog
+from homes import HOMES, check_homes, each_device
 from parity import copied, differences
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -31,100 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from zoo import entry
 
-import infinity
 from infinity import export as exporting
-from infinity.aio import Faults
-from infinity.errors import ConfigError, StorageError, StorageFull
-from infinity.store import Store, injected
 
-__all__ = ["watchdog"]
+__all__ = ["out", "watchdog"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 COMPUTE = ("bf16", "fp16", "fp32")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where to export to; runtimes have `swap` beside it."""
-    (tmp_path / "swap").mkdir()
-    return tmp_path / "out"
-
-
-@contextlib.contextmanager
-def paged(
-    model: nn.Module,
-    out: Path,
-    *,
-    home: str = "nvme",
-    compute: str = "bf16",
-    keep: tuple[str, ...] = (),
-    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.SGD,
-    device: str = "cpu",
-    faults: Faults | None = None,
-    **options: Any,
-) -> Iterator[Any]:
-    """The model with its pages at `home`; optimizer=None: for inference."""
-    made = None if optimizer is None else optimizer(model.parameters(), lr=0.05)
-    precision = infinity.Precision(compute=compute, keep=keep)
-    swap = out.parent / "swap"
-    budget = budget_for(home, model, made, swap, precision, device=device)
-    with (
-        injected(faults or Faults()),
-        infinity.offload(
-            model, made, budget=budget, precision=precision, device=device, **options
-        ) as runtime,
-    ):
-        yield runtime
-
-
-def read(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export, through its index where there is one."""
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return load_file(directory / "model.safetensors")
-    places = json.loads(index.read_text())["weight_map"]
-    shards = {file: load_file(directory / file) for file in set(places.values())}
-    assert sorted(name for shard in shards.values() for name in shard) == sorted(places)
-    return {name: shards[file][name] for name, file in places.items()}
-
-
-def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """What an export with "compute" should have: by first names, contiguous."""
-    found = {name: buffer.detach().clone() for name, buffer in persistent(model).items()}
-    first = {id(each): name for name, each in model.named_parameters()}
-    for module in model.modules():
-        with runtime.full_parameters(Owner(module)), torch.no_grad():
-            for each in module.parameters(recurse=False):
-                found.setdefault(first[id(each)], each.detach().clone())
-    return {name: each.contiguous().cpu() for name, each in found.items()}
-
-
-class Owner(nn.Module):
-    """A module without its children: only so much fits the smallest budgets."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._parameters = module._parameters
-
-
-def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in model.named_buffers() if name in model.state_dict()}
-
-
-def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """The fp32 masters of trainable parameters, and the others' values, by the runtime's own reading."""
-    states, found = runtime._parts.states, {}
-    for name, each in model.named_parameters():
-        place = each._place
-        layout = place.page.layout.parameters[place.index]
-        values = runtime.backend._values(place)
-        if layout.trainable:
-            values = states.master(place.page.index, place.index, values)
-        elif values.is_floating_point():
-            values = values.float()
-        found[name] = values.as_strided(layout.shape, layout.stride).contiguous()
-    return found
 
 
 def step(runtime: Any, model: nn.Module, of: Any, number: int) -> float:
@@ -183,6 +90,20 @@ def test_training_goes_on_from_an_export(home: str, dtype: str, compute: str, de
             torch.manual_seed(1)
             assert [step(runtime, again, of, number) for number in (1, 2)] == losses
             assert differences((seen(again, runtime), masters(again, runtime)), end) == []
+
+
+def test_training_goes_on_after_an_export(tmp_path: Path, out: Path) -> None:
+    plain, exported = entry("tied").make(), entry("tied").make()
+    with opened(plain, tmp_path / "swap") as runtime:
+        losses = [train_step(plain, runtime, number) for number in range(3)]
+        end = copied(plain.state_dict())
+    with opened(exported, tmp_path / "swap") as runtime:
+        again = []
+        for number in range(3):
+            again.append(train_step(exported, runtime, number))
+            runtime.export(out / str(number), dtype="fp32")
+        assert again == losses
+        assert differences(copied(exported.state_dict()), end) == []
 
 
 @pytest.mark.parametrize("name", ["tied", "channels_last", "convnet", "frozen", "custom", "mixture"])
@@ -365,18 +286,6 @@ def test_transformers_reads_it(tied: bool, compute: str, out: Path) -> None:
         assert differences(again(ids).logits, logits) == []
 
 
-def test_a_config_that_cannot_be_saved(out: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.generation_config.max_new_tokens = -3
-    with paged(model, out) as runtime, pytest.raises(ConfigError, match="GenerationConfig"):
-        runtime.export(out)
-    assert files(out.parent) == ["swap"]
-
-
 # --- how little it takes -----------------------------------------------------------------------------------
 
 
@@ -475,260 +384,3 @@ def test_an_empty_directory_is_taken_over_also_through_a_link(out: Path) -> None
         runtime.export(str(link))
     assert files(out) == ["model.safetensors"]
     assert link.is_symlink()
-
-
-# --- what is refused, and what fails -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def nothing_left(out: Path) -> Iterator[None]:
-    """No file, descriptor or thread is left of what happens inside."""
-    start_torch_threads()
-    before = sorted(files(out.parent)), resources()
-    yield
-    assert (sorted(files(out.parent)), resources()) == before
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"dtype": "bf16"}, "export dtype is 'bf16'"),
-    ({"dtype": None}, "export dtype is None"),
-    ({"shard": 0}, "shard size is zero"),
-    ({"shard": "0GiB"}, "shard size is zero"),
-    ({"shard": "4GB"}, "shard size '4GB'"),
-    ({"shard": -1}, "negative"),
-    ({"path": ""}, "path to export to"),
-    ({"path": None}, "path to export to"),
-    ({"path": "a\0b"}, "path to export to"),
-    ({"path": "/proc"}, "/proc is not empty"),
-]
-
-
-def test_arguments_that_are_none(out: Path) -> None:
-    with paged(entry("custom").make(), out) as runtime, nothing_left(out):
-        for options, said in REFUSED:
-            with pytest.raises(ConfigError, match=said) as caught:
-                runtime.export(**({"path": out} | options))
-            assert caught.value.cure
-
-
-def test_a_target_that_exists(out: Path) -> None:
-    out.mkdir()
-    (out / "notes").write_text("mine")
-    with paged(entry("custom").make(), out) as runtime:
-        with pytest.raises(ConfigError, match="is not empty"):
-            runtime.export(out)
-        with pytest.raises(ConfigError, match="is no directory"):
-            runtime.export(out / "notes")
-        with pytest.raises(StorageError) as caught:
-            runtime.export(out / "notes" / "below")
-        assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
-    assert files(out) == ["notes"]
-    assert (out / "notes").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("name", "buffer", "said"),
-    [
-        ("fine", torch.zeros(2, dtype=torch.complex128), "fine is of torch.complex128"),
-        ("sparse", torch.eye(2).to_sparse(), "sparse is torch.sparse_coo"),
-        ("__metadata__", torch.zeros(2), "called '__metadata__'"),
-        ("half\ud800", torch.zeros(2), "which safetensors cannot store"),
-    ],
-    ids=["complex128", "sparse", "metadata", "surrogate"],
-)
-def test_tensors_that_safetensors_cannot_hold(name: str, buffer: torch.Tensor, said: str, out: Path) -> None:
-    model = entry("custom").make()
-    with paged(model, out) as runtime, nothing_left(out), pytest.raises(ConfigError, match=said):
-        model.register_buffer(name, buffer)
-        runtime.export(out)
-
-
-def test_a_parameter_that_came_later(out: Path) -> None:
-    model = entry("custom").make()
-    with paged(model, out) as runtime, nothing_left(out):
-        model.late = nn.Parameter(torch.ones(3))
-        with pytest.raises(ConfigError, match="late was added or replaced after"):
-            runtime.export(out)
-
-
-def test_a_closed_runtime(out: Path) -> None:
-    with paged(entry("custom").make(), out) as runtime:
-        pass
-    with pytest.raises(ConfigError, match="closed"):
-        runtime.export(out)
-    assert files(out.parent) == ["swap"]
-
-
-def shards(out: Path) -> dict[str, Any]:
-    """An export whose target has parents to be made."""
-    return {"path": out / "a" / "b", "shard": "8KiB"}
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_files_that_cannot_be_written(code: int, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.fsync
-    model = entry("tied").make()
-    with paged(model, out) as runtime:
-        calls: list[int] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", lambda descriptor: (calls.append(descriptor), real(descriptor))[1])
-            runtime.export(out.parent / "well", shard="8KiB")
-        count = len(calls)
-        assert count > len(files(out.parent / "well")) > 4
-        for failing in {1, 2, count - 2, count - 1, count} if code == errno.EIO else {2}:
-            calls.clear()
-
-            def fsync(descriptor: int, failing: int = failing) -> None:
-                calls.append(descriptor)
-                if len(calls) == failing:
-                    raise OSError(code, os.strerror(code))
-                real(descriptor)
-
-            with monkeypatch.context() as patch, nothing_left(out):
-                patch.setattr(os, "fsync", fsync)
-                with pytest.raises(StorageError) as caught:
-                    runtime.export(**shards(out))
-                assert caught.value.errno == code
-                assert isinstance(caught.value, StorageFull) == (code != errno.EIO)
-                assert caught.value.path.startswith(str(out / "a" / "b"))
-                assert "budget" not in caught.value.cure
-                del caught
-        runtime.export(**shards(out))
-        assert differences(read(out / "a" / "b"), seen(model, runtime)) == []
-
-
-def test_a_disk_that_is_full(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = aiofiles.open
-    with paged(entry("tied").make(), out) as runtime, monkeypatch.context() as patch, nothing_left(out):
-        patch.setattr(aiofiles, "open", lambda path, mode: real("/dev/full", "wb"))
-        with pytest.raises(StorageFull) as caught:
-            runtime.export(out)
-        assert caught.value.path == str(out / "model.safetensors")
-        assert caught.value.errno == errno.ENOSPC
-        del caught
-
-
-def test_every_write_is_asked_for_its_result(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one too, behind which nothing else is written."""
-    real = aiofiles.open
-    calls: list[int] = []
-    failing: list[int] = []
-
-    async def failing_open(path: Path, mode: str) -> Any:
-        file = await real(path, mode)
-        write = file.write
-
-        async def counted(data: Any) -> int:
-            calls.append(1)
-            if len(calls) in failing:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return await write(data)
-
-        file.write = counted
-        return file
-
-    monkeypatch.setattr(aiofiles, "open", failing_open)
-    with paged(entry("custom").make(), out) as runtime:
-        runtime.export(out.parent / "well")
-        for nth in (1, len(calls)):
-            failing[:] = [nth]
-            calls.clear()
-            with nothing_left(out):
-                with pytest.raises(StorageError) as caught:
-                    runtime.export(out)
-                assert caught.value.errno == errno.EIO
-                del caught
-
-
-def test_a_disk_that_is_full_for_real(out: Path) -> None:
-    mounted = out.parent / "small"
-    mounted.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mounted)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    try:
-        with paged(entry("tied").make(), out) as runtime, nothing_left(out):
-            with pytest.raises(ConfigError, match="file system is mounted"):
-                runtime.export(mounted)
-            with pytest.raises(StorageFull) as caught:
-                runtime.export(mounted / "a" / "b", shard="16KiB")
-            assert caught.value.path.startswith(str(mounted / "a" / "b" / "model-0000"))
-            del caught
-            assert files(mounted) == []
-    finally:
-        subprocess.run(["umount", "--lazy", str(mounted)], check=False)
-
-
-@pytest.mark.parametrize("dtype", ["compute", "fp32"])
-def test_pages_that_cannot_be_read(dtype: str, out: Path) -> None:
-    faults = Faults()
-    model = entry("tied").make()
-    with paged(model, out, faults=faults) as runtime:
-        before = faults.calls["read"]
-        runtime.export(out, dtype=dtype)
-        count = faults.calls["read"] - before
-        assert count > 10
-        for nth in (1, count // 2, count):
-            faults.fail("read", nth, errno.EIO)
-            with nothing_left(out):
-                with pytest.raises(StorageError) as caught:
-                    runtime.export(out.parent / "again", dtype=dtype)
-                check_error(caught.value, errno.EIO, out.parent / "swap")
-                del caught
-            faults.clear()
-        runtime.export(out.parent / "again", dtype=dtype)
-        assert differences(read(out.parent / "again"), read(out)) == []
-
-
-def test_an_interrupt_between_tensors(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Store.fetch
-    model = entry("tied").make()
-    with paged(model, out) as runtime:
-        for nth in (1, 7):
-            calls: list[int] = []
-
-            def fetch(*args: Any, nth: int = nth, calls: list[int] = calls) -> torch.Tensor:
-                calls.append(1)
-                if len(calls) == nth:
-                    signal.raise_signal(signal.SIGINT)
-                return real(*args)
-
-            with monkeypatch.context() as patch, nothing_left(out):
-                patch.setattr(Store, "fetch", fetch)
-                with pytest.raises(KeyboardInterrupt):
-                    runtime.export(**shards(out))
-        runtime.export(**shards(out))
-        assert differences(read(out / "a" / "b"), seen(model, runtime)) == []
-
-
-def test_an_interrupt_while_a_file_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the thread that writes, so that the caller is waiting for it or about to."""
-    real = os.fsync
-    caller = threading.get_ident()
-    calls: list[int] = []
-
-    def fsync(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 3:
-            assert threading.get_ident() != caller
-            signal.pthread_kill(caller, signal.SIGINT)
-        real(descriptor)
-
-    with paged(entry("tied").make(), out) as runtime, monkeypatch.context() as patch, nothing_left(out):
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(KeyboardInterrupt):
-            runtime.export(**shards(out))
-
-
-def test_training_goes_on_after_an_export(tmp_path: Path, out: Path) -> None:
-    plain, exported = entry("tied").make(), entry("tied").make()
-    with opened(plain, tmp_path / "swap") as runtime:
-        losses = [train_step(plain, runtime, number) for number in range(3)]
-        end = copied(plain.state_dict())
-    with opened(exported, tmp_path / "swap") as runtime:
-        again = []
-        for number in range(3):
-            again.append(train_step(exported, runtime, number))
-            runtime.export(out / str(number), dtype="fp32")
-        assert again == losses
-        assert differences(copied(exported.state_dict()), end) == []

@@ -1,0 +1,102 @@
+"""Exports of small models: where they go, what is read back, and what should be in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import budget_for
+from safetensors.torch import load_file
+from torch import nn
+
+import infinity
+from infinity.aio import Faults
+from infinity.store import injected
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where to export to; runtimes have `swap` beside it."""
+    (tmp_path / "swap").mkdir()
+    return tmp_path / "out"
+
+
+@contextlib.contextmanager
+def paged(
+    model: nn.Module,
+    out: Path,
+    *,
+    home: str = "nvme",
+    compute: str = "bf16",
+    keep: tuple[str, ...] = (),
+    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.SGD,
+    device: str = "cpu",
+    faults: Faults | None = None,
+    **options: Any,
+) -> Iterator[Any]:
+    """The model with its pages at `home`; optimizer=None: for inference."""
+    made = None if optimizer is None else optimizer(model.parameters(), lr=0.05)
+    precision = infinity.Precision(compute=compute, keep=keep)
+    swap = out.parent / "swap"
+    budget = budget_for(home, model, made, swap, precision, device=device)
+    with (
+        injected(faults or Faults()),
+        infinity.offload(
+            model, made, budget=budget, precision=precision, device=device, **options
+        ) as runtime,
+    ):
+        yield runtime
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export, through its index where there is one."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(directory / "model.safetensors")
+    places = json.loads(index.read_text())["weight_map"]
+    shards = {file: load_file(directory / file) for file in set(places.values())}
+    assert sorted(name for shard in shards.values() for name in shard) == sorted(places)
+    return {name: shards[file][name] for name, file in places.items()}
+
+
+def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
+    """What an export with "compute" should have: by first names, contiguous."""
+    found = {name: buffer.detach().clone() for name, buffer in persistent(model).items()}
+    first = {id(each): name for name, each in model.named_parameters()}
+    for module in model.modules():
+        with runtime.full_parameters(Owner(module)), torch.no_grad():
+            for each in module.parameters(recurse=False):
+                found.setdefault(first[id(each)], each.detach().clone())
+    return {name: each.contiguous().cpu() for name, each in found.items()}
+
+
+class Owner(nn.Module):
+    """A module without its children: only so much fits the smallest budgets."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters = module._parameters
+
+
+def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in model.named_buffers() if name in model.state_dict()}
+
+
+def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
+    """The fp32 masters of trainable parameters, and the others' values, by the runtime's own reading."""
+    states, found = runtime._parts.states, {}
+    for name, each in model.named_parameters():
+        place = each._place
+        layout = place.page.layout.parameters[place.index]
+        values = runtime.backend._values(place)
+        if layout.trainable:
+            values = states.master(place.page.index, place.index, values)
+        elif values.is_floating_point():
+            values = values.float()
+        found[name] = values.as_strided(layout.shape, layout.stride).contiguous()
+    return found
