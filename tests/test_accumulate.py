@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,106 +15,25 @@ import torch
 import torch.nn.functional as F
 import zoo
 from homes import budget_for, places
+from micro_batches import (
+    PLAIN,
+    assert_same,
+    batches_of,
+    found_by,
+    no_warnings,
+    plain_loop,
+    threads_as_before,
+    without_dropout,
+)
 from parity import differences
-from small_runtime import TIED, files, gradients, opened
+from small_runtime import TIED, files, opened
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from zoo import DIM, Entry, entry, vectors
 
 import infinity
 from infinity.accumulate import blocks_of
-from infinity.errors import ConfigError
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
-
-MICRO_BATCHES = 4
-PLAIN = "runs the plain loop"
-
-Found = tuple[list[Tensor], dict[str, Tensor | None]]
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """In training mode, but with nothing random in it."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
-    return model
-
-
-def batches_of(of: Entry, count: int = MICRO_BATCHES) -> list[Any]:
-    return [of.batch(0, micro) for micro in range(count)]
-
-
-def plain_loop(loss_fn: Callable[[Any], Tensor], batches: list[Any]) -> list[Tensor]:
-    losses = []
-    for batch in batches:
-        loss = loss_fn(batch)
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
-
-
-def found_by(
-    of: Entry,
-    directory: Path,
-    *,
-    vertical: bool,
-    home: str = "nvme",
-    device: str = "cpu",
-    compute: str = "fp32",
-    device_factor: int = 1,
-    loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
-    steps: int = 2,
-    count: int = MICRO_BATCHES,
-    **options: Any,
-) -> Found:
-    """Losses of all steps, gradients of the last; in the plain loop on a runtime, or by accumulate."""
-    model = without_dropout(of.make(device))
-    with opened(model, directory, home=home, compute=compute, device_factor=device_factor) as runtime:
-        losses: list[Tensor] = []
-        for step in range(steps):
-            if step:
-                runtime.optimizer.step()
-                runtime.optimizer.zero_grad()
-            torch.manual_seed(step)
-
-            def loss_fn(batch: Any) -> Tensor:
-                return (loss_of or of.loss)(model, batch) / count
-
-            batches = batches_of(of, count)
-            losses += (
-                runtime.accumulate(batches, loss_fn, **options) if vertical else plain_loop(loss_fn, batches)
-            )
-        assert not any(each.requires_grad for each in losses) or not vertical
-        return losses, gradients(runtime, model)
-
-
-def assert_same(of: Entry, directory: Path, **options: Any) -> None:
-    """accumulate finds what the plain loop finds, to the bit."""
-    kept = {name: options[name] for name in options if name not in ("together", "recompute")}
-    expected = found_by(of, directory, vertical=False, **kept)
-    got = found_by(of, directory, vertical=True, **options)
-    assert any(each is not None for each in expected[1].values())
-    assert differences(got, expected) == []
-
-
-@contextmanager
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*plain loop")
-        yield
-
-
-@contextmanager
-def threads_as_before() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert {each.name for each in set(threading.enumerate()) - before} == set()
-
 
 OF_THEIR_OWN_RECOMPUTATION = ("checkpointed", "reentrant")
 ORDINARY = [each for each in zoo.ENTRIES if str(each) not in OF_THEIR_OWN_RECOMPUTATION]
@@ -418,262 +331,7 @@ def test_where_all_pages_stay_up_there_is_nothing_to_save(tmp_path: Path) -> Non
     assert len(set(seen)) > 1
 
 
-# --- what is not to be mixed up ------------------------------------------------------------------------
-
-
-class Auxiliary(zoo.Tied):
-    """Its blocks keep a loss of their own on themselves, as mixtures of experts do."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-            block.auxiliary = x.square().mean()
-        return self.head(self.norm(x))
-
-
-def with_auxiliary(model: Any, batch: Any) -> Tensor:
-    return TIED.loss(model, batch) + sum(block.auxiliary for block in model.blocks)
-
-
-def test_what_modules_keep_from_a_forward_is_not_mixed_up(tmp_path: Path) -> None:
-    of = Entry("auxiliary", Auxiliary, zoo.words)
-    with pytest.warns(UserWarning, match=r"keeps blocks\.0\.auxiliary"), threads_as_before():
-        assert_same(of, tmp_path, loss_of=with_auxiliary, steps=3)
-
-
-class Detached(zoo.Tied):
-    """What it keeps has no graph: numbers of the batch that are needed at the end."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.scale = self.embedding(ids).detach().std()
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) * self.scale
-
-
-def test_nor_is_what_has_no_graph(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="keeps scale"):
-        assert_same(Entry("detached", Detached, zoo.words), tmp_path)
-
-
-def test_what_a_module_makes_once_is_no_reason_for_ever(tmp_path: Path) -> None:
-    class Lazy(zoo.Tied):
-        def forward(self, ids: Tensor) -> Tensor:
-            if not hasattr(self, "table"):
-                self.table = torch.linspace(0, 1, DIM)
-            return super().forward(ids)
-
-    with no_warnings():
-        assert_same(Entry("lazy", Lazy, zoo.words), tmp_path)
-
-
-def test_tensors_that_a_hook_hands_on_are_not_mixed_up(tmp_path: Path) -> None:
-    seen: dict[str, Tensor] = {}
-
-    def make() -> nn.Module:
-        model = zoo.Tied()
-        model.blocks[0].register_forward_hook(lambda *each: seen.update(found=each[2]))
-        return model
-
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        return TIED.loss(model, batch) + seen["found"].square().mean()
-
-    with pytest.warns(UserWarning, match="from tensors of another"):
-        assert_same(Entry("hooked", make, zoo.words), tmp_path, loss_of=loss_of, steps=3)
-
-
-def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_path: Path) -> None:
-    """Only the second micro-batch looks at what the others leave."""
-    seen: dict[str, Tensor] = {}
-    model = zoo.entry("tied").make()
-    model.blocks[0].register_forward_hook(lambda *each: seen.update(found=each[2]))
-    batches = batches_of(TIED)
-
-    def loss_fn(batch: Any) -> Tensor:
-        loss = TIED.loss(model, batch)
-        return loss + seen["found"].mean() if batch is batches[1] else loss
-
-    with opened(model, tmp_path) as runtime:
-        with pytest.raises(ConfigError, match="mixed up"), threads_as_before():
-            runtime.accumulate(batches, loss_fn)
-        with pytest.raises(ConfigError, match=r"broken off|no parameter has a gradient"):
-            runtime.optimizer.step()
-        runtime.optimizer.zero_grad()
-        with pytest.warns(UserWarning, match=PLAIN):
-            runtime.accumulate(batches, loss_fn)
-        got = gradients(runtime, model)
-        runtime.optimizer.zero_grad()
-        plain_loop(loss_fn, batches)
-        assert differences(got, gradients(runtime, model)) == []
-
-
-# --- what is broken off --------------------------------------------------------------------------------
-
-
-def failing(where: str, act: Callable[[], None]) -> Callable[[nn.Module, Any], Tensor]:
-    """A loss whose third micro-batch acts: before its forward, in a block's, after it or in a backward."""
-
-    def loss_of(model: Any, batch: Any) -> Tensor:
-        if batch[0] is not marked[0][0]:
-            return TIED.loss(model, batch)
-        if where == "before":
-            act()
-        handle = None
-        if where == "forward":
-            handle = model.blocks[1].register_forward_hook(lambda *_: act())
-        try:
-            loss = TIED.loss(model, batch)
-        finally:
-            if handle is not None:
-                handle.remove()
-        if where == "after":
-            act()
-        if where == "backward":
-            loss.register_hook(lambda _: act())
-        return loss
-
-    marked: list[Any] = []
-    loss_of.marked = marked  # type: ignore[attr-defined]
-    return loss_of
-
-
-def raise_it() -> None:
-    raise LookupError("of the third")
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # to the process, as the terminal sends it
-
-
-@pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
-@pytest.mark.parametrize("act, error", [(raise_it, LookupError), (interrupt, KeyboardInterrupt)])
-def test_an_exception_ends_all_and_the_next_step_is_right(
-    where: str, act: Callable[[], None], error: type[BaseException], tmp_path: Path
-) -> None:
-    model = TIED.make()
-    batches = batches_of(TIED)
-    loss_of = failing(where, act)
-    loss_of.marked.append(batches[2])  # type: ignore[attr-defined]
-    with opened(model, tmp_path) as runtime:
-        with pytest.raises(error), threads_as_before():
-            runtime.accumulate(batches, lambda batch: loss_of(model, batch))
-        with pytest.raises(ConfigError, match=r"broken off|no parameter has a gradient"):
-            runtime.optimizer.step()
-        runtime.optimizer.zero_grad()
-        hooks = [len(each._forward_pre_hooks) for each in model.modules()]
-        runtime.accumulate(batches, lambda batch: TIED.loss(model, batch))
-        assert [len(each._forward_pre_hooks) for each in model.modules()] == hooks
-        got = gradients(runtime, model)
-        runtime.optimizer.zero_grad()
-        plain_loop(lambda batch: TIED.loss(model, batch), batches)
-        assert differences(got, gradients(runtime, model)) == []
-        assert not runtime._parts.paging.forwards
-    assert files(tmp_path) == []
-
-
-def test_wrong_arguments(tmp_path: Path) -> None:
-    model = TIED.make()
-    with opened(model, tmp_path) as runtime:
-        with pytest.raises(ConfigError, match="together=0"):
-            runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch), together=0)
-        with pytest.raises(ConfigError, match="returned float"), threads_as_before():
-            runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch).item())
-        with pytest.raises(RuntimeError, match="scalar"), threads_as_before():
-            runtime.accumulate(batches_of(TIED), lambda batch: model(batch[0]))
-        runtime.optimizer.zero_grad()
-        assert runtime.accumulate([], lambda batch: TIED.loss(model, batch)) == []
-    with pytest.raises(ConfigError, match="closed"):
-        runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch))
-
-
-def test_without_an_optimizer_there_is_nothing_to_accumulate() -> None:
-    model = TIED.make()
-    with (
-        infinity.offload(model, None, budget=infinity.Budget(host="64MiB")) as runtime,
-        pytest.raises(ConfigError, match="without an optimizer"),
-    ):
-        runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch))
-
-
-# --- what torch keeps by thread ------------------------------------------------------------------------
-
-
-def test_micro_batches_run_under_what_is_in_force_around_them(tmp_path: Path) -> None:
-    label: contextvars.ContextVar[str] = contextvars.ContextVar("label", default="none")
-    model, packed, seen = TIED.make(), [], []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor.shape)
-        return tensor
-
-    def loss_fn(batch: Any) -> Tensor:
-        loss = TIED.loss(model, batch)
-        with torch.no_grad():
-            product = torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")
-        seen.append((label.get(), product.dtype, torch.empty(0).device.type, torch.get_num_threads()))
-        label.set("changed")
-        return loss
-
-    with opened(model, tmp_path) as runtime:
-        label.set("ours")
-        with (
-            torch.device("meta"),
-            torch.autocast("cpu", torch.bfloat16),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
-            batches = [(ids.cpu(), targets.cpu()) for ids, targets in batches_of_cpu()]
-            runtime.accumulate(batches, loss_fn)
-        assert seen == [("ours", torch.bfloat16, "meta", torch.get_num_threads())] * MICRO_BATCHES
-        assert label.get() == "ours"
-        assert packed
-
-
-def batches_of_cpu() -> list[Any]:
-    with torch.device("cpu"):
-        return batches_of(TIED)
-
-
-class Watching(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class WatchingBelow(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [Watching, WatchingBelow])
-def test_a_mode_that_sees_one_thread_gets_the_plain_loop(mode: Any, tmp_path: Path) -> None:
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        assert threading.current_thread() is threading.main_thread()
-        return TIED.loss(model, batch)
-
-    with pytest.warns(UserWarning, match="one thread only"), mode():
-        found_by(TIED, tmp_path, vertical=True, loss_of=loss_of)
-
-
-def test_a_checkpoint_around_a_part_draws_the_numbers_that_it_drew(tmp_path: Path) -> None:
-    """To stop inside would hand them to another micro-batch: recomputed masks would be others."""
-
-    def loss_of(model: Any, batch: Any) -> Tensor:
-        def part(x: Tensor) -> Tensor:
-            return model[3](F.dropout(torch.tanh(model[2](x))))
-
-        x = torch.tanh(model[1](model[0](batch[0])))
-        x = checkpoint(part, x, use_reentrant=False)
-        return F.cross_entropy(model[5](torch.tanh(model[4](x))), batch[1])
-
-    def chain() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(6)))
-
-    with pytest.warns(UserWarning, match="recomputes"):
-        assert_same(Entry("chain", chain, vectors), tmp_path, loss_of=loss_of, device_factor=3)
-
-
-# --- the benchmark ----------------------------------------------------------------------------------------
+# --- the benchmark -------------------------------------------------------------------------------------
 
 
 def test_the_benchmark_runs_and_leaves_nothing(tmp_path: Path) -> None:

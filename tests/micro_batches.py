@@ -1,0 +1,102 @@
+"""Micro-batches in the plain loop and in runtime.accumulate, and that both find the same."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity import differences
+from small_runtime import gradients, opened
+from torch import Tensor, nn
+from zoo import Entry
+
+MICRO_BATCHES = 4
+PLAIN = "runs the plain loop"
+
+Found = tuple[list[Tensor], dict[str, Tensor | None]]
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """In training mode, but with nothing random in it."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model
+
+
+def batches_of(of: Entry, count: int = MICRO_BATCHES) -> list[Any]:
+    return [of.batch(0, micro) for micro in range(count)]
+
+
+def plain_loop(loss_fn: Callable[[Any], Tensor], batches: list[Any]) -> list[Tensor]:
+    losses = []
+    for batch in batches:
+        loss = loss_fn(batch)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def found_by(
+    of: Entry,
+    directory: Path,
+    *,
+    vertical: bool,
+    home: str = "nvme",
+    device: str = "cpu",
+    compute: str = "fp32",
+    device_factor: int = 1,
+    loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+    steps: int = 2,
+    count: int = MICRO_BATCHES,
+    **options: Any,
+) -> Found:
+    """Losses of all steps, gradients of the last; in the plain loop on a runtime, or by accumulate."""
+    model = without_dropout(of.make(device))
+    with opened(model, directory, home=home, compute=compute, device_factor=device_factor) as runtime:
+        losses: list[Tensor] = []
+        for step in range(steps):
+            if step:
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            torch.manual_seed(step)
+
+            def loss_fn(batch: Any) -> Tensor:
+                return (loss_of or of.loss)(model, batch) / count
+
+            batches = batches_of(of, count)
+            losses += (
+                runtime.accumulate(batches, loss_fn, **options) if vertical else plain_loop(loss_fn, batches)
+            )
+        assert not any(each.requires_grad for each in losses) or not vertical
+        return losses, gradients(runtime, model)
+
+
+def assert_same(of: Entry, directory: Path, **options: Any) -> None:
+    """accumulate finds what the plain loop finds, to the bit."""
+    kept = {name: options[name] for name in options if name not in ("together", "recompute")}
+    expected = found_by(of, directory, vertical=False, **kept)
+    got = found_by(of, directory, vertical=True, **options)
+    assert any(each is not None for each in expected[1].values())
+    assert differences(got, expected) == []
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*plain loop")
+        yield
+
+
+@contextmanager
+def threads_as_before() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert {each.name for each in set(threading.enumerate()) - before} == set()
