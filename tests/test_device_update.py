@@ -1,6 +1,7 @@
 """Updates by torch's operations on a device: every rule and format, against fp64 and the CPU's kernels.
 
-With the CPU as the device here; on a GPU where there is one. test_twin_flow.py has whole runtimes.
+With the CPU as the device here; on a GPU where there is one. test_twin_flow.py and
+test_twin_flow_training.py have whole runtimes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""Runtimes some or all of whose units the device updates.
+
+The CPU stands in for a GPU, with a device tier of its own, through the one function that says what
+has kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import ROOMY
+from small_runtime import TIED, loss_of
+from torch import nn
+
+import infinity
+from infinity import device_update, twin_flow
+from infinity.aio import Faults
+from infinity.config import Budget
+from infinity.store import injected
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU with a budget of its own updates what rests there, though models are so small that a workspace
+    takes much of their room."""
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
+    monkeypatch.setattr(twin_flow, "_DISK_AGAINST_LINK", 0)
+
+
+@pytest.fixture
+def updated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of every chunk that the device was given to update."""
+    seen: list[int] = []
+    update = device_update.update
+
+    def counted(work: Any, space: Any) -> None:
+        seen.append(sum(each.count for each in work.segments))
+        update(work, space)
+
+    monkeypatch.setattr(device_update, "update", counted)
+    return seen
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def part_of(model: nn.Module, directory: Path, precision: Any) -> Budget:
+    """A budget under which the device updates some units, and other pages are on the disk."""
+    nvme = {str(directory): ROOMY}
+    arguments: dict[str, Any] = {"precision": precision, "device": "cpu"}
+    whole = infinity.plan(model, adamw(model), budget=Budget(device=ROOMY, host=ROOMY), **arguments)
+    for share in range(80, 50, -5):
+        budget = Budget(device=whole.device_bytes * share // 100, host=150 << 10, nvme=nvme)
+        plan = infinity.plan(model, adamw(model), budget=budget, **arguments)
+        if len(plan.updated_on_device) >= 4 and plan.nvme_bytes > 64 << 10:
+            return budget
+    raise AssertionError("no budget divides the model")
+
+
+@contextlib.contextmanager
+def opened(
+    directory: Path,
+    *,
+    part: bool = False,
+    compute: str = "bf16",
+    states: str = "fp32",
+    update: str = "lazy",
+    accumulation: int | None = None,
+    faults: Faults | None = None,
+) -> Iterator[tuple[nn.Module, Any]]:
+    """(model, runtime), all on the device or a part of it."""
+    directory.mkdir(exist_ok=True)
+    model = TIED.make()
+    precision = infinity.Precision(compute=compute, states=states)
+    options: dict[str, Any] = {"update": update, "accumulation": accumulation}
+    budget = part_of(model, directory, precision) if part else Budget(device=ROOMY, host=ROOMY)
+    with (
+        injected(faults or Faults()),
+        infinity.offload(
+            model, adamw(model), budget=budget, precision=precision, device="cpu", **options
+        ) as runtime,
+    ):
+        assert bool(runtime.plan.updated_on_device) == twin_flow.has_kernels(torch.device("cpu"))
+        yield model, runtime
+
+
+def step(model: nn.Module, runtime: Any, number: int, clip: float | None = None) -> float:
+    loss = loss_of(model, number)
+    loss.backward()
+    if clip is not None:
+        runtime.clip_grad_norm_(clip)
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    return loss.item()
