@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from cpu_adam_cases import (
     same_bits,
     states,
 )
+from homes import budget_for
+from parity import copied, differences
+from small_runtime import TIED, train_step
 
+import infinity
 from infinity.cpu_adam import (
     SGD,
     AdamW,
@@ -94,10 +98,17 @@ def update_of(n: int) -> Update:
     return Update(grad=torch.ones(n), **states(n, finite=True), segments=segments, hypers=hypers)
 
 
-def test_openmp_threads_help_who_waits_and_the_pool_sleeps() -> None:
+@pytest.fixture
+def openmp_threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many torch computes with."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_openmp_threads_help_who_waits_and_the_pool_sleeps(openmp_threads: Callable[[int], None]) -> None:
     n, jobs = 1 << 20, 50
-    if torch.get_num_threads() < 2:
-        pytest.skip("torch computes with one thread here")
+    openmp_threads(2)
     with ThreadPool(threads=2) as alone, ThreadPool(threads=2, openmp=True) as helped:
         first, second = update_of(n), update_of(n)
         for pool, work in ((alone, first), (helped, second)):
@@ -113,20 +124,45 @@ def test_openmp_threads_help_who_waits_and_the_pool_sleeps() -> None:
         assert same_bits(first.parameter, second.parameter)
 
 
-def test_fewer_openmp_threads_than_the_pool_has_do_not_stand_in_for_it() -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        with ThreadPool(threads=2, openmp=True) as pool:
-            work = update_of(1 << 22)
-            pool.submit(work).wait()
-            time.sleep(0.01)
-            before = woken()
-            for _ in range(20):
-                pool.run(work)
-            assert woken() > before
-    finally:
-        torch.set_num_threads(threads)
+def test_fewer_openmp_threads_than_the_pool_has_do_not_stand_in_for_it(
+    openmp_threads: Callable[[int], None],
+) -> None:
+    openmp_threads(1)
+    with ThreadPool(threads=2, openmp=True) as pool:
+        work = update_of(1 << 22)
+        pool.submit(work).wait()
+        time.sleep(0.01)
+        before = woken()
+        for _ in range(20):
+            pool.run(work)
+        assert woken() > before
+
+
+@pytest.mark.parametrize("update", ["sync", "lazy"])
+def test_a_model_trains_to_the_same_bits_whoever_does_its_updates(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openmp_threads: Callable[[int], None]
+) -> None:
+    openmp_threads(2)
+
+    def trained(threads: int) -> dict[str, torch.Tensor]:
+        """With OpenMP's two threads, or a pool that is wider."""
+
+        def pool_of(**options: Any) -> ThreadPool:
+            return ThreadPool(threads=threads, chunk=4096, **options)
+
+        monkeypatch.setattr("infinity.cpu_adam.ThreadPool", pool_of)
+        model = TIED.make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        precision = infinity.Precision(compute="bf16")
+        budget = budget_for("mixed", model, optimizer, tmp_path, precision)
+        with infinity.offload(
+            model, optimizer, budget=budget, precision=precision, device="cpu", update=update
+        ) as runtime:
+            for number in range(3):
+                train_step(model, runtime, number)
+            return copied(model.state_dict())
+
+    assert differences(trained(2), trained(3)) == []
 
 
 def test_a_ticket_tells_when_its_job_ran(pool: ThreadPool) -> None:
