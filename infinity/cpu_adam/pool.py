@@ -145,7 +145,15 @@ class ThreadPool:
         that overlap, segments outside the arrays or overlapping, hyper-parameters out of range, and a
         closed pool.
         """
-        return self._submit(work, awaited=awaited)
+        if isinstance(work, Update):
+            return self._submit_update(work, awaited)
+        if isinstance(work, Gradient):
+            return self._submit_gradient(work, awaited)
+        if isinstance(work, Stream):
+            return self._submit_stream(work, awaited)
+        raise ConfigError(
+            f"A pool cannot run a {type(work).__name__}.", "Submit an Update, a Gradient or a Stream."
+        )
 
     @overload
     def run(self, work: Update) -> UpdateResult: ...
@@ -156,7 +164,7 @@ class ThreadPool:
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
         """`submit` and `result` in one: small work is done by the caller alone, any by him and his OpenMP
         threads if they help; then no thread is woken."""
-        return self._submit(work, awaited=True).result()
+        return self.submit(work, awaited=True).result()
 
     def close(self) -> None:
         """Finishes what is queued and ends the threads. Harmless when repeated."""
@@ -167,19 +175,6 @@ class ThreadPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _submit(
-        self, work: Update | Gradient | Stream, *, awaited: bool
-    ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
-        if isinstance(work, Update):
-            return self._submit_update(work, awaited)
-        if isinstance(work, Gradient):
-            return self._submit_gradient(work, awaited)
-        if isinstance(work, Stream):
-            return self._submit_stream(work, awaited)
-        raise ConfigError(
-            f"A pool cannot run a {type(work).__name__}.", "Submit an Update, a Gradient or a Stream."
-        )
 
     def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
         page = Page()
