@@ -4,7 +4,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -17,64 +16,10 @@
 #include "cpu_adam_compare.hpp"
 #include "errors.hpp"
 #include "jobs.hpp"
+#include "pool_jobs.hpp"
 
 namespace infinity::cpu_adam {
 namespace {
-
-struct CountingJob : Job {
-    CountingJob(size_t chunks, std::vector<ByteRange> touches, std::atomic<int>& counter)
-        : Job(chunks, std::move(touches)), counter_(counter) {}
-    void run(size_t) noexcept override { counter_.fetch_add(1); }
-    std::atomic<int>& counter_;
-};
-
-// Reads and writes plain memory: wrong unless jobs over the same bytes run one after the other.
-struct AddJob : Job {
-    AddJob(std::vector<long>& cells, long factor, long term)
-        : Job(cells.size(), {range(cells)}), cells_(cells), factor_(factor), term_(term) {}
-    static ByteRange range(std::vector<long>& cells) {
-        const uintptr_t at = reinterpret_cast<uintptr_t>(cells.data());
-        return {at, at + cells.size() * sizeof(long), true};
-    }
-    void run(size_t chunk) noexcept override {
-        // Not the own cell: a chunk depends on what the job before did everywhere.
-        if (chunk == 0) {
-            for (long& cell : cells_) cell = cell * factor_ + term_;
-        }
-    }
-    std::vector<long>& cells_;
-    long factor_, term_;
-};
-
-// Runs until it is released: no clock says that a job is still under way.
-struct HeldJob : Job {
-    HeldJob() : Job(1, {}) {}
-    void run(size_t) noexcept override {
-        begun_ = true;
-        while (!released_) usleep(100);
-    }
-    // After this nobody who waits can take the job over.
-    void await_begin() const {
-        while (!begun_) usleep(100);
-    }
-    void release() { released_ = true; }
-    std::atomic<bool> begun_{false};
-    std::atomic<bool> released_{false};
-};
-
-// Each of its two chunks ends when the other has begun: not on one thread.
-struct MeetingJob : Job {
-    MeetingJob() : Job(2, {}) {}
-    void run(size_t) noexcept override {
-        begun_.fetch_add(1);
-        for (int i = 0; i < 10000 && begun_.load() < 2; ++i) usleep(1000);
-        if (begun_.load() < 2) lonely_ = true;
-    }
-    std::atomic<int> begun_{0};
-    std::atomic<bool> lonely_{false};
-};
-
-std::vector<int> unpinned(size_t threads) { return std::vector<int>(threads, -1); }
 
 void test_order() {
     std::vector<long> cells(64, 1);
@@ -113,13 +58,6 @@ void test_who_waits_works_too() {
     CHECK(counter == 1);
 }
 
-// Says which thread ran it.
-struct WhoJob : Job {
-    explicit WhoJob(size_t chunks) : Job(chunks, {}), who(chunks) {}
-    void run(size_t chunk) noexcept override { who[chunk] = std::this_thread::get_id(); }
-    std::vector<std::thread::id> who;
-};
-
 void test_small_awaited_work_is_the_caller_s() {
     ThreadPool pool(unpinned(2));
     int others = 0;
@@ -141,95 +79,6 @@ void test_small_awaited_work_is_the_caller_s() {
     pool.submit(count(), true);
     pool.close();
     CHECK(counter == 2);
-}
-
-// An OpenMP runtime, as far as a pool knows one.
-std::vector<std::thread::id> team_ids;
-int team_threads = 0;
-
-Team fake_team(int threads) {
-    team_threads = threads;
-    Team team;
-    team.parallel = [](void (*work)(void*), void* data, unsigned, unsigned) {
-        std::vector<std::thread> others;
-        for (int i = 1; i < team_threads; ++i) {
-            others.emplace_back(work, data);
-            team_ids.push_back(others.back().get_id());
-        }
-        work(data);
-        for (std::thread& other : others) other.join();
-    };
-    team.threads = [] { return team_threads; };
-    return team;
-}
-
-void test_a_team_helps_who_waits() {
-    ThreadPool pool(unpinned(2), fake_team(2));
-    // The pool's threads have just begun, and sleep once they have met.
-    CHECK(pool.submit(std::make_shared<MeetingJob>()).wait(-1));
-    team_ids.clear();
-    int strangers = 0;
-    for (int i = 0; i < 100; ++i) {
-        auto job = std::make_shared<WhoJob>(64);
-        CHECK(pool.submit(job, true).wait(-1));
-        for (const std::thread::id& each : job->who) {
-            CHECK(each != std::thread::id());
-            strangers += each != std::this_thread::get_id() &&
-                         std::find(team_ids.begin(), team_ids.end(), each) == team_ids.end();
-        }
-    }
-    CHECK(team_ids.size() == 100);
-    CHECK(strangers < 640);  // of 6400 chunks
-    auto meeting = std::make_shared<MeetingJob>();
-    CHECK(pool.submit(meeting, true).wait(-1));
-    CHECK(!meeting->lonely_);
-    // What is not waited for is the pool's, and what nobody waits for after all is done at the end.
-    std::atomic<int> counter{0};
-    const auto count = [&](size_t chunks) {
-        return std::make_shared<CountingJob>(chunks, std::vector<ByteRange>{}, counter);
-    };
-    const Ticket alone = pool.submit(count(64));
-    while (!alone.done()) usleep(100);
-    pool.submit(count(64), true);
-    pool.close();
-    CHECK(counter == 128);
-}
-
-void test_a_team_and_jobs_in_order() {
-    std::vector<long> cells(64, 1);
-    long expected = 1;
-    ThreadPool pool(unpinned(3), fake_team(3));
-    for (int i = 0; i < 60; ++i) {
-        std::vector<Ticket> tickets;
-        for (int j = 0; j < 3; ++j) {
-            tickets.push_back(pool.submit(std::make_shared<AddJob>(cells, j, i), (i + j) % 2 == 0));
-            expected = expected * j + i;
-        }
-        if (i % 3 == 0) std::swap(tickets.front(), tickets.back());
-        for (const Ticket& ticket : tickets) CHECK(ticket.wait(-1));
-    }
-    for (const long cell : cells) CHECK(cell == expected);
-    // One that somebody waits for, behind one that a thread of the pool has.
-    const auto held = std::make_shared<HeldJob>();
-    pool.submit(held);
-    held->await_begin();
-    const Ticket behind = pool.submit(std::make_shared<AddJob>(cells, 1, 1), true);
-    std::thread releaser([&] {
-        usleep(1000);
-        held->release();
-    });
-    CHECK(behind.wait(-1));
-    releaser.join();
-}
-
-void test_a_narrow_team_does_not_stand_in_for_the_pool() {
-    ThreadPool pool(unpinned(2), fake_team(1));
-    auto job = std::make_shared<WhoJob>(20000);
-    team_ids.clear();
-    CHECK(pool.submit(job, true).wait(-1));
-    auto meeting = std::make_shared<MeetingJob>();
-    CHECK(pool.submit(meeting).wait(-1));
-    CHECK(!meeting->lonely_ && team_ids.empty());
 }
 
 void test_many_submitters_and_close_with_work_queued() {
@@ -434,9 +283,6 @@ int main() {
     test_order();
     test_who_waits_works_too();
     test_small_awaited_work_is_the_caller_s();
-    test_a_team_helps_who_waits();
-    test_a_team_and_jobs_in_order();
-    test_a_narrow_team_does_not_stand_in_for_the_pool();
     test_many_submitters_and_close_with_work_queued();
     test_closed_and_empty();
     test_fork();
