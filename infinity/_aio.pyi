@@ -120,6 +120,12 @@ class Faults:
     def delay(self, kind: str, nth: int, seconds: float, times: int | None = 1) -> None:
         """The transfer starts `seconds` later; others overtake it."""
 
+    def hold(self, kind: str, nth: int, times: int | None = 1) -> None:
+        """The transfer starts at `release`, or as its engine closes; others overtake it."""
+
+    def release(self) -> None:
+        """Let what is held start, and hold no more: drops the rules that `hold`."""
+
     def clear(self) -> None:
         """Drop all rules; counts stay."""
 

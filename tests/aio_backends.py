@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,16 @@ def engine(path: Path, backend: str, **options: object) -> aio.Engine:
     """An engine with small blocks, tried in the directory of `path`."""
     directory = path if path.is_dir() else path.parent
     return aio.Engine(directory, backend=backend, **{"block_bytes": BLOCK, "depth": 8, **options})  # type: ignore[arg-type]
+
+
+@contextmanager
+def held(faults: aio.Faults, kind: str, times: int | None = 1) -> Iterator[None]:
+    """Inside, the next transfers of this kind do not start; at its end they do."""
+    faults.hold(kind, 1, times)
+    try:
+        yield
+    finally:
+        faults.release()
 
 
 def threads() -> int:

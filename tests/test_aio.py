@@ -25,6 +25,7 @@ from aio_backends import (
     each_backend,
     engine,
     filled,
+    held,
     make_file,
     memory,
     threads,
@@ -248,14 +249,14 @@ def test_futures(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 4 * BLOCK)
     faults = aio.Faults()
     with engine(path, backend, faults=faults) as e, e.open(str(path)) as file:
-        faults.delay("write", 1, 0.3)
-        slow = file.write(memory(PAGE), 0)
-        assert not slow.done()
-        assert slow.wait(timeout=0.01) is False
-        assert slow.wait(timeout=0) is False
-        for call in (slow.result, slow.exception, lambda timeout: aio.wait_all([slow], timeout)):
-            with pytest.raises(TimeoutError):
-                call(timeout=0.01)
+        with held(faults, "write"):
+            slow = file.write(memory(PAGE), 0)
+            assert not slow.done()
+            assert slow.wait(timeout=0.01) is False
+            assert slow.wait(timeout=0) is False
+            for call in (slow.result, slow.exception, lambda timeout: aio.wait_all([slow], timeout)):
+                with pytest.raises(TimeoutError):
+                    call(timeout=0.01)
         assert slow.wait() is True
         assert slow.done()
         assert slow.result() == PAGE
@@ -309,47 +310,53 @@ def test_times_keep_no_buffer(backend: str, tmp_path: Path) -> None:
         assert timing.times() is not None
 
 
+def ended(future: aio.Future) -> int:
+    """When it landed, in ns, whoever looks when."""
+    times = future.timing.times()
+    assert times is not None
+    return times[1]
+
+
 @each_backend
 def test_reads_go_ahead_of_writes(backend: str, tmp_path: Path) -> None:
-    """One block at a time, each held a while: the order in which requests end is that of their deadlines."""
+    """One block at a time, the first held until all are queued: they end in the order of their deadlines."""
     path = make_file(tmp_path / "file", 64 * PAGE)
     faults = aio.Faults()
-    faults.delay("any", 1, 0.002, times=None)
     with engine(path, backend, depth=1, block_bytes=PAGE, faults=faults, write_slack=60) as e:
         file = e.open(str(path))
-        write = file.write(memory(64 * PAGE), 0)
-        reads = [file.read(memory(PAGE), 0) for _ in range(3)]
-        aio.wait_all(reads)
-        assert not write.done()
-        urgent = file.write(memory(PAGE), 0, deadline=time.monotonic() - 1)
-        lazy = file.read(memory(PAGE), 0, deadline=time.monotonic() + 1000)
-        urgent.wait()
-        assert not write.done()
-        write.wait()
-        assert not lazy.done()
-        lazy.wait()
+        with held(faults, "write"):
+            write = file.write(memory(64 * PAGE), 0)
+            reads = [file.read(memory(PAGE), 0) for _ in range(3)]
+            lazy = file.read(memory(PAGE), 0, deadline=time.monotonic() + 1000)
+            urgent = file.write(memory(PAGE), 0, deadline=time.monotonic() - 1)
+        in_order = [urgent, *reads, write, lazy]
+        aio.wait_all(in_order)
+        assert sorted(in_order, key=ended) == in_order
 
 
 @each_backend
 def test_writes_do_not_starve(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 64 * PAGE)
     faults = aio.Faults()
-    faults.delay("any", 1, 0.001, times=None)
     with engine(path, backend, depth=1, block_bytes=PAGE, faults=faults, write_slack=0) as e:
         file = e.open(str(path))
-        write = file.write(memory(8 * PAGE), 0)
-        reads = [file.read(memory(8 * PAGE), 0) for _ in range(20)]
-        write.wait()
-        assert not reads[-1].done()
+        with held(faults, "write"):
+            write = file.write(memory(8 * PAGE), 0)
+            reads = [file.read(memory(8 * PAGE), 0) for _ in range(20)]
+        aio.wait_all([write, *reads])
+        assert ended(write) < ended(reads[0])
 
 
 @each_backend
 def test_a_large_request_has_all_its_blocks_in_flight(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 64 * BLOCK)
     faults = aio.Faults()
-    faults.delay("read", 1, 0.05, times=8)
     with engine(path, backend, faults=faults) as e, e.open(str(path)) as file:
-        file.read(memory(64 * BLOCK), 0).wait()
+        with held(faults, "read", times=8):
+            read = file.read(memory(64 * BLOCK), 0)
+            while faults.fired < 8:
+                time.sleep(0.001)
+        read.wait()
         assert e.stats.in_flight_peak == 8
         assert e.stats.read_transfers == 64
 
@@ -369,11 +376,11 @@ def test_owners_live_as_long_as_the_kernel_needs_them(backend: str, tmp_path: Pa
             owner = Owner()
             return file.read((target.ctypes.data, PAGE, owner), 0), weakref.ref(owner)
 
-        faults.delay("read", 1, 0.2)
-        future, owner = request()
-        del future
-        gc.collect()
-        assert owner() is not None, "the future is gone, the transfer is not"
+        with held(faults, "read"):
+            future, owner = request()
+            del future
+            gc.collect()
+            assert owner() is not None, "the future is gone, the transfer is not"
         while e.stats.read_requests == 0:
             time.sleep(0.01)
         for _ in range(3):  # dropped by one of the next calls
@@ -392,12 +399,12 @@ def test_owners_live_as_long_as_the_kernel_needs_them(backend: str, tmp_path: Pa
 def test_bytearray_cannot_shrink_in_flight(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 4 * BLOCK)
     faults = aio.Faults()
-    faults.delay("read", 1, 0.1)
     with engine(path, backend, faults=faults) as e, e.open(str(path)) as file:
         buffer = bytearray(PAGE)
-        future = file.read(buffer, 0)
-        with pytest.raises(BufferError):
-            buffer.clear()
+        with held(faults, "read"):
+            future = file.read(buffer, 0)
+            with pytest.raises(BufferError):
+                buffer.clear()
         future.wait()
         buffer.clear()
 

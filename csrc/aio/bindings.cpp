@@ -136,6 +136,16 @@ void bind_faults(nb::module_& m) {
                 add_rule(self, kind, nth, times, rule);
             },
             "kind"_a, "nth"_a, "seconds"_a, "times"_a.none() = 1)
+        .def(
+            "hold",
+            [](PyFaults& self, const std::string& kind, uint64_t nth,
+               std::optional<uint64_t> times) {
+                FaultRule rule;
+                rule.action = FaultRule::Action::hold;
+                add_rule(self, kind, nth, times, rule);
+            },
+            "kind"_a, "nth"_a, "times"_a.none() = 1)
+        .def("release", [](PyFaults& self) { self.faults->release(); })
         .def("clear", [](PyFaults& self) { self.faults->clear(); })
         .def_prop_ro("calls",
                      [](const PyFaults& self) {

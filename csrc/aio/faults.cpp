@@ -16,6 +16,14 @@ void Faults::clear() {
     rules_.clear();
 }
 
+void Faults::release() {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(rules_, [](const Counted& counted) {
+        return counted.rule.action == FaultRule::Action::hold;
+    });
+    ++releases_;
+}
+
 std::array<uint64_t, kinds> Faults::calls() const {
     const std::lock_guard lock(mutex_);
     return calls_;
@@ -24,6 +32,11 @@ std::array<uint64_t, kinds> Faults::calls() const {
 uint64_t Faults::fired() const {
     const std::lock_guard lock(mutex_);
     return fired_;
+}
+
+uint64_t Faults::releases() const {
+    const std::lock_guard lock(mutex_);
+    return releases_;
 }
 
 std::vector<FaultRule> Faults::next(Kind kind) {
@@ -42,6 +55,8 @@ std::vector<FaultRule> Faults::next(Kind kind) {
 }
 
 namespace {
+
+constexpr std::chrono::milliseconds look_interval{1};  // for releases
 
 class Faulty final : public Backend {
   public:
@@ -66,6 +81,7 @@ class Faulty final : public Backend {
     struct Held {
         Transfer* transfer;
         TimePoint due;
+        uint64_t releases;             // it waits for more than these
         std::vector<FaultRule> rules;  // what else happens to it then
     };
 
@@ -78,12 +94,18 @@ class Faulty final : public Backend {
 };
 
 void Faulty::submit(Transfer& transfer) {
+    const uint64_t releases = faults_->releases();  // before the rules: a release may come between
     std::vector<FaultRule> rules = faults_->next(transfer.kind);
     std::chrono::nanoseconds delay{0};
-    for (const FaultRule& rule : rules)
+    bool hold = false;
+    for (const FaultRule& rule : rules) {
         if (rule.action == FaultRule::Action::delay) delay = std::max(delay, rule.delay);
-    if (delay.count() > 0) {
-        held_.push_back({&transfer, Clock::now() + delay, std::move(rules)});
+        hold = hold || rule.action == FaultRule::Action::hold;
+    }
+    if (hold) {
+        held_.push_back({&transfer, TimePoint::max(), releases, std::move(rules)});
+    } else if (delay.count() > 0) {
+        held_.push_back({&transfer, Clock::now() + delay, releases, std::move(rules)});
     } else {
         release(transfer, rules);
     }
@@ -108,9 +130,12 @@ void Faulty::release(Transfer& transfer, const std::vector<FaultRule>& rules) {
 
 void Faulty::wait(TimePoint until, bool, std::vector<Completion>& done) {
     const TimePoint now = Clock::now();
+    const uint64_t releases = faults_->releases();
     for (size_t i = 0; i < held_.size();) {
-        if (held_[i].due > now) {
-            until = std::min(until, held_[i].due);
+        const bool until_released = held_[i].due == TimePoint::max();
+        if (until_released ? held_[i].releases == releases : held_[i].due > now) {
+            // Nobody wakes the engine at a release: it looks.
+            until = std::min(until, until_released ? now + look_interval : held_[i].due);
             ++i;
             continue;
         }

@@ -1,4 +1,4 @@
-// Faults on purpose: a backend around another, which fails, shortens or delays chosen transfers.
+// Faults on purpose: a backend around another, which fails, shortens, delays or holds transfers.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 namespace infinity::aio {
 
 struct FaultRule {
-    enum class Action { fail, shorten, delay };
+    enum class Action { fail, shorten, delay, hold };
 
     std::optional<Kind> kind;  // of the transfers it counts; none: all of them
     uint64_t nth = 1;          // the first one it acts on, counted from when the rule was added
@@ -32,8 +32,10 @@ class Faults {
 
     void add(FaultRule rule);
     void clear();                               // rules, not counts
+    void release();                             // what is held, and from now on
     std::array<uint64_t, kinds> calls() const;  // transfers seen since the start, by kind
     uint64_t fired() const;
+    uint64_t releases() const;  // how often `release` was called
 
     // The rules that act on the next transfer of this kind; counts it.
     std::vector<FaultRule> next(Kind kind);
@@ -48,6 +50,7 @@ class Faults {
     std::vector<Counted> rules_;
     std::array<uint64_t, kinds> calls_{};
     uint64_t fired_ = 0;
+    uint64_t releases_ = 0;
 };
 
 std::unique_ptr<Backend> make_faulty(std::unique_ptr<Backend> inner,
