@@ -28,9 +28,9 @@ from infinity.lm.presets import PRESETS
 PAIRS = ("10m:all-host", "30m:half", "124m:all-host", "124m:all-nvme", "309m:half", "309m:all-nvme")
 QUICK_PAIRS = ("10m:all-nvme",)
 
-_WHOLE = 100_000_000
-"""Parameters below which a turn has more steps, to last as long: a step of 10M takes 0.12 s, the first ten of
-a process half as long again."""
+_WHOLE = 300_000_000
+"""Parameters below which a turn has more steps, to last as long: a step of 10M takes 0.12 s, of 30M 0.4 s,
+and those of a process's first seconds up to half as long again."""
 
 
 def pair(text: str) -> tuple[str, str]:
