@@ -49,6 +49,11 @@ class Speeds:
         return {"mixed": self.mixed, "stream": self.stream, "link": self.link, "fio_mixed": self.fio_mixed}
 
 
+def compute_bytes(decoder: DecoderConfig) -> int:
+    """Bytes of memory that there are to be for `compute_seconds` to measure a decoder as it is."""
+    return 2 * COMPUTE_BYTES * decoder.parameters
+
+
 def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[DecoderConfig], float]) -> float:
     """Seconds of a step's forward and backward with everything in memory.
 
@@ -57,7 +62,7 @@ def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[Deco
     """
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.memory().usable
     layers = decoder.layers
-    while layers > 2 and COMPUTE_BYTES * replace(decoder, layers=layers).parameters > free // 2:
+    while layers > 2 and compute_bytes(replace(decoder, layers=layers)) > free:
         layers //= 2
     seconds = measure(replace(decoder, layers=layers))
     if layers == decoder.layers:

@@ -4,8 +4,8 @@ Each contender is a process of its own. While one trains a turn, the others wait
 meet the same minute of a noisy disk; the order is swapped each round, ratios are taken within a round, and
 before turns of ours the disk is measured by our engine. The limit of a step is, on the CPU, max(compute +
 update, disk), and on a GPU max(compute, update, disk, link): compute is the same model's forward and backward
-with everything in memory, before and after the turns; the rest are the step's bytes over what the edges do in
-this very run.
+with everything in memory, before every round and after the last (on a GPU before and after all turns); the
+rest are the step's bytes over what the edges do in this very run.
 
     python benchmarks/train.py --model 309m --directory /mnt/nvme0 --peer-python VENV/bin/python \\
         --peer deepspeed:nvme --ours host=6GiB --ours host=1GiB,states=bf16

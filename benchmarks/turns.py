@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from limits import Speeds, compute_seconds
+from limits import Speeds, compute_bytes, compute_seconds
 from peers.fio import Fio
 from peers.process import ContenderFailed, Process
 from peers.task import Task
@@ -112,9 +112,10 @@ class Bench:
 
     def run(self) -> None:
         """Fills `ready`, `turns`, `speeds`, `compute`, and `failures` with those that ended early."""
-        self._measure_compute()
         with self._until_the_end:
             for number in range(self.job.rounds):
+                if number == 0 or (self.job.device == "cpu" and not self.job.quick and self._left() > 0):
+                    self._measure_compute()
                 order = self.job.specs if number % 2 == 0 else self.job.specs[::-1]
                 for spec in order:
                     if spec.name not in self.failures and self._left() > 0:
@@ -180,9 +181,13 @@ class Bench:
                 failed.__exit__()  # its memory is the others'
 
     def _fit_together(self) -> bool:
-        """Whether the peaks of the round before fit beside one another; nobody is alive now."""
+        """Whether the peaks of the round before fit beside one another and room to measure compute in; nobody
+        is alive now."""
         last = [turns[-1] for turns in self.turns.values()]
-        fits = sum(turn["rss_peak"] for turn in last) <= _SHARE_OF_MEMORY * machine.memory().usable
+        room = _SHARE_OF_MEMORY * machine.memory().usable
+        if self.job.device == "cpu":
+            room -= compute_bytes(self.job.decoder)
+        fits = sum(turn["rss_peak"] for turn in last) <= room
         if self.job.device == "cuda":
             free = torch.cuda.mem_get_info()[0]
             fits = fits and sum(turn["device_peak"] for turn in last) <= _SHARE_OF_MEMORY * free
@@ -222,7 +227,8 @@ class Bench:
         )
 
     def _measure_compute(self) -> None:
-        """Before and after, so that what the machine's speed does in between is seen."""
+        """Before and after, so that what the machine's speed does in between is seen. A CPU, which others may
+        share, is another one ten minutes later: before every round."""
         self.compute.append(compute_seconds(self.job.decoder, self.job.device, self._compute_turn))
 
     def _compute_turn(self, decoder: DecoderConfig) -> float:
