@@ -347,7 +347,8 @@ def test_the_command_prints_a_table_and_an_object(tmp_path: Path, capsys) -> Non
     assert chosen["backend"] in shown.err
 
 
-def test_paths_together_are_shown_with_their_shares(tmp_path: Path, capsys) -> None:
+def test_paths_together_are_shown_with_their_shares(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # long paths take the room of the rest of a line
     paths = [os.fspath(tmp_path / name) for name in ("first", "second")]
     for path in paths:
         os.mkdir(path)

@@ -139,6 +139,32 @@ def test_ties_go_to_the_cheaper() -> None:
     assert choose(clear) == faster
 
 
+def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_noise() -> None:
+    usual, other, unknown = (IoSettings("io_uring", MIB, depth) for depth in (32, 16, 8))
+
+    def passes(*times: float) -> list[dict[IoSettings, dict[str, float]]]:
+        """How many times as fast the other one is."""
+        return [{usual: dict.fromkeys(MODES, 1e9), other: dict.fromkeys(MODES, 1e9 * each)} for each in times]
+
+    assert choose(passes(1.02, 1.02, 1.02), usual) == usual
+    assert choose(passes(1.02, 1.02, 1.02)) == other
+    assert choose(passes(1.05, 1.06, 1.05), usual) == other
+    assert choose(passes(0.7, 1.06, 1.06, 1.5, 0.9, 1.3), usual) == usual
+    assert choose(passes(1.05, 1.06, 1.05), unknown) == other
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.2])
+def test_tuning_loses_nothing_where_nothing_is_to_be_won(noise: float) -> None:
+    """What is used untuned is the best there is."""
+    usual = IoSettings("io_uring", 4 * MIB, 32)
+    shares = []
+    for seed in range(60):
+        disk = Disk(seed, noise=noise)
+        disk.favourite = usual.block_bytes
+        shares.append(disk.share_of_best(choose(disk.halving(always=[usual]).passes, usual)))
+    assert sorted(shares)[3] >= 0.95
+
+
 def test_drift_between_passes_favours_nobody() -> None:
     passes = [{"a": {"read": 10.0}, "b": {"read": 11.0}, "c": {"read": 5.0}}]
     passes.append({name: {"read": rates["read"] * 7} for name, rates in passes[0].items() if name != "c"})

@@ -15,6 +15,10 @@ from infinity.settings import IoSettings
 TIE = 0.03
 """Points whose scores are this close are equally good, as far as noise lets anybody say."""
 
+_ERROR_OF_MEDIAN = 1.4826 * 1.2533
+"""Of normal noise: its standard deviation by the median absolute one, and by it a median's error, times the
+root of their number."""
+
 _MOST_THREADS = 16
 """Of the threads backend: a deeper queue has no more of them."""
 _FIRST_PASS = 0.6
@@ -135,19 +139,39 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
     return {point: statistics.harmonic_mean(each) for point, each in shares.items()}
 
 
-def choose(passes: Sequence[Pass[IoSettings]]) -> IoSettings:
-    """The settings with the best score, or of those within 3% the cheapest.
+def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
+    """The settings with the best score, or of those within 3% the cheapest; `usual` if none beats it.
 
-    That is the first backend in the order of choice, which costs the least CPU time, and there the fewest
-    bytes in flight, since what is wanted next waits behind them.
+    The cheapest is the first backend in the order of choice, which costs the least CPU time, and there the
+    fewest bytes in flight, since what is wanted next waits behind them. usual: what is used without tuning.
+    The best of many noisy figures is too good, and the cheapest near it is lucky: one run in ten would end
+    with settings that are slower than no tuning at all.
     """
     found = scores(passes)
     best = max(found.values())
+    if usual in found and not _beats(passes, best_of(passes), usual):
+        return usual
     equal = [settings for settings, score in found.items() if score >= best * (1 - TIE)]
     return min(
         equal,
         key=lambda each: (BACKENDS.index(each.backend), each.bytes_in_flight, -found[each]),
     )
+
+
+def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
+    """Whether `one` moves equal bytes in every mode faster than `other` by more than a tie and the noise.
+
+    That is the standard error of the median, over passes, of the logarithm of how many times as fast it is,
+    from the median absolute deviation as of normal noise.
+    """
+    times = [
+        math.log(statistics.harmonic_mean([each[one][mode] / each[other][mode] for mode in each[one]]))
+        for each in passes
+        if one in each and other in each
+    ]
+    median = statistics.median(times)
+    deviation = statistics.median(abs(each - median) for each in times)
+    return median > math.log1p(TIE) + _ERROR_OF_MEDIAN * deviation / math.sqrt(len(times))
 
 
 def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:

@@ -104,10 +104,10 @@ def sweep_disk(
         order=random.Random(0),
         always=always,
     )
-    return _report(file, halving)
+    return _report(file, halving, untuned)
 
 
-def _report(file: TestFile, halving: Halving[IoSettings]) -> DiskSweep:
+def _report(file: TestFile, halving: Halving[IoSettings], untuned: IoSettings) -> DiskSweep:
     passes = halving.passes
     medians = {
         settings: Measured(
@@ -121,7 +121,7 @@ def _report(file: TestFile, halving: Halving[IoSettings]) -> DiskSweep:
         path=file.directory,
         nbytes=file.nbytes,
         direct=file.direct,
-        chosen=medians[choose(passes)],
+        chosen=medians[choose(passes, untuned)],
         best={mode: medians[best_of(passes, mode)] for mode in MODES},
         points=tuple(sorted(medians.values(), key=lambda each: -each.trials)),
     )
