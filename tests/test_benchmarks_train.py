@@ -23,6 +23,7 @@ from infinity import machine
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import limits  # noqa: E402
 import specs  # noqa: E402
 import train  # noqa: E402
 import turns  # noqa: E402
@@ -225,15 +226,16 @@ def test_ratios_compare_turns_of_the_same_round() -> None:
     assert ratios(contenders, "peer") == {"ours": {"median": 2.5, "rounds": [2.0, 3.0]}}
 
 
-@pytest.mark.parametrize(("usable", "together"), [(1001, True), (999, False)])
-def test_processes_are_kept_if_their_peaks_fit_in_memory_together(
-    usable: int, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("spare", "together"), [(1 << 20, True), (-(1 << 20), False)])
+def test_processes_are_kept_if_their_peaks_fit_in_memory_with_what_compute_takes(
+    spare: int, together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, _ = train.parse(arguments(tmp_path, "--processes", "auto", "--peer", "torch"))
     bench = turns.Bench(job, tmp_path)
     turn = {"round": 0, "seconds": 1.0, "losses": [1.0], "rss_peak": 450 << 20, "device_peak": 0}
     facts = machine.memory()
-    found = replace(facts, available=usable << 20, cgroup_left=None)
+    needed = (900 << 20) + limits.compute_bytes(job.decoder)
+    found = replace(facts, available=needed * 10 // 9 + spare, cgroup_left=None)
     monkeypatch.setattr(turns.machine, "memory", lambda: found)
     monkeypatch.setattr(turns.Bench, "_measure_compute", lambda self: None)
     monkeypatch.setattr(turns.Speeds, "measure", lambda self: None)
