@@ -63,9 +63,9 @@ def engine(path: Path, backend: str, **options: object) -> aio.Engine:
 
 
 @contextmanager
-def held(faults: aio.Faults, kind: str, times: int | None = 1) -> Iterator[None]:
-    """Inside, the next transfers of this kind do not start; at its end they do."""
-    faults.hold(kind, 1, times)
+def held(faults: aio.Faults, kind: str) -> Iterator[None]:
+    """Inside, the next transfer of this kind does not start; at its end it does."""
+    faults.hold(kind, 1)
     try:
         yield
     finally:

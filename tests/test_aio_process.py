@@ -118,7 +118,7 @@ def test_ctrl_c_ends_a_wait(backend: str, tmp_path: Path) -> None:
             timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 timer.start()
-                future.wait()
+                future.wait(60)
             assert not future.done()
         assert future.result() == PAGE
         timer.join()
@@ -128,7 +128,6 @@ def test_ctrl_c_ends_a_wait(backend: str, tmp_path: Path) -> None:
 def test_signal_handlers_run_and_the_wait_goes_on(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", PAGE)
     faults = aio.Faults()
-    faults.hold("read", 1)
     heard: list[int] = []
 
     def hear(number: int, _: object) -> None:
@@ -139,10 +138,10 @@ def test_signal_handlers_run_and_the_wait_goes_on(backend: str, tmp_path: Path) 
     before = signal.signal(signal.SIGALRM, hear)
     signal.siginterrupt(signal.SIGALRM, False)  # SA_RESTART: the kernel would go on sleeping by itself
     try:
-        with engine(path, backend, faults=faults) as e, e.open(str(path)) as file:
+        with engine(path, backend, faults=faults) as e, e.open(str(path)) as file, held(faults, "read"):
             signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
             future = file.read(memory(PAGE), 0)
-            assert future.wait()
+            assert future.wait(60)
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert len(heard) >= 3
     finally:

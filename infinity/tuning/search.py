@@ -148,10 +148,10 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
     with settings that are slower than no tuning at all.
     """
     found = scores(passes)
-    best = max(found.values())
-    if usual in found and not _beats(passes, best_of(passes), usual):
+    best = max(found, key=found.__getitem__)
+    if usual in found and not _beats(passes, best, usual):
         return usual
-    equal = [settings for settings, score in found.items() if score >= best * (1 - TIE)]
+    equal = [settings for settings, score in found.items() if score >= found[best] * (1 - TIE)]
     return min(
         equal,
         key=lambda each: (BACKENDS.index(each.backend), each.bytes_in_flight, -found[each]),
