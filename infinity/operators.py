@@ -32,14 +32,14 @@ operands are made of, and results."""
 _COLD_BYTES = 64 << 20
 """Operands and results change from run to run over so much memory: no cache has those of a step ready."""
 
-_LAPS = 3
-"""Over all operations; the fastest counts. What is slow at first (libraries, memory that nobody has touched
-yet, which a virtual machine may have to ask its host for) and others at work only add to the rest."""
+_ROUNDS = 20
+"""Over all operations, at the most. The first warms up, and counts only where there is no other."""
 
-_RUN = 0.006
-"""Seconds of runs after which an operation is known well enough in a lap."""
-
-_MOST_RUNS = 20
+_QUEUED_ROUNDS = 3
+_QUEUED_SECONDS = 0.006
+_MOST_QUEUED = 20
+"""A device with a queue is timed over several runs of an operation in a row: a single one would be timed with
+the start and the end of the queue."""
 
 _PATTERN = 1 << 16
 _ALIGNMENT = 64
@@ -231,14 +231,12 @@ def seconds_of(
     order = sorted(operations, key=lambda each: -roofline.seconds(each) * operations[each])
     room = _room(device)
     order = [each for each in order if each.runs_alone and each.nbytes <= room // 6]
-    laps: list[dict[Operation, float]] = []
     end = time.perf_counter() + limit
     with isolated(device):
         cold = min(_COLD_BYTES, room // 6)
         memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
-        while len(laps) < _LAPS and time.perf_counter() < end:
-            laps.append(_lap(order, memory, end))
-    timed = _fastest(laps, operations)
+        rounds = _rounds(order, memory, end)
+    timed = _typical(rounds, operations)
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -258,56 +256,78 @@ def isolated(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _lap(order: Sequence[Operation], memory: Memory, end: float) -> dict[Operation, float]:
-    """Seconds of one run of each that could be run, and whose turn came before `end`."""
-    found: dict[Operation, float] = {}
-    for operation in order:
-        if time.perf_counter() >= end:
-            break
-        # Made-up operands are not good enough for every operator, and a device's memory may be short.
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
-            found[operation] = _time(operation, memory)
-        memory.renew(written=operation.operator._schema.is_mutable)
+def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict[Operation, float]]:
+    """Seconds of one run of each, round by round: of those that could be run and whose turn came before
+    `end`. Only the last round may lack some.
+
+    On the CPU an operation comes after another one, as in a step: the second of two in a row finds its code
+    and the libraries' tables in the caches, and is a tenth faster where it is small.
+    """
+    kept = _Kept(min(_COLD_BYTES, memory.nbytes // 2))
+    queued = memory.device.type == "cuda"
+    found: list[dict[Operation, float]] = []
+    for number in range(_QUEUED_ROUNDS if queued else _ROUNDS):
+        found.append({})
+        for operation in order:
+            if time.perf_counter() >= end:
+                return [each for each in found if each]
+            # Made-up operands are not good enough for every operator, and a device's memory may be short.
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+                if number == 0:
+                    _run(operation, 1, memory, kept)
+                once = _run(operation, 1, memory, kept)
+                if queued:
+                    times = min(_MOST_QUEUED, int(_QUEUED_SECONDS / max(once, 1e-9)))
+                    once = once if times < 2 else _run(operation, times, memory, kept) / times
+                found[-1][operation] = once
+            memory.renew(written=operation.operator._schema.is_mutable)
     return found
 
 
-def _fastest(
-    laps: Sequence[Mapping[Operation, float]], counts: Mapping[Operation, int]
+class _Kept:
+    """Results that stay for a while, so that the next ones find memory that was used, as in a second step."""
+
+    def __init__(self, most: int) -> None:
+        """most: bytes; the latest stays in any case."""
+        self._most = most
+        self._results: deque[tuple[Any, int]] = deque()
+        self._nbytes = 0
+
+    def add(self, result: Any, nbytes: int) -> None:
+        self._results.append((result, nbytes))
+        self._nbytes += nbytes
+        while self._nbytes > self._most and len(self._results) > 1:
+            self._nbytes -= self._results.popleft()[1]
+
+
+def _run(operation: Operation, times: int, memory: Memory, kept: _Kept) -> float:
+    """Seconds of so many runs, each on other operands."""
+    arguments = [operation.arguments(memory) for _ in range(times)]
+    _finish(memory.device)
+    start = time.perf_counter()
+    for args, kwargs in arguments:
+        kept.add(operation.operator(*args, **kwargs), operation.result_bytes)
+    _finish(memory.device)
+    return time.perf_counter() - start
+
+
+def _typical(
+    rounds: Sequence[Mapping[Operation, float]], counts: Mapping[Operation, int]
 ) -> dict[Operation, float]:
-    """What the lap measured that was the fastest as a whole: no step has each operation at its luckiest. Of
-    what had no turn in it, the next one's."""
-    common = [each for each in laps[0] if all(each in lap for lap in laps)] if laps else []
+    """What the round measured that was in the middle as a whole. Of what had no turn in it, the next one's.
 
-    def total(lap: Mapping[Operation, float]) -> float:
-        return sum(lap[each] * counts[each] for each in common)
-
+    No step has each operation at its luckiest, nor each at its median: what others at work take now and then
+    is in no operation's median, and in every step.
+    """
+    if not rounds:
+        return {}
+    whole = [each for each in rounds if len(each) == len(rounds[0])]
+    counted = sorted(whole[1:] or whole, key=lambda each: sum(each[op] * counts[op] for op in each))
+    middle = counted[len(counted) // 2]
     found: dict[Operation, float] = {}
-    for lap in sorted(laps, key=total, reverse=True):
-        found |= lap
+    for each in (*rounds, middle):
+        found |= each
     return found
-
-
-def _time(operation: Operation, memory: Memory) -> float:
-    """Seconds of one run among others of its kind on other operands, warm."""
-    most = min(_COLD_BYTES, memory.nbytes // 2)
-    kept: deque[Any] = deque(maxlen=max(1, most // max(1, operation.result_bytes)))
-
-    def run(times: int) -> float:
-        arguments = [operation.arguments(memory) for _ in range(times)]
-        _finish(memory.device)
-        start = time.perf_counter()
-        for args, kwargs in arguments:
-            kept.append(operation.operator(*args, **kwargs))
-        _finish(memory.device)
-        return time.perf_counter() - start
-
-    run(1)
-    once = run(1)
-    if once >= _RUN:
-        return once
-    times = min(_MOST_RUNS, int(_RUN / max(once, 1e-9)))
-    run(min(times, kept.maxlen or 1))  # results find used memory, as in a second step
-    return run(times) / times
 
 
 def _room(device: torch.device) -> int:

@@ -1,6 +1,9 @@
 """Operations of a step: recorded as a real step has them, and timed without a trace."""
 
+import weakref
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -84,11 +87,11 @@ def runs(monkeypatch) -> Counter:
     """How often `seconds_of` times each operator; every run takes a thousandth of a second."""
     counted: Counter = Counter()
 
-    def timed(operation: Operation, memory: Memory) -> float:
-        counted[operation.operator] += 1
-        return 1e-3
+    def timed(operation: Operation, times: int, memory: Memory, kept: Any) -> float:
+        counted[operation.operator] += times
+        return times * 1e-3
 
-    monkeypatch.setattr(operators, "_time", timed)
+    monkeypatch.setattr(operators, "_run", timed)
     return counted
 
 
@@ -98,27 +101,70 @@ def test_the_sum_is_of_counts_times_seconds(runs) -> None:
     assert len(alone) >= 0.95 * len(found)
     assert sum(runs.values()) == 0
     total = seconds_of(found, ROOFLINE, CPU, limit=60.0)
-    assert sum(runs.values()) == operators._LAPS * len(alone)
+    assert sum(runs.values()) == (1 + operators._ROUNDS) * len(alone)
     timed = sum(found[each] for each in alone) * 1e-3
     assert timed <= total <= 1.5 * timed
 
 
-def test_the_lap_counts_that_is_the_fastest_as_a_whole(monkeypatch) -> None:
-    seconds = {aten.neg.default: [9.0, 2.0, 3.0], aten.exp.default: [4.0, 8.0, 5.0]}
-    laps = {each: iter(takes) for each, takes in seconds.items()}
-    monkeypatch.setattr(operators, "_time", lambda operation, memory: next(laps[operation.operator]))
+def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
+    """Have the runs of each operator take so long, one after the other; returns their order."""
+    takes = {each: iter(found) for each, found in seconds.items()}
+    order = []
+
+    def run(operation: Operation, times: int, memory: Memory, kept: Any) -> float:
+        assert times == 1
+        order.append(operation.operator)
+        return next(takes[operation.operator])
+
+    monkeypatch.setattr(operators, "_run", run)
+    return order
+
+
+def test_the_round_counts_that_is_in_the_middle_as_a_whole(monkeypatch) -> None:
+    # The first warms up, with two runs in a row. The median of each alone is 3 and 5.
+    seconds = {aten.neg.default: [90.0, 80.0, 2.0, 3.0, 9.0], aten.exp.default: [70.0, 60.0, 8.0, 5.0, 4.0]}
+    order = take(monkeypatch, seconds)
+    monkeypatch.setattr(operators, "_ROUNDS", 4)
     step = Operations({call(each, torch.ones(10)): 10 for each in seconds})
-    assert seconds_of(step, ROOFLINE, CPU, limit=60.0) == 10 * (3.0 + 5.0)
+    assert seconds_of(step, ROOFLINE, CPU, limit=60.0) == 10 * (2.0 + 8.0)
+    assert order[4:] == 3 * list(seconds)
 
 
-@pytest.mark.parametrize("limit, counts", [(2.5, 7.0), (4.5, 5.0)])
-def test_a_lap_that_ends_too_late_is_the_last(monkeypatch, limit, counts) -> None:
-    now, takes = iter(range(100)), iter([7.0, 5.0])
-    # The clock is looked at once before the first lap, and before each lap and in it.
+@pytest.mark.parametrize("limit, counts", [(2.5, 7.0 + 8.0), (3.5, 7.0 + 8.0), (4.5, 5.0 + 6.0)])
+def test_a_round_that_was_cut_short_does_not_count_beside_whole_ones(monkeypatch, limit, counts) -> None:
+    now = iter(range(100))
+    # The clock is looked at once before the first round, and before each turn.
     monkeypatch.setattr(operators.time, "perf_counter", lambda: float(next(now)))
-    monkeypatch.setattr(operators, "_time", lambda operation, memory: next(takes))
-    step = Operations({call(aten.neg.default, torch.ones(10)): 10})
+    take(monkeypatch, {aten.neg.default: [9.0, 7.0, 5.0], aten.exp.default: [9.0, 8.0, 6.0]})
+    step = Operations({call(each, torch.ones(10)): 10 for each in (aten.neg.default, aten.exp.default)})
     assert seconds_of(step, ROOFLINE, CPU, limit=limit) == 10 * counts
+
+
+def test_a_device_with_a_queue_is_timed_over_several_runs(monkeypatch) -> None:
+    seen: list[int] = []
+
+    def run(operation: Operation, times: int, memory: Any, kept: Any) -> float:
+        seen.append(times)
+        return times * 2.0 if operation.operator is aten.exp.default else times * 1e-3
+
+    monkeypatch.setattr(operators, "_run", run)
+    monkeypatch.setattr(operators.time, "perf_counter", lambda: 0.0)
+    memory: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=1 << 20, renew=lambda written: None)
+    short, long = (call(each, torch.ones(10)) for each in (aten.neg.default, aten.exp.default))
+    found = operators._rounds([short, long], memory, 1.0)
+    assert found == operators._QUEUED_ROUNDS * [{short: 1e-3, long: 2.0}]
+    assert seen == [1, 1, 6, 1, 1] + (operators._QUEUED_ROUNDS - 1) * [1, 6, 1]
+
+
+def test_results_are_kept_up_to_so_many_bytes_and_the_latest_in_any_case() -> None:
+    kept = operators._Kept(100)
+    results = [torch.ones(1) for _ in range(4)]
+    alive = [weakref.ref(each) for each in results]
+    for nbytes in (40, 60, 50, 200):
+        kept.add(results.pop(0), nbytes)
+        if nbytes == 50:
+            assert [each() is not None for each in alive] == [False, False, True, True]
+    assert [each() is not None for each in alive] == [False, False, False, True]
 
 
 def test_what_is_not_timed_gets_the_rates_of_what_is(runs) -> None:
@@ -179,7 +225,7 @@ def test_large_operations_are_estimated_within_the_bound_of_memory(monkeypatch, 
     fits = call(aten.neg.default, torch.ones(1 << 17))
     large = call(aten.neg.default, torch.ones((1 << 17) + 1))
     total = seconds_of(Operations({fits: 1, large: 1}), ROOFLINE, CPU)
-    assert runs == {aten.neg.default: operators._LAPS}
+    assert runs == {aten.neg.default: 1 + operators._ROUNDS}
     assert total == pytest.approx(1e-3 * (1 + large.nbytes / fits.nbytes))
     # Floating bytes, zeros, and the results that are kept.
     assert [2 * nbytes + fits.nbytes for nbytes in sizes] == [5 << 20]
