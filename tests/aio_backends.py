@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,14 @@ def held(faults: aio.Faults, kind: str) -> Iterator[None]:
         yield
     finally:
         faults.release()
+
+
+def wait_until_held(faults: aio.Faults) -> None:
+    """Until the engine's thread has come to the transfer that is held."""
+    end = time.monotonic() + 60
+    while not faults.fired:
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def threads() -> int:

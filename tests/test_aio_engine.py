@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -163,3 +165,38 @@ def test_no_locked_memory_is_no_error() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "locked memory" in done.stdout
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="only one CPU may be used")
+def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path) -> None:
+    path = make_file(tmp_path / "file", 4 * PAGE)
+    every = os.sched_getaffinity(0)
+    before = _tasks("infinity-aio")
+    found: dict[int, set[int]] = {}
+
+    def ask() -> None:
+        for cpu in every:
+            os.sched_setaffinity(0, {cpu})  # of this thread
+            for _ in range(1000):  # one that comes before the engine's thread sleeps does not wake it
+                file.read(target, 0).wait()
+                found[cpu] = os.sched_getaffinity(task)
+                if cpu not in found[cpu]:
+                    break
+
+    with engine(path, "auto") as e, e.open(str(path)) as file:
+        (task,) = _tasks("infinity-aio") - before
+        target = memory(PAGE)
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join()
+    assert found == {cpu: every - {cpu} for cpu in every}
+
+
+def _tasks(name: str) -> set[int]:
+    """This process's threads of that name."""
+    found = set()
+    for each in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if (each / "comm").read_text().strip() == name:
+                found.add(int(each.name))
+    return found

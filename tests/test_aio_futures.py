@@ -18,6 +18,7 @@ from aio_backends import (
     held,
     make_file,
     memory,
+    wait_until_held,
 )
 
 from infinity import aio
@@ -106,6 +107,7 @@ def test_reads_go_ahead_of_writes(backend: str, tmp_path: Path) -> None:
         file = e.open(str(path))
         with held(faults, "write"):
             write = file.write(memory(64 * PAGE), 0)
+            wait_until_held(faults)
             reads = [file.read(memory(PAGE), 0) for _ in range(3)]
             lazy = file.read(memory(PAGE), 0, deadline=time.monotonic() + 1000)
             urgent = file.write(memory(PAGE), 0, deadline=time.monotonic() - 1)

@@ -85,6 +85,7 @@ void Engine::submit(std::vector<std::unique_ptr<Request>> requests) {
 void Engine::wake_if_asleep() {
     if (!wake_me_) return;
     wake_me_ = false;
+    aside_.keep(thread_.native_handle());
     backend_->wake();
 }
 

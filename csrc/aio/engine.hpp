@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "aside.hpp"
 #include "backend.hpp"
 #include "faults.hpp"
 #include "file.hpp"
@@ -101,6 +102,7 @@ class Engine {
     std::condition_variable landed_;
     Inbox inbox_;
     bool wake_me_ = false;  // the thread sleeps and has a free slot
+    Aside aside_;
     bool closing_ = false;
     Facts facts_;
     std::map<std::byte*, size_t> registered_;
