@@ -62,6 +62,7 @@ class GradientPage:
         self.spent = False
         """Whether eager updates have them, so that nobody else does."""
         self.states = [ChunkState() for _ in layout.chunks]
+        self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]
         self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
         self._dtypes = [
             plan.precision.accumulate_dtype(layout.regions[c.region].dtype) for c in layout.chunks
@@ -69,10 +70,12 @@ class GradientPage:
 
     def complete(self, parameters: Sequence[torch.Tensor], accumulation: int) -> bool:
         """Whether all of these, the unit's parameters, that take gradients have had so many."""
+        if accumulation <= 0:
+            return True
         # The first ones' come last: as a rule the first look ends it.
         return not any(
-            layout.trainable and self.arrivals[index] < accumulation and parameters[index].requires_grad
-            for index, layout in enumerate(self.layout.parameters)
+            self.arrivals.get(index, 0) < accumulation and parameters[index].requires_grad
+            for index in self._trainable
         )
 
     def dtype(self, number: int) -> torch.dtype:

@@ -72,7 +72,8 @@ class Gradients:
     @property
     def any(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(page.content for page in self.pages.values())
+        # A backward begins with the last ones: as a rule the first look ends it.
+        return any(page.content for page in reversed(self.pages.values()))
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
         """Add a fresh gradient (any dense strides, on the device) to a parameter's.
@@ -174,7 +175,7 @@ class Gradients:
         """Whether so many slots are taken that one more update would have the next gradients wait."""
         self._store.poll()
         slots = self._store.slots
-        return 8 * slots.counters.leased > 7 * slots.nbytes
+        return 8 * slots.leased > 7 * slots.nbytes
 
     def send_home(self, unit: int) -> None:
         """Take a unit's stages home now. Raises StorageError."""

@@ -215,7 +215,7 @@ class BeforeGradients(ReadAhead):
             and (unit, number) not in self._held
             and gradients.states[number].stage is None
         ]
-        free = self._store.plan.slots - slots.counters.leased // self._store.slot_bytes
+        free = self._store.plan.slots - slots.leased // self._store.slot_bytes
         left = max(1, self._store.plan.slots // _LEFT)
         if free - len(missing) < left or state.home.busy(0, state.home.nbytes, False):
             return False

@@ -50,16 +50,20 @@ class StateFormat:
     count: int
     offsets: tuple[int, ...] = field(init=False)
     """Of each array, from the chunk's start: multiples of 4096."""
+    sizes: tuple[int, ...] = field(init=False)
+    """Of all entries of each array."""
     nbytes: int = field(init=False)
     """Of the chunk: a multiple of 4096, 0 without arrays."""
 
     def __post_init__(self) -> None:
-        offsets, end = [], 0
+        offsets, sizes, end = [], [], 0
         for array in self.arrays:
-            offsets.append(end)
             _, entries = array.entries(0, self.count)
-            end += round_up(entries * array.dtype.itemsize, PAGE_ALIGNMENT)
+            offsets.append(end)
+            sizes.append(entries * array.dtype.itemsize)
+            end += round_up(sizes[-1], PAGE_ALIGNMENT)
         object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "sizes", tuple(sizes))
         object.__setattr__(self, "nbytes", end)
 
     def place(self, name: str, start: int, count: int) -> tuple[int, int]:

@@ -62,11 +62,10 @@ class StatePage:
     def arrays(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """A chunk's arrays by name, each with all of its entries, in uint8 `data` that starts with them."""
         form = self.formats[number]
-        found = {}
-        for array in form.arrays:
-            offset, nbytes = form.place(array.name, 0, form.count)
-            found[array.name] = data[offset : offset + nbytes].view(array.dtype)
-        return found
+        return {
+            array.name: data[offset : offset + nbytes].view(array.dtype)
+            for array, offset, nbytes in zip(form.arrays, form.offsets, form.sizes, strict=True)
+        }
 
     def place(self, number: int, name: str, piece: Piece) -> tuple[int, int]:
         """(offset in the page, bytes) of a piece of one array."""

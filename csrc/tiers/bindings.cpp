@@ -245,6 +245,8 @@ NB_MODULE(_tiers, m) {
         .def_prop_ro("capacity", &Pool::capacity)
         .def_prop_ro("granule", &Pool::granule)
         .def_prop_ro("largest_free", &Pool::largest_free)
+        .def_prop_ro("leased", [](const Pool& pool) { return pool.counters().leased; })
+        .def_prop_ro("returns", [](const Pool& pool) { return pool.counters().returns; })
         .def("counters", &counters);
 
     nb::class_<SpanAllocator>(m, "SpanAllocator")

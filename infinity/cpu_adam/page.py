@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity import _cpu_adam
-from infinity.cpu_adam.work import Array, Segment, Span, Update, element_count
+from infinity.cpu_adam.work import Array, Segment, Span, Update
 from infinity.errors import ConfigError
 
 GRAD_DTYPES = {
@@ -67,16 +67,16 @@ class Page:
         """The array's address, 0 for None. It has an entry for every `per` elements of the others."""
         if array is None:
             return 0
-        if isinstance(array, Span):
-            address, owner = array.address, array.owner
+        if isinstance(array, torch.Tensor):
+            _check_tensor(name, array)
+            address, count = array.data_ptr(), array.numel()
+        elif isinstance(array, Span):
+            address, count = array.address, array.count
             if array.address < 0 or array.count < 0:
                 raise ConfigError(
                     f"The span '{name}' has address {array.address} and count {array.count}.",
                     "Give an address in bytes and a count in elements, both at least 0.",
                 )
-        elif isinstance(array, torch.Tensor):
-            _check_tensor(name, array)
-            address, owner = array.data_ptr(), array
         else:
             raise ConfigError(
                 f"'{name}' is a {type(array).__name__}.", "Give a torch.Tensor or an infinity.cpu_adam.Span."
@@ -86,7 +86,6 @@ class Page:
                 f"'{name}' has dtype {array.dtype}.",
                 f"Give {' or '.join(str(each) for each in dtypes)}.",
             )
-        count = element_count(array)
         if per == 1 and not self.owners:
             self.elements = count
         if count != -(-self.elements // per):
@@ -96,12 +95,12 @@ class Page:
                 if per == 1
                 else f"Give one entry for every {per} elements of the others.",
             )
-        self.owners.append(owner)
+        self.owners.append(array.owner if isinstance(array, Span) else array)
         return address
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ConfigError(
             f"'{name}' is on {tensor.device}.", "Copy it to the CPU first; this pool updates host memory."
         )

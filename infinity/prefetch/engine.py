@@ -110,7 +110,7 @@ class Engine:
                 self._advance()
             return
         self._current = (*units, kind)
-        self.store.link.mark(self.store.resident.counters.returns)
+        self.store.link.mark(self.store.resident.returns)
         self.store.poll()
         for unit in units:
             self.trace.record(Access(unit, kind))
@@ -292,7 +292,7 @@ class Engine:
         """Room for a page. Presses harder and harder: by the schedule, all others, all of the pinned."""
         pool, nbytes = self.store.resident, self.pages[unit].nbytes
         if pool.largest_free < nbytes:
-            free = pool.nbytes - pool.counters.leased
+            free = pool.nbytes - pool.leased
             spare = victims(nbytes - free, self._upcoming(()), self._sizes, self._resident, pinned)
             for victim in spare:
                 self._evict(victim)
@@ -329,7 +329,7 @@ class Engine:
     def _does_not_fit(self, units: set[int]) -> BudgetError:
         pool = self.store.resident
         wanted = sum(self._sizes[unit] for unit in units)
-        held = pool.counters.leased - sum(self._sizes[unit] for unit in self._resident)
+        held = pool.leased - sum(self._sizes[unit] for unit in self._resident)
         tier = Tier.HOST if self.store.plan.unified else Tier.DEVICE
         needed = self.store.plan.budgets[tier] + wanted + max(0, held) - pool.nbytes
         names = ", ".join(self.pages[unit].layout.name or "the root's own" for unit in sorted(units))

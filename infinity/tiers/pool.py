@@ -140,8 +140,24 @@ class Pool:
             raise self._forked() from error
 
     @property
+    def leased(self) -> int:
+        """Bytes out now; see `PoolCounters`."""
+        try:
+            return self._native.leased
+        except ChildProcessError as error:
+            raise self._forked() from error
+
+    @property
+    def returns(self) -> int:
+        """Leases that have come back, ever; see `Lease.last_return`."""
+        try:
+            return self._native.returns
+        except ChildProcessError as error:
+            raise self._forked() from error
+
+    @property
     def counters(self) -> PoolCounters:
-        """Figures of now."""
+        """All figures, of now."""
         try:
             return PoolCounters(**self._native.counters())
         except ChildProcessError as error:

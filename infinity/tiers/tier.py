@@ -112,7 +112,7 @@ class MemoryTier:
     @property
     def leased_bytes(self) -> int:
         """Bytes on loan now, over all pools."""
-        return sum(pool.counters.leased for pool in self.pools.values())
+        return sum(pool.leased for pool in self.pools.values())
 
     def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
         """Carve a pool of `nbytes` bytes (rounded up to whole granules) out of the budget, for good.
