@@ -120,14 +120,17 @@ def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
     return order
 
 
-def test_the_round_counts_that_is_in_the_middle_as_a_whole(monkeypatch) -> None:
-    # The first warms up, with two runs in a row. The median of each alone is 3 and 5.
-    seconds = {aten.neg.default: [90.0, 80.0, 2.0, 3.0, 9.0], aten.exp.default: [70.0, 60.0, 8.0, 5.0, 4.0]}
+def test_the_round_counts_than_which_a_quarter_were_faster(monkeypatch) -> None:
+    # The first warms up, with two runs in a row. Of the others, each operation is once at its luckiest.
+    seconds = {
+        aten.neg.default: [1.0, 1.0, 2.0, 3.0, 9.0, 4.0, 8.0],
+        aten.exp.default: [1.0, 1.0, 8.0, 5.0, 4.0, 6.0, 8.0],
+    }
     order = take(monkeypatch, seconds)
-    monkeypatch.setattr(operators, "_ROUNDS", 4)
+    monkeypatch.setattr(operators, "_ROUNDS", 6)
     step = Operations({call(each, torch.ones(10)): 10 for each in seconds})
     assert seconds_of(step, ROOFLINE, CPU, limit=60.0) == 10 * (2.0 + 8.0)
-    assert order[4:] == 3 * list(seconds)
+    assert order[4:] == 5 * list(seconds)
 
 
 @pytest.mark.parametrize("limit, counts", [(2.5, 7.0 + 8.0), (3.5, 7.0 + 8.0), (4.5, 5.0 + 6.0)])
