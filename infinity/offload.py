@@ -118,9 +118,12 @@ def plan(
     speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
     compute = seconds_of(estimate.operations, roofline, target)
+    per_chunk = 0.0
     if target.type == "cpu":  # a CUDA device computes while Python runs ahead of it
-        compute += overhead(train=rule is not None).seconds(estimate.uses, estimate.saved)
-    return draft(activations=estimate.activations, compute=compute, speeds=speeds)
+        cost = overhead(train=rule is not None)
+        compute += cost.seconds(estimate.uses, estimate.saved)
+        per_chunk = cost.chunk
+    return draft(activations=estimate.activations, compute=compute, per_chunk=per_chunk, speeds=speeds)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

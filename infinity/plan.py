@@ -50,13 +50,14 @@ class Plan:
     reserved: int
     """Bytes of the computing tier's budget that are left to activations and buffers."""
     holes: int = 0
-    """Of these, bytes for the holes between activations in the heap (infinity/heap.py). Where there are none
-    the holes are given back, and their memory faults in anew."""
+    """Of these, bytes for the holes between activations in the heap (infinity/heap.py)."""
     prediction: Prediction | None = None
     """Of a step of one micro-batch; None: unknown."""
     speeds: Bandwidths | None = None
     compute: float | None = None
     """Seconds that the operations of one forward and backward take; None: unknown."""
+    per_chunk: float = 0.0
+    """Seconds of the trainer's thread for an update that streams through a slot, beyond the update itself."""
     update: UpdateTime = "lazy"
     """When a step's updates run, as infinity.predict has it."""
     accumulation: int | None = None
@@ -156,6 +157,7 @@ class Plan:
             self.homes,
             self.page_sizes,
             trained,
+            [len(unit.chunks) for unit in self.layout.units],
             resident=self.resident_bytes,
             update=self.update,
             unified=self.unified,
@@ -171,7 +173,8 @@ class Plan:
         """
         if self.speeds is None or self.compute is None:
             return None
-        return predict(self.traffic, self.speeds, self.compute + self._fault_seconds, micro_batches)
+        operations = self.compute + self._fault_seconds
+        return predict(self.traffic, self.speeds, operations, micro_batches, per_chunk=self.per_chunk)
 
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dict per tier with its name and bytes. `activations` is None where unknown."""
@@ -228,12 +231,13 @@ class Plan:
 
     @property
     def _fault_seconds(self) -> float:
-        """In one forward and backward, where the heap gives its holes back: about as much as activations
-        take comes anew (0.38 to 0.45 GB of 0.36 GB was seen)."""
+        """Of memory that the heap gives back and that comes anew, in one forward and backward: where the plan
+        has room for holes, once as much as they take (0.26 to 0.41 of activations was seen, of 34 to 362 MB);
+        without it about as much as activations do (0.38 to 0.45 GB of 0.36 GB)."""
         rate = None if self.speeds is None else self.speeds.page_faults
-        if rate is None or self.holes or not self.activations:
+        if rate is None or not self.activations:
             return 0.0
-        return self.activations / rate
+        return (self.holes or self.activations) / rate
 
     @functools.cached_property
     def page_sizes(self) -> dict[Kind, list[int]]:

@@ -65,6 +65,7 @@ def make_plan(
     speeds: Bandwidths | None = None,
     activations: int | None = None,
     compute: float | None = None,
+    per_chunk: float = 0.0,
     update: UpdateTime = "lazy",
     accumulation: int | None = None,
 ) -> Plan:
@@ -73,8 +74,8 @@ def make_plan(
     available: what stands in for a budget that is None. activations: bytes at the peak of a step; they count
     against the tier that computes; where they are unknown, a CUDA device keeps a quarter free for them.
     compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
-    Raises BudgetError where a budget is too small (`needed`: the smallest that would do), and ConfigError as
-    `infinity.units.survey` does.
+    per_chunk: see Plan. Raises BudgetError where a budget is too small (`needed`: the smallest that would
+    do), and ConfigError as `infinity.units.survey` does.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
@@ -106,6 +107,7 @@ def make_plan(
         activations=activations,
         speeds=speeds,
         compute=compute,
+        per_chunk=per_chunk,
         update=update,
         accumulation=accumulation,
     )

@@ -63,7 +63,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Bytes that one part of a step moves. The parts follow one another; what is in one runs at once."""
+    """What one part of a step moves, in bytes. The parts follow one another; what is in one runs at once."""
 
     disk_read: int = 0
     disk_write: int = 0
@@ -73,6 +73,8 @@ class Phase:
     """Read and written by the update's threads, or added to in RAM."""
     gradients: int = 0
     """Fresh, taken over by the CPU."""
+    chunks: int = 0
+    """A number, not bytes: updates for which something is brought from disk into a slot, or back."""
 
     def __add__(self, other: Phase) -> Phase:
         return Phase(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES})
@@ -124,6 +126,7 @@ def traffic(
     homes: Homes,
     pages: Mapping[Kind, Sequence[int]],
     trained: Sequence[int],
+    chunks: Sequence[int],
     *,
     resident: int,
     update: UpdateTime,
@@ -134,12 +137,13 @@ def traffic(
 ) -> Traffic:
     """What follows from where pages rest.
 
-    pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
-    resident: bytes of parameter pages, not at home where they are used, that forward and backward each find
-    there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may have a budget of its
-    own. Any other such page comes up for forward and for backward, and its trained part goes through the
-    update; gradients are written once and read once (by eager updates only those of `deferred` units); states
-    are read and written. Of updated_on_device, units whose pages all rest there, nothing moves.
+    pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated, in
+    so many chunks; resident: bytes of parameter pages, not at home where they are used, that forward and
+    backward each find there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may
+    have a budget of its own. Any other such page comes up for forward and for backward, and its trained part
+    goes through the update; gradients are written once and read once (by eager updates only those of
+    `deferred` units); states are read and written. Of updated_on_device, units whose pages all rest there,
+    nothing moves.
     """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
@@ -190,6 +194,8 @@ def traffic(
         backward += Phase(gradients=fresh, to_host=0 if computes_in_ram else fresh)
         accumulation += Phase(host=gradient)
         updating += Phase(host=2 * trained[unit] + gradient + 2 * states)
+        if gradient and Tier.NVME in home.values():
+            updating += Phase(chunks=chunks[unit])
     return Traffic(
         forward=forward, backward=backward, accumulation=accumulation, update=updating, when=update
     )
@@ -205,13 +211,21 @@ _FORWARD_SHARE = 1 / 3
 """Of the operations of a forward and its backward, which has two products of matrices for each one."""
 
 
-def predict(moved: Traffic, speeds: Bandwidths, operations: float, micro_batches: int = 1) -> Prediction:
+def predict(
+    moved: Traffic,
+    speeds: Bandwidths,
+    operations: float,
+    micro_batches: int = 1,
+    *,
+    per_chunk: float = 0.0,
+) -> Prediction:
     """The step's seconds: part by part, each as long as its busiest resource is.
 
-    operations: seconds that those of one forward and backward take. Without a link (on the CPU) compute,
-    update and copies share the CPU and add up, and that and the disk take longer beside one another. Disk
-    time takes as many bytes as can at the mixed rate, the rest at its own. The step is limited by the
-    resource that its seconds are spent on most. Raises ConfigError for a step without micro-batches.
+    operations: seconds that those of one forward and backward take. per_chunk: seconds of the trainer's
+    thread for each of `Phase.chunks`. Without a link (on the CPU) compute, update and copies share the CPU
+    and add up, and that and the disk take longer beside one another. Disk time takes as many bytes as can at
+    the mixed rate, the rest at its own. The step is limited by the resource that its seconds are spent on
+    most. Raises ConfigError for a step without micro-batches.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
@@ -219,6 +233,7 @@ def predict(moved: Traffic, speeds: Bandwidths, operations: float, micro_batches
     phases = []
     for phase, forwards, backwards in moved.phases(micro_batches):
         busy = _busy(phase, speeds)
+        busy["update"] += per_chunk * phase.chunks
         busy["compute"] = operations * (forwards * forward_share + backwards * (1 - forward_share))
         if backwards:  # accumulating takes the trainer's time: it waits for each gradient
             busy["compute"] += busy.pop("update")

@@ -54,6 +54,12 @@ class Overhead:
         """Of a step of one micro-batch with so many of them."""
         return self.step + self.use * uses + self.saved * saved
 
+    @property
+    def chunk(self) -> float:
+        """Of an update that streams through a slot, beyond the use: handing out its reads and writes takes
+        about as much once more (0.46 ms beside uses of 0.42 to 0.53 ms; 30M parameters)."""
+        return self.use
+
 
 def overhead(*, train: bool) -> Overhead:
     """Of a step where the CPU computes, or of a forward without gradients.

@@ -1,14 +1,16 @@
 """Holes in the C library's heap are given back where memory is above its limit."""
 
 import ctypes
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
 import infinity
-from infinity import heap, machine
+from infinity import heap, machine, wiring
 from infinity.heap import HeapGuard
+from infinity.tiers import Tier
 
 MIB = 1 << 20
 
@@ -154,3 +156,19 @@ def test_real_holes_are_given_back() -> None:
     after = machine.process_memory().resident
     library.free(blocks[-1])
     assert before - after > size * count // 2
+
+
+@pytest.mark.parametrize("host, margin", [("64MiB", 64 * MIB // 200), ("4GiB", 8 * MIB)])
+def test_a_plan_s_bytes_are_kept_but_for_a_margin(
+    host: str, margin: int, trims: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Linear(8, 8), torch.zeros(2, 8)
+    made = infinity.plan(model, None, budget=infinity.Budget(host=host), example_inputs=(x,), device="cpu")
+    monkeypatch.setattr(machine, "process_memory", lambda: machine.ProcessMemory(resident=MIB, peak=MIB))
+    full = dataclasses.replace(made, reserved=made.budgets[Tier.HOST] - made.host_bytes)
+    guard = wiring._guard(full)
+    limit = MIB + made.budgets[Tier.HOST] - margin
+    for resident, count in ((limit, 0), (limit + 1, 1)):
+        at(monkeypatch, resident)
+        guard.check()
+        assert len(trims) == count

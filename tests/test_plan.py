@@ -309,8 +309,8 @@ def test_holes_have_room_if_that_costs_less_than_faults(faults: float, holes: bo
     )
     assert made.holes == (4 * MiB if holes else 0)
     assert made.prediction is not None
-    lost = 0.0 if holes else 12 * MiB / faults
-    assert made.prediction.compute == pytest.approx(0.01 + lost, rel=0.5)
+    lost = (4 if holes else 12) * MiB / faults
+    assert made.prediction.compute == pytest.approx(0.01 + lost, rel=0.1)
 
 
 def test_holes_take_no_room_from_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,8 +494,10 @@ def test_example_inputs_give_activations_and_time(fast_probes, device) -> None:
     assert 2 * hidden <= made.activations <= 4 * hidden
     gradients = sum(made.page_bytes(unit, Kind.GRADIENT) for unit in range(len(made.homes)))
     assert made.compute > 0
-    assert made.prediction.compute == pytest.approx(made.compute + gradients / 2e9)
-    assert made.predict(4).compute == pytest.approx(4 * made.compute + (4 + 3) * gradients / 2e9)
+    again = made.compute + made.holes / 2e9  # which come anew
+    assert made.prediction.compute == pytest.approx(again + gradients / 2e9)
+    assert made.predict(4).compute == pytest.approx(4 * again + (4 + 3) * gradients / 2e9)
+    assert made.per_chunk > 0
     assert "s/step · limited by" in str(made)
     assert all(parameter.grad is None for parameter in model.parameters())
 

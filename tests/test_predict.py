@@ -181,6 +181,7 @@ def moved_with(
         tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
         PAGES,
         [80, 80],
+        [3, 4],
         resident=resident,
         update=update,
         unified=unified,
@@ -194,13 +195,32 @@ def test_traffic_of_pages_on_disk() -> None:
     assert moved.backward == Phase(disk_read=200, disk_write=80, gradients=2 * 80)
     assert moved.accumulation == Phase(disk_read=80, host=80)
     # The parameters that forward reads are those that are updated.
-    assert moved.update == Phase(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    assert moved.update == Phase(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600), chunks=7)
     assert (moved.disk_read, moved.disk_write) == (400 + 680, 80 + 760)
     apart = moved_with(Tier.NVME, unified=False, computes_in_ram=False)
     assert (apart.forward.to_device, apart.backward.to_device, apart.backward.to_host) == (200, 200, 160)
     by_itself = moved_with(Tier.NVME, unified=True, computes_in_ram=True, update="sync")
-    assert by_itself.update == Phase(disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    assert by_itself.update == Phase(
+        disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600), chunks=7
+    )
     assert apart.update.disk_read == by_itself.update.disk_read
+
+
+def test_only_chunks_of_units_on_disk_stream() -> None:
+    rest = dict.fromkeys(Kind, Tier.HOST)
+    homes = (rest, {**rest, Kind.OPTIMIZER: Tier.NVME})
+    options = {"resident": 0, "update": "lazy", "unified": True, "computes_in_ram": True}
+    assert traffic(homes, PAGES, [80, 80], [3, 4], **options).update.chunks == 4
+    inference = {**PAGES, Kind.GRADIENT: [0, 0], Kind.OPTIMIZER: [0, 0]}
+    on_disk = tuple({**rest, Kind.PARAMETER: Tier.NVME} for _ in range(2))
+    assert traffic(on_disk, inference, [0, 0], [3, 4], **options).update.chunks == 0
+
+
+def test_a_chunk_that_streams_takes_the_trainer_s_time() -> None:
+    moved = Traffic(backward=Phase(disk_read=2 * GB), update=Phase(host=4 * GB, chunks=100))
+    first, second = 1.0 + 0.5 + 100 * 0.01, 1.0 + SLOWED * 1.0
+    found = predict(moved, CPU, 1.5, per_chunk=0.01)
+    check(found, first + second, "update", compute=1.5, disk=1.0, update=2.0)
 
 
 def test_resident_pages_need_not_come_up_again() -> None:
