@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, and tests would go through its objects: see below
+from tiny_job import TinyJob, make_tiny
 
 from infinity import machine, twin_flow
 
@@ -39,6 +40,14 @@ def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iter
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
+    """A tiny preset, its text and a folder for its pages."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_tiny(monkeypatch)
+    return TinyJob(tmp_path)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,8 @@ CUDA_HOMES = ("device", "host", "nvme", "mixed")
 HOMES = ("device", "host", "nvme", "unified", "unified-nvme", "mixed")
 """Where pages rest. "unified" is a CPU as its own device; in the others the CPU has a device tier apart."""
 
+both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
+"""Pages on NVMe below a device apart, and in the one memory of a CPU that is its own device."""
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -24,6 +24,12 @@ WIDE = "blocks.1.mlp.0.weight"
 Gradients = Callable[[], dict[str, Tensor | None]]
 
 
+def two_layers(width: int = 64) -> nn.Sequential:
+    """More than one page where room is short."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
 @contextlib.contextmanager
 def opened(
     model: nn.Module,

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from homes import budget_for
+from homes import both_homes, budget_for
 from parity import copied, differences, tensors_copied
 from small_runtime import TIED, WIDE, files, loss_of, opened, train_step
 from torch import nn
 
 import infinity
 from infinity.errors import BudgetError, ConfigError, InfinityError
-
-both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
 
 
 def offload(model: nn.Module, optimizer: Any, directory: Path, **options: Any) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_job import PLAN_KEYS, TinyJob, make_tiny, run_error
+from tiny_job import PLAN_KEYS, TinyJob, run_error
 
 from infinity import cli
 from infinity.cli.job import add_options, make_job
@@ -41,13 +40,6 @@ OPTIONS = {
 """Every option is a decision: this list changes with a reason."""
 
 MANY = 99_999_999_999_999_999_999
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make_tiny(monkeypatch)
-    return TinyJob(tmp_path)
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import os
-import pty
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_job import JSON_KEYS, SENTENCE, TinyJob, make_tiny, run_error, run_json
+from tiny_job import JSON_KEYS, PATIENCE, SENTENCE, TinyJob, ended, run_error, run_json
 
 import infinity
 from infinity import cli
@@ -27,43 +18,6 @@ from infinity.lm.subject import subject
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut
 from infinity.store import injected
-
-ENDLESS = 1_000_000
-"""Steps."""
-PATIENCE = 120.0
-"""Seconds after which something counts as hung."""
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make_tiny(monkeypatch)
-    return TinyJob(tmp_path)
-
-
-def on_disk(job: TinyJob, capsys: pytest.CaptureFixture[str], *more: object) -> list[str]:
-    """The options with which as much as can be is on disk, in a run with these others."""
-    smallest = job.smallest(capsys, *more)
-    memory = ["--budget-device", str(smallest["device"]), "--budget-host", str(smallest["host"])]
-    return [*memory, *job.nvme(smallest["nvme"])]
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Inside, the process runs; it does not outlive a failed test."""
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:
@@ -92,7 +46,7 @@ def test_the_summary_and_the_log_agree(job: TinyJob, capsys: pytest.CaptureFixtu
     log = job.folder / "log"
     log.write_text("of another run\n")
     halves = ["--accumulate", "2"]
-    summary = job.train(capsys, *on_disk(job, capsys, *halves), *halves, "--steps", 5, "--log", log)
+    summary = job.train(capsys, *job.on_disk(capsys, *halves), *halves, "--steps", 5, "--log", log)
     assert set(summary) == JSON_KEYS
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
@@ -134,7 +88,7 @@ def test_it_learns(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_where_pages_are_changes_no_bit(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
-    disk = on_disk(job, capsys)
+    disk = job.on_disk(capsys)
     homes = {
         "disk": disk,
         "RAM": ["--budget-device", "64MiB", "--budget-host", "64MiB"],
@@ -170,7 +124,7 @@ def test_accumulating_halves_learns_as_the_whole_batch_does(
 
 def test_an_export_is_the_trained_model(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
     out, again = job.folder / "new" / "out", job.folder / "again"
-    summary = job.train(capsys, *on_disk(job, capsys), "--steps", 3, "--export", out)
+    summary = job.train(capsys, *job.on_disk(capsys), "--steps", 3, "--export", out)
     assert summary["exported"] == str(out)
     tiny = subject("tiny")
     text = find_text([str(job.folder / "data")])
@@ -213,7 +167,7 @@ def test_an_export_to_where_the_run_itself_writes_is_refused_before_training(
 ) -> None:
     monkeypatch.setattr(cli.train, "train", lambda *_: pytest.fail("it trained"))
     log = ["--log", str(job.pages / "log")] if what == "log" else []
-    options = [*(on_disk(job, capsys) if what == "pages" else []), *log, "--export", str(job.pages)]
+    options = [*(job.on_disk(capsys) if what == "pages" else []), *log, "--export", str(job.pages)]
     line, _, _ = run_error(capsys, job.arguments("train", "--json", *options), 2)
     assert "is not empty" in line
 
@@ -230,7 +184,7 @@ def test_a_log_that_cannot_be_opened(
 
 
 def test_a_log_on_a_full_disk_ends_the_run(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = job.arguments("train", "--json", "--log", "/dev/full", *on_disk(job, capsys))
+    arguments = job.arguments("train", "--json", "--log", "/dev/full", *job.on_disk(capsys))
     line, _, error = run_error(capsys, arguments, 1)
     assert error["error"] == "StorageFull"
     assert "Could not write /dev/full" in line
@@ -241,7 +195,7 @@ def test_a_log_on_a_full_disk_ends_the_run(job: TinyJob, capsys: pytest.CaptureF
 def test_an_io_error_ends_the_run_and_leaves_nothing(
     kind: str, nth: int, job: TinyJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = on_disk(job, capsys)
+    options = job.on_disk(capsys)
     faults = Faults()
     faults.fail(kind, nth, errno.EIO, times=None)
     with injected(faults):
@@ -267,7 +221,7 @@ def test_a_loss_that_is_no_number_is_null(job: TinyJob, capsys: pytest.CaptureFi
 
 
 def test_bf16_that_diverges_is_an_error(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*on_disk(job, capsys), "--lr", "1e30", "--clip", "1e20"]
+    options = [*job.on_disk(capsys), "--lr", "1e30", "--clip", "1e20"]
     _, _, error = run_error(capsys, job.arguments("train", "--json", *options), 1)
     assert error["error"] == "NonFiniteGradient"
     assert list(job.pages.iterdir()) == []
@@ -284,131 +238,6 @@ def test_escape_sequences_in_a_sample_are_not_printed(
     assert " one\n" in out
     assert "世\u3000界" in out
     assert job.train(capsys, "--steps", 1)["sample"] == sample
-
-
-def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
-    running = {}
-    with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):  # side by side: a process takes seconds to start
-            folder = job.folder / number.name
-            folder.mkdir()
-            its = TinyJob(folder)
-            options = [*on_disk(its, capsys), "--log", str(folder / "log"), "--steps", str(ENDLESS)]
-            process = its.start(*its.arguments("train", *options))
-            stack.enter_context(ended(process))
-            running[number] = its, process
-        for number, (its, process) in running.items():
-            log = its.folder / "log"
-            wait_for(lambda log=log: log.exists() and log.read_text().count("\n") >= 3, process)
-            assert list(its.pages.iterdir()) != []
-            process.send_signal(number)
-            _, stderr = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 130
-            assert stderr == ""
-            assert list(its.pages.iterdir()) == []
-            for line in log.read_text().splitlines():
-                json.loads(line)
-
-
-def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
-    """By SIGTERM, while the disk is measured."""
-    process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), script=False)
-    with ended(process):
-        wait_for(lambda: any(job.pages.iterdir()), process)
-        process.terminate()
-        stdout, stderr = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert stdout + stderr == ""
-    assert list(job.pages.iterdir()) == []
-
-
-@contextlib.contextmanager
-def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
-    """A pseudo terminal: where to read from it, and the arguments of a process on it."""
-    ours, theirs = pty.openpty()
-    environment = {"TERM": "xterm-256color", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
-    try:
-        yield ours, {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": environment}
-    finally:
-        os.close(ours)
-        os.close(theirs)
-
-
-def read_to_end(descriptor: int, process: subprocess.Popen[str], ready: Callable[[bytes], None]) -> str:
-    """What the process writes; `ready` gets it as it comes."""
-    found = b""
-    os.set_blocking(descriptor, False)
-    end = time.monotonic() + PATIENCE
-    while True:
-        running = process.poll() is None
-        with contextlib.suppress(BlockingIOError):
-            while piece := os.read(descriptor, 65536):
-                found += piece
-                ready(found)
-        if not running:
-            return found.decode()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_a_terminal_sees_a_bar_and_has_its_cursor_back(job: TinyJob) -> None:
-    with terminal() as (ours, where):
-        process = job.start(*job.arguments("train", "--steps", "3"), **where)
-        with ended(process):
-            output = read_to_end(ours, process, lambda _: None)
-    assert process.returncode == 0, output
-    assert "━" in output
-    assert "step 3/3" in output
-    assert "held-out loss" in output.splitlines()[-1]
-    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0
-    assert "Traceback" not in output
-
-
-def test_ctrl_c_on_a_terminal_gives_the_cursor_back(job: TinyJob) -> None:
-    with terminal() as (ours, where):
-        process = job.start(*job.arguments("train", "--steps", str(ENDLESS), *job.nvme()), **where)
-        sent = []
-
-        def interrupt(output: bytes) -> None:
-            if not sent and b"tok/s" in output:
-                sent.append(True)
-                process.send_signal(signal.SIGINT)
-
-        with ended(process):
-            output = read_to_end(ours, process, interrupt)
-    assert process.returncode == 130, output
-    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l") > 0
-    assert "Traceback" not in output
-    assert list(job.pages.iterdir()) == []
-
-
-def test_stdout_in_ascii(job: TinyJob) -> None:
-    process = job.start(*job.arguments("train", "--steps", "1"), env={"PYTHONIOENCODING": "ascii"})
-    with ended(process):
-        stdout, stderr = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, stderr
-    assert stdout.isascii()
-    assert "smallest budgets that would do: host" in stdout
-    assert "held-out loss" in stdout.splitlines()[-1]
-
-
-def test_a_reader_that_leaves_causes_no_traceback(job: TinyJob) -> None:
-    processes = []
-    with contextlib.ExitStack() as stack:
-        for options in ([], ["--json"], ["--json", "--data", "/absent"]):  # side by side, as above
-            process = job.start(*job.arguments("train", "--steps", "1", *options))
-            stack.enter_context(ended(process))
-            assert process.stdout is not None
-            process.stdout.close()
-            processes.append(process)
-        for process in processes:
-            assert process.stderr is not None
-            stderr = process.stderr.read()
-            process.stderr.close()
-            assert process.wait(PATIENCE) == 1
-            assert "Traceback" not in stderr
-            assert "Broken" not in stderr
-    assert list(job.pages.iterdir()) == []
 
 
 def test_a_model_of_transformers(
@@ -444,7 +273,7 @@ def test_a_folder_that_is_no_model(job: TinyJob, capsys: pytest.CaptureFixture[s
 def test_the_json_of_a_plan_is_what_the_run_then_does(
     job: TinyJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = on_disk(job, capsys)
+    options = job.on_disk(capsys)
     plan, run = job.plan(capsys, *options), job.train(capsys, *options, "--steps", 1)
     tiers = {each["tier"]: each for each in plan["tiers"]}
     kinds = ("params", "gradients", "optimizer")

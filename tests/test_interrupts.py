@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_runtime
 import torch
 from faulty import CASES, check_error, clean, one_step, opened, places, watchdog
+from homes import both_homes
 from parity import copied, differences, tensors_copied
+from small_runtime import two_layers
 from zoo import entry
 
 from infinity.aio import Faults
@@ -226,3 +229,25 @@ def test_an_interrupted_gradient_is_lost_until_it_is_forgotten(
             runtime.optimizer.step()
         runtime.optimizer.zero_grad()
         assert one_step(model, runtime, 0) == clean("nvme", "bf16").losses[0]
+
+
+@both_homes
+def test_a_forward_that_was_interrupted_is_left_at_the_next(home: str, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    plain, model = two_layers(), two_layers()
+    x = torch.ones(1, 64)
+    with small_runtime.opened(model, tmp_path, home=home) as runtime:
+        handle = model[1].register_forward_hook(interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+        handle.remove()
+        for each in (plain, model):
+            each(x).sum().backward()
+        assert torch.equal(runtime.grad(model[0].weight), plain[0].weight.grad)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        model[0].weight.detach().fill_(0.5)
+        model(x)
+        assert bool((model.state_dict()["0.weight"] == 0.5).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_runtime import loss_of, opened
+from homes import both_homes, budget_for
+from small_runtime import files, loss_of, opened, two_layers
 from torch import nn
 from zoo import Batch, Entry, entry
 
+import infinity
 from infinity.prefetch.trace import Access
 
 WARM = 24
@@ -169,3 +172,23 @@ def test_views_and_copies_hold_nothing(tmp_path: Path) -> None:
             assert runtime.grad(weight) is None
 
         check_nothing_grows(runtime, act, FEW)
+
+
+@both_homes
+def test_a_runtime_that_is_dropped_with_its_model_gives_everything_back(home: str, tmp_path: Path) -> None:
+    precision = infinity.Precision(compute="fp32")
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = budget_for(home, model, optimizer, tmp_path, precision)
+    runtime = infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu")
+    model(torch.ones(1, 64)).sum().backward()
+    runtime.optimizer.step()
+    reference = weakref.ref(runtime)
+    del runtime
+    gc.collect()
+    assert reference() is not None  # the model is still in use
+    model(torch.ones(1, 64))
+    del model, optimizer
+    gc.collect()
+    assert reference() is None
+    assert files(tmp_path) == []

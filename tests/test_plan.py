@@ -1,7 +1,5 @@
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from infinity import bandwidths
-from infinity.bandwidths import cache_path, measure_bandwidths
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
 from infinity.offload import plan
@@ -399,118 +395,6 @@ def test_a_meta_model_prints_a_table() -> None:
     assert "unknown" in lines[2]
     assert "predicted unknown s/step" in lines[5]
     assert "smallest budgets" in lines[6]
-
-
-@pytest.fixture
-def fast_probes(monkeypatch, tmp_path) -> list[str]:
-    """Probes that measure nothing and are counted, and a cache of the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    probed: list[str] = []
-
-    def rates(what: str) -> dict[str, float]:
-        probed.append(what)
-        return {"read": 2e9, "write": 1e9, "mixed": 1e9}
-
-    monkeypatch.setattr(bandwidths, "_disk", lambda path, limit, paths: rates(path))
-    monkeypatch.setattr(bandwidths, "stream_speed", lambda repeats: rates("stream")["read"])
-    monkeypatch.setattr(bandwidths, "gradient_speed", lambda dtype, repeats: rates("gradients")["read"])
-    monkeypatch.setattr(bandwidths, "fault_speed", lambda: rates("faults")["read"])
-    monkeypatch.setattr(bandwidths, "_flops", lambda device, dtype: rates(str(dtype))["read"])
-    return probed
-
-
-def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
-    disks = {"/a": 4096, "/b": 4096}
-    first = measure_bandwidths(disks, CPU, torch.bfloat16)
-    assert first.disk_read == 4e9
-    assert fast_probes == ["/a", "/b", "stream", "gradients", "faults", "torch.bfloat16"]
-    assert cache_path().is_relative_to(tmp_path)
-    assert measure_bandwidths(disks, CPU, torch.bfloat16) == first
-    assert len(fast_probes) == 6
-    measure_bandwidths({}, CPU, torch.float32)
-    assert fast_probes[6:] == ["gradients", "torch.float32"]
-
-
-def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
-    def measure(now: float) -> None:
-        measure_bandwidths({"/a": 4096}, CPU, torch.bfloat16, clock=lambda: now)
-
-    measure(1000.0)
-    measure(1299.0)
-    assert fast_probes == ["/a", "stream", "gradients", "faults", "torch.bfloat16"]
-    measure(1300.0)
-    assert fast_probes[5:] == ["/a"]
-    measure(1599.0)
-    assert fast_probes[6:] == []
-    measure_bandwidths({"/b": 4096}, CPU, torch.bfloat16, clock=lambda: 1600.0)
-    assert (
-        sum("disk /" in key for key in json.loads(cache_path().read_text())) == 1
-    )  # /a would be probed again
-    fast_probes.pop()
-    measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
-    assert fast_probes[6:] == ["/a"]
-
-
-def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatch) -> None:
-    measure_bandwidths({}, CPU, torch.bfloat16)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    measure_bandwidths({}, CPU, torch.bfloat16)
-    assert fast_probes == ["stream", "gradients", "faults", "torch.bfloat16", "torch.bfloat16"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', "\\x00"])
-def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
-    cache_path().parent.mkdir(parents=True)
-    cache_path().write_text(text)
-    measure_bandwidths({}, CPU, torch.float32)
-    assert len(json.loads(cache_path().read_text())) == 4
-
-
-def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bandwidths, "_DISK_BYTES", 1 << 20)
-    before = torch.random.get_rng_state()
-    found = measure_bandwidths({str(tmp_path): MiB}, CPU, torch.float32)
-    # Or a run with a seed would depend on whether its machine was known.
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert min(found.disk_read, found.disk_write, found.disk_mixed, found.host_stream, found.flops) > 0
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_example_inputs_give_activations_and_time(fast_probes, device) -> None:
-    with torch.device(device):
-        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    made = plan(
-        model,
-        optimizer,
-        budget=Budget(host="64MiB"),
-        precision=Precision(compute="fp32"),
-        example_inputs=(torch.zeros(32, 64),),
-        device="cpu",
-    )
-    # The hidden layer is saved before and after the activation or once, its gradient lives beside it.
-    hidden = 32 * 256 * 4
-    assert 2 * hidden <= made.activations <= 4 * hidden
-    gradients = sum(made.page_bytes(unit, Kind.GRADIENT) for unit in range(len(made.homes)))
-    assert made.compute > 0
-    again = made.compute + made.holes / 2e9  # which come anew
-    assert made.prediction.compute == pytest.approx(again + gradients / 2e9)
-    assert made.predict(4).compute == pytest.approx(4 * again + (4 + 3) * gradients / 2e9)
-    assert made.per_chunk > 0
-    assert "s/step · limited by" in str(made)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_control_flow_on_data_leaves_activations_unknown(fast_probes) -> None:
-    class Choosy(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return super().forward(inputs) if inputs.sum().item() > 0 else inputs
-
-    model = Choosy(4, 4)
-    made = plan(model, None, budget=Budget(host="64MiB"), example_inputs=(torch.ones(2, 4),), device="cpu")
-    assert made.activations is None
-    assert fast_probes == []
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -24,9 +24,11 @@ from faulty import (
 from homes import budget_for
 from parity import copied, differences, tensors_copied
 from small_runtime import files
+from torch import nn
 from zoo import entry
 
 import infinity
+from infinity import store
 from infinity.aio import Faults
 from infinity.errors import StorageError
 from infinity.store import injected
@@ -169,3 +171,32 @@ def test_a_failed_offload_of_a_model_without_memory_can_be_repeated(tmp_path: Pa
         assert all(each.is_meta for each in model.parameters())
     with offloaded(model, optimizer, tmp_path, Faults()):
         assert torch.isfinite(of.loss(model, of.batch(0, 0)))
+
+
+def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+    x = torch.ones(1, 64)
+    expected = model(x)
+    optimizer = torch.optim.AdamW(model.parameters())
+    precision = infinity.Precision(compute="fp32")
+    least = budget_for("nvme", model, optimizer, tmp_path, precision)
+    # Room to look ahead in, but not for all: pages go on being read.
+    budget = infinity.Budget(device=3 * least.device_bytes, host=3 * least.host_bytes, nvme=least.nvme)
+    faults = Faults()
+    with (
+        store.injected(faults),
+        infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
+        torch.no_grad(),
+    ):
+        model(x)
+        runtime._parts.engine.step_done()
+        for request in range(1, 9):
+            faults.fail("read", request, errno.EIO)
+            failures = 0
+            for _ in range(6):
+                try:
+                    assert torch.equal(model(x), expected)
+                except infinity.StorageError:
+                    failures += 1
+            assert failures == 1

@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from homes import places
+from homes import both_homes, places
 from parity import differences
-from small_runtime import TIED, WIDE, Gradients, gradients, in_both, loss_of, opened, train_step
+from small_runtime import (
+    TIED,
+    WIDE,
+    Gradients,
+    gradients,
+    in_both,
+    loss_of,
+    opened,
+    train_step,
+    two_layers,
+)
 from torch import Tensor, nn
 from zoo import entry
 
@@ -120,3 +130,24 @@ def test_gradients_that_have_to_be_copied_down_first(
             found[-1].append([train_step(model, runtime, 2), dict(model.state_dict())])
     assert found[0][0][WIDE] is not None
     assert differences(found[1], found[0]) == []
+
+
+@both_homes
+def test_threads_may_use_a_model_whose_whole_parameters_are_held(home: str, tmp_path: Path) -> None:
+    model = two_layers()
+    expected = two_layers()[0].weight.sum().item()
+    with opened(model, tmp_path, home=home) as runtime:
+        found: list[float] = []
+
+        def use() -> None:
+            with torch.no_grad():
+                found.append(model[0].weight.sum().item())
+
+        with runtime.full_parameters(model[0]), runtime.full_parameters(model[0]):
+            thread = threading.Thread(target=use, daemon=True)
+            thread.start()
+            thread.join(30)
+        assert found == [expected]
+        with pytest.raises(ZeroDivisionError), runtime.full_parameters(model[0]):
+            raise ZeroDivisionError
+        model(torch.ones(1, 64)).sum().backward()

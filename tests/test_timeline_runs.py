@@ -14,7 +14,7 @@ import torch
 from homes import each_device
 from small_runtime import TIED, loss_of, opened, train_step
 from timelines import Event, check_rows, edge_rows, full_after, lines_of, load, rows_of
-from tiny_job import TinyJob, make_tiny, run_error
+from tiny_job import TinyJob, run_error
 
 from infinity import cli
 from infinity.aio import Faults
@@ -132,13 +132,6 @@ def test_a_second_timeline_of_a_runtime_is_refused(tmp_path: Path) -> None:
 
 
 # --- the command line -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make_tiny(monkeypatch)
-    return TinyJob(tmp_path)
 
 
 def test_train_writes_a_timeline(job: TinyJob, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ As a script it is the command line with that preset.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from infinity.rehearsal import Overhead
 SPEEDS = Bandwidths(
     disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, link=None, flops=1e11
 )
+PATIENCE = 120.0
+"""Seconds after which something counts as hung."""
 SENTENCE = "The quick brown fox jumps over the lazy dog, and {} of them look on.\n"
 JSON_KEYS = {
     "infinity",
@@ -101,6 +104,12 @@ class TinyJob:
         found: dict[str, int] = plan["smallest_budgets"]
         return found
 
+    def on_disk(self, capsys: pytest.CaptureFixture[str], *more: object) -> list[str]:
+        """The options with which as much as can be is on disk, in a run with these others."""
+        smallest = self.smallest(capsys, *more)
+        memory = ["--budget-device", str(smallest["device"]), "--budget-host", str(smallest["host"])]
+        return [*memory, *self.nvme(smallest["nvme"])]
+
     def plan(self, capsys: pytest.CaptureFixture[str], *more: object, model: str = "tiny") -> dict[str, Any]:
         """The JSON of a plan."""
         return run_json(capsys, self.arguments("plan", "--json", *more, model=model))
@@ -120,6 +129,16 @@ class TinyJob:
             **how.pop("env", {}),
         }
         return subprocess.Popen([sys.executable, *program, *arguments], text=True, env=environment, **how)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Inside, the process runs; it does not outlive a failed test."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def run_json(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> dict[str, Any]:

@@ -1,68 +1,19 @@
-"""Uses of a paged model that once went wrong: each means what it means to the plain model, or is refused."""
+"""Models, losses and surroundings that are seldom seen: each means what it means to the plain model."""
 
 from __future__ import annotations
 
-import errno
-import gc
-import threading
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from homes import budget_for
+from homes import both_homes
 from parity import copied, differences, tensors_copied
-from small_runtime import TIED, files, opened, train_step
+from small_runtime import opened, two_layers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import infinity
-from infinity import store
-from infinity.aio import Faults
-from infinity.errors import ConfigError
-
 Read = Callable[[nn.Parameter], "Tensor | None"]
-
-both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
-
-
-def two_layers(width: int = 64) -> nn.Sequential:
-    """More than one page where room is short."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
-
-
-@both_homes
-def test_a_conversion_that_converts_nothing_keeps_the_bits_of_masters(home: str, tmp_path: Path) -> None:
-    results = []
-    for converts in (False, True):
-        model = TIED.make()
-        with opened(model, tmp_path, home=home, compute="bf16") as runtime:
-            train_step(model, runtime)
-            if converts:
-                model.to("cpu")
-            train_step(model, runtime, 1)
-            results.append(tensors_copied(runtime.optimizer.state_dict()))
-    assert differences(*results) == []
-
-
-@both_homes
-def test_data_given_another_view_of_its_own_page(home: str, tmp_path: Path) -> None:
-    model = two_layers(16)
-    before = copied(model.state_dict())
-    with opened(model, tmp_path, home=home, device_factor=8 if home == "nvme" else 1) as runtime:
-        weight = model[0].weight
-        weight.data = weight.data
-        assert torch.equal(weight, before["0.weight"])
-        weight.data = weight.data.t()
-        assert torch.equal(weight, before["0.weight"].t())
-        model[0].bias.data = weight.data[3]
-        weight.data.zero_()
-        assert torch.equal(model[0].bias, before["0.weight"][:, 3])
-        model(torch.ones(2, 16)).sum().backward()
-        runtime.optimizer.step()
 
 
 class Nothing(nn.Module):
@@ -188,24 +139,6 @@ def test_two_runtimes_one_inside_of_the_other(home: str, tmp_path: Path) -> None
 
 
 @both_homes
-def test_an_edit_after_a_state_dict_that_failed(home: str, tmp_path: Path) -> None:
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
-
-    model = two_layers()
-    with opened(model, tmp_path, home=home):
-        handle = model[2].register_state_dict_pre_hook(fail)
-        with pytest.raises(ZeroDivisionError):
-            model.state_dict()
-        handle.remove()
-        model[0].weight.data.fill_(3.0)
-        model[0].bias.detach().fill_(4.0)
-        model(torch.ones(1, 64))
-        state = model.state_dict()
-        assert bool((state["0.weight"] == 3).all() and (state["0.bias"] == 4).all())
-
-
-@both_homes
 @pytest.mark.parametrize("default", ["float64", "bfloat16", "meta"])
 def test_what_torch_makes_by_default_changes_nothing(default: str, home: str, tmp_path: Path) -> None:
     results = []
@@ -263,26 +196,6 @@ def test_torch_compile_leaves_the_runtime_alone(part: str, backend: str, tmp_pat
     torch.compiler.reset()
 
 
-@both_homes
-def test_a_runtime_that_is_dropped_with_its_model_gives_everything_back(home: str, tmp_path: Path) -> None:
-    precision = infinity.Precision(compute="fp32")
-    model = two_layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    budget = budget_for(home, model, optimizer, tmp_path, precision)
-    runtime = infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu")
-    model(torch.ones(1, 64)).sum().backward()
-    runtime.optimizer.step()
-    reference = weakref.ref(runtime)
-    del runtime
-    gc.collect()
-    assert reference() is not None  # the model is still in use
-    model(torch.ones(1, 64))
-    del model, optimizer
-    gc.collect()
-    assert reference() is None
-    assert files(tmp_path) == []
-
-
 def test_gradients_come_from_a_device_where_there_is_one_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,27 +208,6 @@ def test_gradients_come_from_a_device_where_there_is_one_slot(
                 each(torch.full((2, 64), factor)).square().sum().backward()
         for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(runtime.grad(mine), other.grad)
-
-
-@both_homes
-def test_threads_may_use_a_model_whose_whole_parameters_are_held(home: str, tmp_path: Path) -> None:
-    model = two_layers()
-    expected = two_layers()[0].weight.sum().item()
-    with opened(model, tmp_path, home=home) as runtime:
-        found: list[float] = []
-
-        def use() -> None:
-            with torch.no_grad():
-                found.append(model[0].weight.sum().item())
-
-        with runtime.full_parameters(model[0]), runtime.full_parameters(model[0]):
-            thread = threading.Thread(target=use, daemon=True)
-            thread.start()
-            thread.join(30)
-        assert found == [expected]
-        with pytest.raises(ZeroDivisionError), runtime.full_parameters(model[0]):
-            raise ZeroDivisionError
-        model(torch.ones(1, 64)).sum().backward()
 
 
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
@@ -404,130 +296,3 @@ def test_parameters_used_outside_of_the_model_under_a_loss_scale(
         state = model.state_dict()
         assert bool((state["0.weight"] == 0.25).all() and (state["0.bias"] == 0.5).all())
         assert bool((state["2.bias"] == 0.125).all())
-
-
-@both_homes
-@pytest.mark.parametrize("how", ["set_", "resize_", "resize_as_"])
-def test_other_storages_are_refused(how: str, home: str, tmp_path: Path) -> None:
-    model = two_layers()
-    weight, before = model[0].weight, model[0].weight.detach().clone()
-    with opened(model, tmp_path, home=home), torch.no_grad():
-        with pytest.raises(ConfigError):
-            getattr(weight, how)(*((3, 3) if how == "resize_" else (torch.ones(3, 3),)))
-        torch._cudnn_rnn_flatten_weight([weight], 1, 64, 0, 64, 0, 1, False, False)
-        assert torch.equal(weight, before)
-
-
-def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
-    x = torch.ones(1, 64)
-    expected = model(x)
-    optimizer = torch.optim.AdamW(model.parameters())
-    precision = infinity.Precision(compute="fp32")
-    least = budget_for("nvme", model, optimizer, tmp_path, precision)
-    # Room to look ahead in, but not for all: pages go on being read.
-    budget = infinity.Budget(device=3 * least.device_bytes, host=3 * least.host_bytes, nvme=least.nvme)
-    faults = Faults()
-    with (
-        store.injected(faults),
-        infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
-        torch.no_grad(),
-    ):
-        model(x)
-        runtime._parts.engine.step_done()
-        for request in range(1, 9):
-            faults.fail("read", request, errno.EIO)
-            failures = 0
-            for _ in range(6):
-                try:
-                    assert torch.equal(model(x), expected)
-                except infinity.StorageError:
-                    failures += 1
-            assert failures == 1
-
-
-@both_homes
-def test_a_forward_that_was_interrupted_is_left_at_the_next(home: str, tmp_path: Path) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    plain, model = two_layers(), two_layers()
-    x = torch.ones(1, 64)
-    with opened(model, tmp_path, home=home) as runtime:
-        handle = model[1].register_forward_hook(interrupt)
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                model(x)
-        handle.remove()
-        for each in (plain, model):
-            each(x).sum().backward()
-        assert torch.equal(runtime.grad(model[0].weight), plain[0].weight.grad)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        model[0].weight.detach().fill_(0.5)
-        model(x)
-        assert bool((model.state_dict()["0.weight"] == 0.5).all())
-
-
-def edit_a_detached(weight: nn.Parameter) -> None:
-    weight.detach().add_(0.5)
-
-
-def edit_data(weight: nn.Parameter) -> None:
-    weight.data[2:].mul_(2)
-
-
-def edit_a_row(weight: nn.Parameter) -> None:
-    weight[1] = 0.25
-
-
-def edit_in_place(weight: nn.Parameter) -> None:
-    weight *= 2
-    weight.clamp_(-0.1, 0.1)
-    torch.add(weight, 1, out=weight)
-
-
-@both_homes
-@pytest.mark.parametrize("edit", [edit_a_detached, edit_data, edit_a_row, edit_in_place])
-def test_edits_in_inference_mode(edit: Callable[[nn.Parameter], None], home: str, tmp_path: Path) -> None:
-    results = []
-    for edited_first in (True, False):
-        model = two_layers()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(parameter.bfloat16())
-        with torch.inference_mode():
-            if edited_first:
-                edit(model[0].weight)
-        with torch.no_grad():
-            model[0].weight.copy_(model[0].weight.bfloat16())
-        with opened(model, tmp_path, home=home, compute="bf16") as runtime:
-            if not edited_first:
-                with torch.inference_mode():
-                    edit(model[0].weight)
-                    model(torch.ones(1, 64))
-            model(torch.ones(1, 64)).sum().backward()
-            runtime.optimizer.step()
-            results.append([copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())])
-    assert differences(*results) == []
-
-
-@both_homes
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_views_that_are_kept_over_updates_do_not_cost_masters_their_bits(
-    mode: Callable[[], AbstractContextManager[None]], home: str, tmp_path: Path
-) -> None:
-    results = []
-    for keeps in (False, True):
-        model = two_layers()
-        factor = 4 if home == "nvme" else 1
-        with opened(model, tmp_path, home=home, compute="bf16", device_factor=factor) as runtime:
-            with mode():
-                kept = [model[0].weight.detach(), model[2].weight.data] if keeps else []
-            for _ in range(3):
-                model(torch.ones(1, 64)).sum().backward()
-                runtime.optimizer.step()
-                runtime.optimizer.zero_grad()
-            results.append(tensors_copied(runtime.optimizer.state_dict()))
-            del kept
-    assert differences(*results) == []

@@ -1,0 +1,141 @@
+"""Parameters that are edited by hand: what is kept of their masters, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from homes import both_homes
+from parity import copied, differences, tensors_copied
+from small_runtime import TIED, opened, train_step, two_layers
+from torch import nn
+
+from infinity.errors import ConfigError
+
+
+@both_homes
+def test_a_conversion_that_converts_nothing_keeps_the_bits_of_masters(home: str, tmp_path: Path) -> None:
+    results = []
+    for converts in (False, True):
+        model = TIED.make()
+        with opened(model, tmp_path, home=home, compute="bf16") as runtime:
+            train_step(model, runtime)
+            if converts:
+                model.to("cpu")
+            train_step(model, runtime, 1)
+            results.append(tensors_copied(runtime.optimizer.state_dict()))
+    assert differences(*results) == []
+
+
+@both_homes
+def test_data_given_another_view_of_its_own_page(home: str, tmp_path: Path) -> None:
+    model = two_layers(16)
+    before = copied(model.state_dict())
+    with opened(model, tmp_path, home=home, device_factor=8 if home == "nvme" else 1) as runtime:
+        weight = model[0].weight
+        weight.data = weight.data
+        assert torch.equal(weight, before["0.weight"])
+        weight.data = weight.data.t()
+        assert torch.equal(weight, before["0.weight"].t())
+        model[0].bias.data = weight.data[3]
+        weight.data.zero_()
+        assert torch.equal(model[0].bias, before["0.weight"][:, 3])
+        model(torch.ones(2, 16)).sum().backward()
+        runtime.optimizer.step()
+
+
+@both_homes
+def test_an_edit_after_a_state_dict_that_failed(home: str, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    model = two_layers()
+    with opened(model, tmp_path, home=home):
+        handle = model[2].register_state_dict_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model.state_dict()
+        handle.remove()
+        model[0].weight.data.fill_(3.0)
+        model[0].bias.detach().fill_(4.0)
+        model(torch.ones(1, 64))
+        state = model.state_dict()
+        assert bool((state["0.weight"] == 3).all() and (state["0.bias"] == 4).all())
+
+
+@both_homes
+@pytest.mark.parametrize("how", ["set_", "resize_", "resize_as_"])
+def test_other_storages_are_refused(how: str, home: str, tmp_path: Path) -> None:
+    model = two_layers()
+    weight, before = model[0].weight, model[0].weight.detach().clone()
+    with opened(model, tmp_path, home=home), torch.no_grad():
+        with pytest.raises(ConfigError):
+            getattr(weight, how)(*((3, 3) if how == "resize_" else (torch.ones(3, 3),)))
+        torch._cudnn_rnn_flatten_weight([weight], 1, 64, 0, 64, 0, 1, False, False)
+        assert torch.equal(weight, before)
+
+
+def edit_a_detached(weight: nn.Parameter) -> None:
+    weight.detach().add_(0.5)
+
+
+def edit_data(weight: nn.Parameter) -> None:
+    weight.data[2:].mul_(2)
+
+
+def edit_a_row(weight: nn.Parameter) -> None:
+    weight[1] = 0.25
+
+
+def edit_in_place(weight: nn.Parameter) -> None:
+    weight *= 2
+    weight.clamp_(-0.1, 0.1)
+    torch.add(weight, 1, out=weight)
+
+
+@both_homes
+@pytest.mark.parametrize("edit", [edit_a_detached, edit_data, edit_a_row, edit_in_place])
+def test_edits_in_inference_mode(edit: Callable[[nn.Parameter], None], home: str, tmp_path: Path) -> None:
+    results = []
+    for edited_first in (True, False):
+        model = two_layers()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        with torch.inference_mode():
+            if edited_first:
+                edit(model[0].weight)
+        with torch.no_grad():
+            model[0].weight.copy_(model[0].weight.bfloat16())
+        with opened(model, tmp_path, home=home, compute="bf16") as runtime:
+            if not edited_first:
+                with torch.inference_mode():
+                    edit(model[0].weight)
+                    model(torch.ones(1, 64))
+            model(torch.ones(1, 64)).sum().backward()
+            runtime.optimizer.step()
+            results.append([copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())])
+    assert differences(*results) == []
+
+
+@both_homes
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_that_are_kept_over_updates_do_not_cost_masters_their_bits(
+    mode: Callable[[], AbstractContextManager[None]], home: str, tmp_path: Path
+) -> None:
+    results = []
+    for keeps in (False, True):
+        model = two_layers()
+        factor = 4 if home == "nvme" else 1
+        with opened(model, tmp_path, home=home, compute="bf16", device_factor=factor) as runtime:
+            with mode():
+                kept = [model[0].weight.detach(), model[2].weight.data] if keeps else []
+            for _ in range(3):
+                model(torch.ones(1, 64)).sum().backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            results.append(tensors_copied(runtime.optimizer.state_dict()))
+            del kept
+    assert differences(*results) == []
