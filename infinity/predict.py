@@ -167,38 +167,51 @@ def traffic(
             backward += brought
         if unit in updated_on_device:
             continue
-        eager = update == "eager" and unit not in deferred
         sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
-        for kind, nbytes in sizes.items():
-            written = 0 if kind is Kind.GRADIENT else nbytes
-            if home[kind] is Tier.NVME:
-                # In unified memory it takes the parameters that come up for the model, if that is at hand;
-                # and an eager one the gradients where they arrived.
-                shared = update != "sync" and unified and kind is Kind.PARAMETER
-                shared = shared or (eager and kind is Kind.GRADIENT)
-                updating += Phase(disk_read=0 if shared else nbytes, disk_write=written)
-            elif home[kind] is Tier.DEVICE and not unified:
-                updating += Phase(to_host=nbytes, to_device=written)
-        if home[Kind.GRADIENT] is Tier.NVME:
-            stored = Phase(disk_write=gradient)
-            if eager:  # all but the last micro-batch's
-                accumulation += stored
-            else:
-                backward += stored
-            accumulation += Phase(disk_read=gradient)
-        elif home[Kind.GRADIENT] is Tier.DEVICE and not unified:
-            backward += Phase(to_device=gradient)
-            accumulation += Phase(to_host=gradient)
-        # A fresh gradient is in its parameter's dtype.
-        fresh = trained[unit] if gradient else 0
-        backward += Phase(gradients=fresh, to_host=0 if computes_in_ram else fresh)
-        accumulation += Phase(host=gradient)
-        updating += Phase(host=2 * trained[unit] + gradient + 2 * states)
+        when = "lazy" if update == "eager" and unit in deferred else update
+        updating += _updating(home, sizes, when, unified)
         if gradient and Tier.NVME in home.values():
             updating += Phase(chunks=chunks[unit])
+        at_once, later = _gradient(home[Kind.GRADIENT], gradient, when, unified)
+        # A fresh gradient is in its parameter's dtype.
+        fresh = trained[unit] if gradient else 0
+        backward += at_once + Phase(gradients=fresh, to_host=0 if computes_in_ram else fresh)
+        accumulation += later
     return Traffic(
         forward=forward, backward=backward, accumulation=accumulation, update=updating, when=update
     )
+
+
+def _updating(
+    home: Mapping[Kind, Tier | None], sizes: Mapping[Kind, int], when: UpdateTime, unified: bool
+) -> Phase:
+    """A unit's update: what it reads and writes of pages that take part with so many bytes each."""
+    parameter, gradient, states = (sizes[kind] for kind in Kind)
+    moved = Phase(host=2 * parameter + gradient + 2 * states)
+    for kind, nbytes in sizes.items():
+        written = 0 if kind is Kind.GRADIENT else nbytes
+        if home[kind] is Tier.NVME:
+            # In unified memory it takes the parameters that come up for the model, if that is at hand; and
+            # an eager one the gradients where they arrived.
+            shared = when != "sync" and unified and kind is Kind.PARAMETER
+            shared = shared or (when == "eager" and kind is Kind.GRADIENT)
+            moved += Phase(disk_read=0 if shared else nbytes, disk_write=written)
+        elif home[kind] is Tier.DEVICE and not unified:
+            moved += Phase(to_host=nbytes, to_device=written)
+    return moved
+
+
+def _gradient(home: Tier | None, nbytes: int, when: UpdateTime, unified: bool) -> tuple[Phase, Phase]:
+    """A unit's gradients that rest at `home`: what every backward moves, and what each that adds to them does
+    beyond that."""
+    stored = added = Phase()
+    if home is Tier.NVME:
+        stored, added = Phase(disk_write=nbytes), Phase(disk_read=nbytes)
+        if when == "eager":  # all but the last micro-batch's
+            stored, added = Phase(), stored + added
+    elif home is Tier.DEVICE and not unified:
+        stored, added = Phase(to_device=nbytes), Phase(to_host=nbytes)
+    return stored, added + Phase(host=nbytes)
 
 
 _SLOWED = 0.25
