@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -79,11 +78,3 @@ def wait_until_held(faults: aio.Faults) -> None:
     while not faults.fired:
         assert time.monotonic() < end
         time.sleep(0.001)
-
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import faulthandler
 import functools
-import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 import torch
 from homes import budget_for, check_homes
 from parity import copied, tensors_copied
+from process_resources import resources
 from small_runtime import files
 from zoo import entry
 
@@ -84,12 +84,6 @@ def opened(home: str, compute: str, directory: Path, faults: Faults) -> Iterator
         assert files(directory) == []
         del model, optimizer, runtime
         assert resources() == before
-
-
-def resources() -> tuple[int, int]:
-    """(open descriptors, threads)."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 @functools.cache

@@ -15,14 +15,13 @@ import torch
 from aio_backends import (
     BLOCK,
     PAGE,
-    descriptors,
     each_backend,
     engine,
     filled,
     make_file,
     memory,
-    threads,
 )
+from process_resources import descriptors, threads
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError

@@ -16,14 +16,13 @@ from aio_backends import (
     BLOCK,
     PAGE,
     WITHOUT_TORCH,
-    descriptors,
     each_backend,
     engine,
     held,
     make_file,
     memory,
-    threads,
 )
+from process_resources import descriptors, threads
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError

@@ -16,8 +16,9 @@ import aiofiles
 import pytest
 import torch
 from exports import out, paged, read, seen
-from faulty import check_error, resources, start_torch_threads, watchdog
+from faulty import check_error, start_torch_threads, watchdog
 from parity import differences
+from process_resources import resources
 from small_runtime import files
 from torch import nn
 from zoo import entry

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from homes import both_homes, budget_for
+from process_resources import descriptors, threads
 from small_runtime import files, loss_of, opened, two_layers
 from torch import nn
 from zoo import Batch, Entry, entry
@@ -62,8 +63,8 @@ def held(runtime: Any) -> dict[str, Any]:
     return {
         "leases": {name: (pool.counters.leased, pool.counters.leases) for name, pool in store.pools.items()},
         "requests": sum(len(home.flights) for home in homes) + len(store._writes),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": descriptors(),
+        "threads": threads(),
         "objects": Counter(
             type(each).__qualname__
             for each in gc.get_objects()

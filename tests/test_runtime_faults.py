@@ -15,7 +15,6 @@ from faulty import (
     clean,
     one_step,
     places,
-    resources,
     start_torch_threads,
     train,
     watchdog,
@@ -23,6 +22,7 @@ from faulty import (
 )
 from homes import budget_for
 from parity import copied, differences, tensors_copied
+from process_resources import resources
 from small_runtime import files
 from torch import nn
 from zoo import entry

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from process_resources import descriptors
 
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.tiers.slab import Slab
@@ -215,9 +216,6 @@ def test_a_slab_without_bytes(tmp_path: Path, nbytes: int) -> None:
 
 
 def test_no_descriptor_leaks(tmp_path: Path) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     before = descriptors()
     for _ in range(5):
         with Slab(tmp_path, MIB), pytest.raises(StorageError):
