@@ -21,6 +21,7 @@ _MIX = 0x85EBCA6B
 _ALL = 0xFFFFFFFF
 _ONE = 0x3F800000
 _SHIFT = 20
+_BELOW = (1 << _SHIFT) - 1
 _NOT_FINITE = 255
 _MARGIN = (1 << _SHIFT) + 512
 _MAGNITUDE = 0x7FFFFFFF
@@ -167,13 +168,13 @@ def _encode(values: torch.Tensor, scale: torch.Tensor, space: Workspace, *, firs
     scaled = codes.view(torch.float32)
     scaled.view(blocks, CODE_BLOCK).mul_(unit.view(torch.float32).view(blocks, 1))
     scaled.add_(1)
-    # 16 random bits below the code, and the half of the last one.
-    noise = integers(space.other)[: values.numel()]
-    if first:
-        torch.bitwise_left_shift(noise, 4, out=more).bitwise_and_(0xFFFF0)
-    else:
-        torch.bitwise_right_shift(noise, 12, out=more).bitwise_and_(0xFFFF0)
-    codes.add_(more).add_(8 - _ONE).bitwise_right_shift_(_SHIFT)
+    # A block's halves share random bits: the low ones are the lower half's for the first moment.
+    halves = (blocks, 2, CODE_BLOCK // 2)
+    noise = integers(space.other)[: values.numel()].view(halves)[:, 0]
+    low, high = (0, 1) if first else (1, 0)
+    torch.bitwise_and(noise, _BELOW, out=more.view(halves)[:, low])
+    torch.bitwise_right_shift(noise, 32 - _SHIFT, out=more.view(halves)[:, high]).bitwise_and_(_BELOW)
+    codes.add_(more).sub_(_ONE).bitwise_right_shift_(_SHIFT)
     if first:
         codes.bitwise_or_(torch.bitwise_right_shift(integers(values), 24, out=more).bitwise_and_(0x80))
     else:  # what is not 0 is never kept as 0

@@ -42,6 +42,17 @@ struct Parameters {
         if constexpr (kBf16) Vec::stream_bf16(narrow_copy + i, x);
         if constexpr (kF16) Vec::stream_f16(narrow_copy + i, x);
     }
+    // `streaming`: whether i is aligned for it.
+    INFINITY_INLINE void write_copy(size_t i, F x, bool streaming, Full lanes) const {
+        if (streaming) {
+            stream_copy(i, x);
+        } else {
+            store_copy(i, x, lanes);
+        }
+    }
+    INFINITY_INLINE void write_copy(size_t i, F x, bool, Part lanes) const {
+        store_copy(i, x, lanes);
+    }
     INFINITY_INLINE void prefetch(size_t i) const {
         if constexpr (kSplit) {
             prefetch_group(high, i);

@@ -5,7 +5,11 @@
 // where it should be. Rounded up with a probability equal to the part that is cut off, every mean
 // is right on average. The random bits are a hash of a key, the same for all of a parameter's
 // elements in one step, and of the element's index in its parameter: they follow neither chunk nor
-// thread nor page.
+// thread nor page. In bf16 the low half of a hash rounds the first moment, the high half the
+// second. In int8 the elements k and k + 32 of a block share a hash, of k's index: of the one, the
+// low 20 bits round the first moment and the high 20 bits the second, of the other the low ones
+// round the second and the high ones the first. The eight bits that both have are the highest of
+// the low ones and the lowest of the high ones, which hardly ever decide.
 //
 // [Note: int8 codes] A block of kCodeBlock elements has an exponent e, that of its largest
 // magnitude; the unit s is 2^(e - kSpan). A magnitude x is kept as y = x / s + 1, a float of kSpan
@@ -34,7 +38,7 @@ inline uint32_t kept_constant(uint32_t x) {
     return x;
 }
 
-// 32 random bits per element: the low half rounds the first moment, the high half the second.
+// 32 random bits for each index. See [Note: unbiased moments].
 struct Noise {
     explicit Noise(const Range& range)
         : ramp(Vec::ramp(kWeyl)),
@@ -127,7 +131,7 @@ struct MomentsBf16 {
     Noise noise;
 };
 
-constexpr uint32_t kOneBits = 0x3F800000U;
+constexpr uint32_t kTwoBits = 0x40000000U;
 constexpr uint32_t kNanBits = 0x7FC00000U;
 
 inline float float_of(uint32_t bits) {
@@ -152,6 +156,7 @@ struct Compander {
     static constexpr uint32_t kBase = (127U - kSpan) << 23;             // 1 / 2^kSpan
     static constexpr uint32_t kCodeMask = (8 * kSpan + 7) << kCodeBit;  // all bits of a code
     static_assert((kBase & kCodeMask) == 0);
+    static_assert((kTwoBits & kCodeMask) == 0);
 
     // The exponent of a block whose largest magnitude has these bits. What would round up to the
     // next binade (of x / s + 1, hence the 512) belongs to it already. Only a NaN has a sign.
@@ -165,8 +170,8 @@ struct Compander {
         const F binade = Vec::set(float_of(bits));
         return {binade, Vec::mul(binade, Vec::set(-float_of(kBase)))};
     }
-    // Of the unit; anything if the block is not finite.
-    static F inverse(uint32_t e) { return Vec::set(float_of((254U - (e - kSpan)) << 23)); }
+    // Two over the unit; anything if the block is not finite.
+    static F inverse(uint32_t e) { return Vec::set(float_of((255U - (e - kSpan)) << 23)); }
 
     // `code` from kCodeBit on, with anything beside it. The bits of y / 2^kSpan are the code's and
     // others that are 0 in every code, so or does for add; (y - 1) s is then one fma.
@@ -240,27 +245,50 @@ struct MomentsInt8 {
         return second_codec.decode(Vec::template unpack<kCodeBit>(u.second_codes, k, lanes),
                                    u.second);
     }
+    // Of the block's new moments.
+    struct Exponents {
+        explicit Exponents(const Units& u)
+            : first(First::exponent(Vec::largest(u.largest_first))),
+              second(Second::exponent(Vec::largest(u.largest_second))) {}
+        uint32_t first;
+        uint32_t second;
+    };
     // The new codes and exponents of n elements from i; whether all of their moments are finite.
     template <class R>
-    INFINITY_INLINE bool store(size_t i, size_t n, const F* m, const F* v, const Units& u) const {
-        const uint32_t e = First::exponent(Vec::largest(u.largest_first));
-        const uint32_t f = Second::exponent(Vec::largest(u.largest_second));
-        const F first_inverse = First::inverse(e);
-        const F second_inverse = Second::inverse(f);
+    INFINITY_INLINE bool store(size_t i, size_t n, const F* m, const F* v, Exponents e) const {
         U first_code[kCodeBlock / kWidth] = {};
         U second_code[kCodeBlock / kWidth] = {};
         for (size_t k = 0; k < n; k += kWidth) {
-            const U random = noise.at(i + k);
+            const bool upper = k >= kCodeBlock / 2;
+            const U random = noise.at(i + k % (kCodeBlock / 2));
+            const U low = Vec::and_u(random, random_mask);
+            const U high = Vec::template shr<32 - kCodeBit>(random);
             const size_t at = k / kWidth;
-            if constexpr (R::kFirst) first_code[at] = encode_first(m[at], first_inverse, random);
-            if constexpr (R::kSecond)
-                second_code[at] = encode_second(v[at], second_inverse, random);
+            if constexpr (R::kFirst) {
+                first_code[at] = encode_first(m[at], First::inverse(e.first), upper ? high : low);
+            }
+            if constexpr (R::kSecond) {
+                second_code[at] = encode(v[at], Second::inverse(e.second), two, upper ? low : high);
+            }
         }
-        if constexpr (R::kFirst) Vec::template store_codes<kCodeBit>(first + i, first_code, n);
-        if constexpr (R::kSecond) Vec::template store_codes<kCodeBit>(second + i, second_code, n);
-        if constexpr (R::kFirst) close(first, first_scale, i, n, e);
-        if constexpr (R::kSecond) close(second, second_scale, i, n, f);
-        return (R::kSecond ? f : e) != First::kNotFinite;
+        if constexpr (R::kFirst) {
+            Vec::template store_codes<kCodeBit, true>(first + i, first_code, n);
+            close(first, first_scale, i, n, e.first);
+        }
+        if constexpr (R::kSecond) {
+            bool zero = Vec::template store_codes<kCodeBit, false>(second + i, second_code, n);
+            if (__builtin_expect(zero, 0)) raise_zeros(second + i, v, second_code, n);
+            close(second, second_scale, i, n, e.second);
+        }
+        return (R::kSecond ? e.second : e.first) != First::kNotFinite;
+    }
+    // What is not 0 is never stored as 0. Most blocks have no code of 0, and are not asked.
+    INFINITY_INLINE void raise_zeros(uint8_t* p, const F* v, U* codes, size_t n) const {
+        for (size_t k = 0; k < n; k += kWidth) {
+            U& code = codes[k / kWidth];
+            code = Vec::at_least_if(Vec::as_u(v[k / kWidth]), lowest_code, code);
+        }
+        Vec::template store_codes<kCodeBit, false>(p, codes, n);
     }
     // Writes the exponent. Codes that were made of NaNs depend on the ISA, and give way to zeros.
     static INFINITY_INLINE void close(uint8_t* codes, uint8_t* scale, size_t i, size_t n,
@@ -270,23 +298,15 @@ struct MomentsInt8 {
             for (size_t k = 0; k < n; ++k) codes[i + k] = 0;
         }
     }
-    // The code from kCodeBit on. `random`: 16 bits from bit 4 on, to which the half of the last
-    // one is added; the bits of 1 are taken off.
-    INFINITY_INLINE U encode(F magnitude, F inverse, U random) const {
-        const F y = Vec::fma(magnitude, inverse, one);
-        return Vec::add_u(Vec::as_u(y), Vec::and_or(random, random_mask, half));
+    // A code from kCodeBit on, below it what is left of it. `offset` is 2 with the sign of x, so
+    // that y comes doubled: none of the bits of 2 is one of a code's.
+    static INFINITY_INLINE U encode(F x, F inverse, F offset, U random) {
+        return Vec::add_u(Vec::as_u(Vec::fma(x, inverse, offset)), random);
     }
     INFINITY_INLINE U encode_first(F x, F inverse, U random) const {
-        const U code = encode(Vec::as_f(magnitude(x)), inverse, Vec::template shl<4>(random));
-        return Vec::and_or(Vec::template shr<4>(Vec::as_u(x)), code_sign, code);
+        const U offset = Vec::and_or(Vec::as_u(x), sign, Vec::as_u(two));
+        return encode(x, inverse, Vec::as_f(offset), random);
     }
-    INFINITY_INLINE U encode_second(F x, F inverse, U random) const {
-        const U code = encode(x, inverse, Vec::template shr<12>(random));
-        return Vec::at_least_if(Vec::as_u(x), lowest_code, code);
-    }
-    static constexpr uint32_t kRandomMask = 0xFFFF0U;
-    static constexpr uint32_t kHalf = 8U - kOneBits;
-    static_assert((kHalf & kRandomMask) == 0);
     static constexpr uint32_t kSign = 0x80000000U;
     static INFINITY_INLINE U magnitude(F x) { return Vec::and_u(Vec::as_u(x), Vec::set_u(~kSign)); }
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_codes(first, i); }
@@ -303,12 +323,10 @@ struct MomentsInt8 {
     Noise noise;
     First first_codec;
     Second second_codec;
-    F one = Vec::set(float_of(kept_constant(kOneBits)));
-    U half = Vec::set_u(kept_constant(kHalf));
-    U random_mask = Vec::set_u(kept_constant(kRandomMask));
+    F two = Vec::set(float_of(kept_constant(kTwoBits)));
+    U random_mask = Vec::set_u(kept_constant((1U << kCodeBit) - 1));
     U sign = Vec::set_u(kept_constant(kSign));
-    U code_sign = Vec::set_u(kept_constant(kSign >> 4));
-    U lowest_code = Vec::set_u(kept_constant(1U << kCodeBit));
+    U lowest_code = Vec::set_u(kept_constant(kTwoBits + (1U << kCodeBit)));
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// One element's arithmetic, per rule: step() changes the moments, of format M, and returns the new
-// parameter. Part of kernels.inl.
+// One element's arithmetic, per rule: moments() changes the moments, of format M, and the gradient
+// of a rule that decays it; parameter() returns the new parameter. Part of kernels.inl.
 
 namespace infinity::cpu_adam {
 namespace {
@@ -22,10 +22,12 @@ struct Adam {
           largest(Vec::set(3.402823466e+38F)) {}
 
     template <class M>
-    INFINITY_INLINE F step(F p, F g, F& m, F& v) const {
+    INFINITY_INLINE void moments(F p, F& g, F& m, F& v) const {
         if constexpr (!kDecoupled) g = Vec::fma(weight_decay, p, g);
         m = mean(g, m);
         v = Vec::fma(Vec::mul(grad_weight, g), g, kept<M>(v));
+    }
+    INFINITY_INLINE F parameter(F p, F, F m, F v) const {
         const F ratio = Vec::div(m, Vec::fma(Vec::sqrt(v), root_scale, eps));
         // The whole change is formed first: one rounding at the size of p.
         if constexpr (kDecoupled) {
@@ -69,7 +71,7 @@ struct Sgd {
           momentum(Vec::set(h.momentum)) {}
 
     template <class M>
-    INFINITY_INLINE F step(F p, F g, F& m, F&) const {
+    INFINITY_INLINE void moments(F p, F& g, F& m, F&) const {
         g = Vec::fma(weight_decay, p, g);
         if constexpr (kMomentum) {
             if (first_step) {
@@ -77,6 +79,10 @@ struct Sgd {
             } else {
                 m = Vec::fma(momentum, m, Vec::mul(grad_share, g));
             }
+        }
+    }
+    INFINITY_INLINE F parameter(F p, F g, F m, F) const {
+        if constexpr (kMomentum) {
             if (nesterov) {
                 g = Vec::fma(momentum, m, g);
             } else {
@@ -99,9 +105,11 @@ struct Adagrad {
           eps(Vec::set(h.eps)) {}
 
     template <class M>
-    INFINITY_INLINE F step(F p, F g, F&, F& v) const {
+    INFINITY_INLINE void moments(F p, F& g, F&, F& v) const {
         g = Vec::fma(weight_decay, p, g);
         v = Vec::fma(g, g, v);
+    }
+    INFINITY_INLINE F parameter(F p, F g, F, F v) const {
         return Vec::fma(minus_step, Vec::div(g, Vec::add(Vec::sqrt(v), eps)), p);
     }
 

@@ -37,11 +37,17 @@ template <class R, Dtype D, ParameterFormat P, class M>
 struct Pass {
     Pass(const UpdateArrays& a, const Folded& h) : gradient(a, h), rule(h), parameters(a) {}
 
+    // Returns the gradient as the rule has it, for new_parameter().
     template <class L>
-    INFINITY_INLINE F step(size_t i, F& m, F& v, L lanes) {
-        const F g = gradient.load(i, lanes);
+    INFINITY_INLINE F new_moments(size_t i, F& m, F& v, L lanes) {
+        F g = gradient.load(i, lanes);
         if constexpr (!M::kBlocks) finite_gradient.see(g);
-        const F p = rule.template step<M>(parameters.load(i, lanes), g, m, v);
+        rule.template moments<M>(parameters.load(i, lanes), g, m, v);
+        return g;
+    }
+    template <class L>
+    INFINITY_INLINE F new_parameter(size_t i, F g, F m, F v, L lanes) {
+        const F p = rule.parameter(parameters.load(i, lanes), g, m, v);
         finite_result.see(p);
         parameters.store(i, p, lanes);
         return p;
@@ -83,7 +89,8 @@ INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& ran
         F v = Vec::set(0.0F);
         if constexpr (R::kFirst) m = moments.load_first(i, lanes);
         if constexpr (R::kSecond) v = moments.load_second(i, lanes);
-        const F p = pass.step(i, m, v, lanes);
+        const F g = pass.new_moments(i, m, v, lanes);
+        const F p = pass.new_parameter(i, g, m, v, lanes);
         if constexpr (R::kFirst || R::kSecond) moments.template store<R>(i, m, v, lanes);
         return p;
     };
@@ -116,37 +123,40 @@ INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& ran
     if (i < end) part(i, end - i);
 }
 
-// A block of n elements, whose new moments wait until all are there, with its exponents. Inlined
-// with n = kCodeBlock, the loops unroll and the moments wait in registers.
+// The elements 0 to n, a vector at a time.
+template <class Body>
+INFINITY_INLINE void each_vector(size_t n, Body body) {
+    size_t k = 0;
+    for (; k + kWidth <= n; k += kWidth) body(k, Full{});
+    if (k < n) body(k, Part(n - k));
+}
+
+// A block of n elements. To find the largest of 64 takes many cycles, in which the parameters are
+// computed; the new moments wait until their exponents are known. Inlined with n = kCodeBlock, the
+// loops unroll and the moments wait in registers. Where the moments depend on the parameter, it is
+// loaded twice rather than kept, too.
 template <class R, class M, class Body>
 INFINITY_INLINE void one_block(Body& pass, const M& moments, size_t i, size_t n, bool streaming) {
+    F gradient[kCodeBlock / kWidth];
     F first[kCodeBlock / kWidth];
     F second[kCodeBlock / kWidth];
     typename M::Units units = moments.template units<R>(i, n);
-    const auto element = [&](size_t k, auto lanes) __attribute__((always_inline)) {
+    each_vector(n, [&](size_t k, auto lanes) __attribute__((always_inline)) {
         F m = Vec::set(0.0F);
         F v = Vec::set(0.0F);
         if constexpr (R::kFirst) m = moments.load_first(k, units, lanes);
         if constexpr (R::kSecond) v = moments.load_second(k, units, lanes);
-        const F p = pass.step(i + k, m, v, lanes);
+        gradient[k / kWidth] = pass.new_moments(i + k, m, v, lanes);
         if constexpr (R::kFirst) units.see_first(first[k / kWidth] = m, k, lanes);
         if constexpr (R::kSecond) units.see_second(second[k / kWidth] = v, k, lanes);
-        return p;
-    };
-    size_t k = 0;
-    for (; k + kWidth <= n; k += kWidth) {
-        const F p = element(k, Full{});
-        if (streaming) {
-            pass.parameters.stream_copy(i + k, p);
-        } else {
-            pass.parameters.store_copy(i + k, p, Full{});
-        }
-    }
-    if (k < n) {
-        const Part lanes(n - k);
-        pass.parameters.store_copy(i + k, element(k, lanes), lanes);
-    }
-    pass.finite_moments &= moments.template store<R>(i, n, first, second, units);
+    });
+    const typename M::Exponents exponents(units);
+    each_vector(n, [&](size_t k, auto lanes) __attribute__((always_inline)) {
+        const size_t at = k / kWidth;
+        const F p = pass.new_parameter(i + k, gradient[at], first[at], second[at], lanes);
+        pass.parameters.write_copy(i + k, p, streaming, lanes);
+    });
+    pass.finite_moments &= moments.template store<R>(i, n, first, second, exponents);
 }
 
 template <class R, class M, class Body>

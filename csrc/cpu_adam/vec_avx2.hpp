@@ -178,12 +178,23 @@ struct Vec {
     static U unpack(Codes codes, size_t k, L lanes) {
         return shl<kBit>(load_bytes(codes + k, lanes));
     }
-    // The byte of each from bit kBit on. The bits above must be zero.
-    template <int kBit>
-    static void store_codes(uint8_t* p, const U* codes, size_t n) {
-        size_t k = 0;
-        for (; k + kWidth <= n; k += kWidth) store_bytes<kBit>(p + k, codes[k / kWidth], Full{});
-        if (k < n) store_bytes<kBit>(p + k, codes[k / kWidth], Part(n - k));
+    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
+    // All other bits may be anything. Whether any byte is zero.
+    template <int kBit, bool kSigned>
+    static bool store_codes(uint8_t* p, const U* codes, size_t n) {
+        __m128i zeros = _mm_setzero_si128();
+        for (size_t k = 0; k < n; k += kWidth) {
+            U x = shr<kBit>(codes[k / kWidth]);
+            if constexpr (kSigned) {
+                x = and_or(shr<24>(codes[k / kWidth]), set_u(0x80), and_u(x, set_u(0x7F)));
+            } else {
+                x = and_u(x, set_u(0xFF));
+            }
+            const __m128i bytes = narrow(x);
+            zeros = _mm_or_si128(zeros, _mm_cmpeq_epi8(bytes, _mm_setzero_si128()));
+            store_bytes(p + k, bytes, n - k);
+        }
+        return _mm_movemask_epi8(zeros) != 0;
     }
     // The high half of each.
     template <class L>
@@ -245,15 +256,15 @@ struct Vec {
         for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
         return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(buffer)));
     }
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Full) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(shr<kBit>(x)));
-    }
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Part lanes) {
+    // Not more than n.
+    static void store_bytes(uint8_t* p, __m128i bytes, size_t n) {
+        if (n >= kWidth) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+            return;
+        }
         alignas(16) uint8_t buffer[16];
-        _mm_store_si128(reinterpret_cast<__m128i*>(buffer), narrow(shr<kBit>(x)));
-        for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
+        _mm_store_si128(reinterpret_cast<__m128i*>(buffer), bytes);
+        for (size_t i = 0; i < n; ++i) p[i] = buffer[i];
     }
     static __m256 quiet_half(__m256 x) {
         const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));

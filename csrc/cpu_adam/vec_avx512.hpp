@@ -1,7 +1,7 @@
 // Thirty-two elements at a time in two registers: AVX-512 F, BW, VL and DQ. A register of 16-bit
 // elements is taken apart into its even and its odd ones, the low and the high half of every
-// 32-bit lane: with shifts and blends, which are cheap, where putting them in a row takes
-// permutations (a pair for each load or store of fp32, the less frequent case).
+// 32-bit lane: with shifts and shuffles within a lane, which are cheap, where putting them in a row
+// takes permutations (a pair for each load or store of fp32, the less frequent case).
 #pragma once
 
 #include <immintrin.h>
@@ -205,22 +205,25 @@ struct Vec {
         if (k == 0) return {_mm512_slli_epi32(codes, kBit), _mm512_slli_epi32(codes, kBit - 8)};
         return {_mm512_slli_epi32(codes, kBit - 16), _mm512_srli_epi32(codes, 24 - kBit)};
     }
-    // The byte of each from bit kBit on. The bits above may be anything.
-    template <int kBit>
-    static void store_codes(uint8_t* p, const U* codes, size_t n) {
+    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
+    // All other bits may be anything. Whether any byte is zero.
+    template <int kBit, bool kSigned>
+    static bool store_codes(uint8_t* p, const U* codes, size_t n) {
         static_assert(kBit >= 16 && kBit <= 24);
-        constexpr int kSelect = 0xCA;  // of a ? b : c
-        const __m512i even =
-            _mm512_srli_epi16(all_high_words(codes[0].even, codes[1].even), kBit - 16);
-        const __m512i odd =
-            _mm512_slli_epi16(all_high_words(codes[0].odd, codes[1].odd), 24 - kBit);
-        const __m512i bytes =
-            _mm512_ternarylogic_epi32(_mm512_set1_epi16(-0x100), odd, even, kSelect);
+        const __m512i even = all_high_words(codes[0].even, codes[1].even);
+        const __m512i odd = all_high_words(codes[0].odd, codes[1].odd);
+        __m512i bytes =
+            pairs(_mm512_srli_epi16(even, kBit - 16), _mm512_slli_epi16(odd, 24 - kBit));
+        if constexpr (kSigned) {
+            const __m512i signs = pairs(_mm512_srli_epi16(even, 8), odd);
+            bytes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(-0x80), signs, bytes, kSelect);
+        }
         if (n == kCodeBlock) {
             _mm512_storeu_si512(p, bytes);
         } else {
             _mm512_mask_storeu_epi8(p, first_bytes(n), bytes);
         }
+        return _mm512_cmpeq_epi8_mask(bytes, _mm512_setzero_si512()) != 0;
     }
     // The high half of each.
     template <class L>
@@ -273,7 +276,7 @@ struct Vec {
     };
 
   private:
-    static constexpr __mmask32 kOddWords = 0xAAAAAAAAU;
+    static constexpr int kSelect = 0xCA;  // of a ? b : c
 
     static __mmask16 low_half(Part lanes) { return static_cast<__mmask16>(lanes.all); }
     static __mmask16 high_half(Part lanes) { return static_cast<__mmask16>(lanes.all >> 16); }
@@ -297,10 +300,19 @@ struct Vec {
     // Lanes of the low words of both, and of the high words of both. These undo each other, and
     // turn even and odd elements to words in a row.
     static __m512i low_words(__m512i x, __m512i y) {
-        return _mm512_mask_blend_epi16(kOddWords, x, _mm512_slli_epi32(y, 16));
+        constexpr __mmask64 kOddWords = 0xCCCCCCCCCCCCCCCCU;
+        const __m512i low_twice = _mm512_set4_epi32(0x0D0C0D0C, 0x09080908, 0x05040504, 0x01000100);
+        return _mm512_mask_shuffle_epi8(x, kOddWords, y, low_twice);
     }
     static __m512i high_words(__m512i x, __m512i y) {
-        return _mm512_mask_blend_epi16(kOddWords, _mm512_srli_epi32(x, 16), y);
+        constexpr __mmask64 kEvenWords = 0x3333333333333333U;
+        const __m512i high_twice =
+            _mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302);
+        return _mm512_mask_shuffle_epi8(y, kEvenWords, x, high_twice);
+    }
+    // The low byte of every word of x, the high one of y.
+    static __m512i pairs(__m512i x, __m512i y) {
+        return _mm512_ternarylogic_epi32(_mm512_set1_epi16(-0x100), y, x, kSelect);
     }
     // The high words of both, those of x first.
     static __m512i all_high_words(__m512i x, __m512i y) {

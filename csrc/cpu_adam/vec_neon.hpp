@@ -135,12 +135,22 @@ struct Vec {
     static U unpack(Codes codes, size_t k, L lanes) {
         return shl<kBit>(load_bytes(codes + k, lanes));
     }
-    // The byte of each from bit kBit on. The bits above must be zero.
-    template <int kBit>
-    static void store_codes(uint8_t* p, const U* codes, size_t n) {
-        size_t k = 0;
-        for (; k + kWidth <= n; k += kWidth) store_bytes<kBit>(p + k, codes[k / kWidth], Full{});
-        if (k < n) store_bytes<kBit>(p + k, codes[k / kWidth], Part(n - k));
+    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
+    // All other bits may be anything. Whether any byte is zero.
+    template <int kBit, bool kSigned>
+    static bool store_codes(uint8_t* p, const U* codes, size_t n) {
+        U least = vdupq_n_u32(0xFFU);
+        for (size_t k = 0; k < n; k += kWidth) {
+            U bytes = vandq_u32(vshrq_n_u32(codes[k / kWidth], kBit), vdupq_n_u32(0xFFU));
+            if constexpr (kSigned) {
+                const U signs = vshrq_n_u32(codes[k / kWidth], 24);
+                bytes = vbslq_u32(vdupq_n_u32(0x80U), signs, bytes);
+            }
+            least = vminq_u32(least, bytes);
+            const uint32_t four = narrow(bytes);
+            std::memcpy(p + k, &four, n - k < kWidth ? n - k : kWidth);
+        }
+        return vminvq_u32(least) == 0;
     }
     // The high half of each.
     template <class L>
@@ -189,16 +199,6 @@ struct Vec {
         uint32_t four = 0;
         std::memcpy(&four, p, lanes.count);
         return widen(four);
-    }
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Full) {
-        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
-        std::memcpy(p, &four, 4);
-    }
-    template <int kBit>
-    static void store_bytes(uint8_t* p, U x, Part lanes) {
-        const uint32_t four = narrow(vshrq_n_u32(x, kBit));
-        std::memcpy(p, &four, lanes.count);
     }
     static U widen(uint32_t four) { return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))); }
     static uint32_t narrow(U x) {

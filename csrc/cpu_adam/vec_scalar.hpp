@@ -136,10 +136,18 @@ struct Vec {
     static U unpack(Codes codes, size_t k, L) {
         return static_cast<U>(codes[k]) << kBit;
     }
-    // The byte of each from bit kBit on. The bits above must be zero.
-    template <int kBit>
-    static void store_codes(uint8_t* p, const U* codes, size_t n) {
-        for (size_t k = 0; k < n; ++k) p[k] = static_cast<uint8_t>(codes[k] >> kBit);
+    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
+    // All other bits may be anything. Whether any byte is zero.
+    template <int kBit, bool kSigned>
+    static bool store_codes(uint8_t* p, const U* codes, size_t n) {
+        bool zero = false;
+        for (size_t k = 0; k < n; ++k) {
+            uint32_t byte = codes[k] >> kBit & 0xFFU;
+            if (kSigned) byte = (byte & 0x7FU) | (codes[k] >> 24 & 0x80U);
+            p[k] = static_cast<uint8_t>(byte);
+            zero |= byte == 0;
+        }
+        return zero;
     }
     // The high half of each.
     template <class L>
