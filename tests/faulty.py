@@ -17,7 +17,7 @@ import pytest
 import torch
 from homes import budget_for, check_homes
 from parity import copied, tensors_copied
-from process_resources import resources
+from process_resources import check_nothing_left, resources
 from small_runtime import files
 from zoo import entry
 
@@ -83,7 +83,7 @@ def opened(home: str, compute: str, directory: Path, faults: Faults) -> Iterator
         runtime.close()
         assert files(directory) == []
         del model, optimizer, runtime
-        assert resources() == before
+        check_nothing_left(before, garbage=True)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from faulty import start_torch_threads
 from parity import differences
+from process_resources import nothing_left
 from small_runtime import gradients, opened
 from torch import Tensor, nn
 from zoo import Entry
@@ -97,6 +98,6 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def threads_as_before() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert {each.name for each in set(threading.enumerate()) - before} == set()
+    start_torch_threads()
+    with nothing_left(garbage=True):
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import random
 from itertools import pairwise
@@ -21,7 +20,7 @@ from aio_backends import (
     make_file,
     memory,
 )
-from process_resources import descriptors, threads
+from process_resources import check_nothing_left, nothing_left, resources
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError
@@ -251,12 +250,9 @@ def test_nothing_leaks(backend: str, tmp_path: Path) -> None:
             engine(path, backend, depth=0)
 
     once()
-    gc.collect()
-    before = threads(), descriptors()
-    for _ in range(20):
-        once()
-    gc.collect()
-    assert (threads(), descriptors()) == before
+    with nothing_left(garbage=True):
+        for _ in range(20):
+            once()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"], "a probe left its file"
 
 
@@ -264,13 +260,13 @@ def test_nothing_leaks(backend: str, tmp_path: Path) -> None:
 def test_close_of_a_file_frees_its_descriptors(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 4 * BLOCK)
     with engine(path, backend) as e:
-        before = descriptors()
+        before = resources()  # the engine starts threads when it needs them
         for _ in range(300):  # more than there are slots for registered files
             with e.open(str(path)) as file:
                 file.read(memory(PAGE), 0).wait()
-        assert descriptors() == before
+        check_nothing_left(before, threads=False)
         files = [e.open(str(path)) for _ in range(200)]
         aio.wait_all([file.read(memory(PAGE), 0) for file in files])
         for file in files:
             file.close()
-        assert descriptors() == before
+        check_nothing_left(before, threads=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from aio_backends import (
     make_file,
     memory,
 )
+from process_resources import BOUND, threads_of
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError
@@ -171,7 +172,7 @@ def test_no_locked_memory_is_no_error() -> None:
 def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 4 * PAGE)
     every = os.sched_getaffinity(0)
-    before = _tasks("infinity-aio")
+    before = threads_of("infinity-aio")
     found: dict[int, set[int]] = {}
 
     def ask() -> None:
@@ -184,7 +185,7 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
                     break
 
     with engine(path, "auto") as e, e.open(str(path)) as file:
-        (task,) = _tasks("infinity-aio") - before
+        task = _the_new("infinity-aio", before)
         target = memory(PAGE)
         asking = threading.Thread(target=ask)
         asking.start()
@@ -192,11 +193,11 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
     assert found == {cpu: every - {cpu} for cpu in every}
 
 
-def _tasks(name: str) -> set[int]:
-    """This process's threads of that name."""
-    found = set()
-    for each in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if (each / "comm").read_text().strip() == name:
-                found.add(int(each.name))
-    return found
+def _the_new(name: str, before: set[int]) -> int:
+    """The one thread of that name that was not there before: others that probed may still be ending."""
+    end = time.monotonic() + BOUND
+    while len(found := threads_of(name) - before) != 1:
+        assert time.monotonic() < end, f"{len(found)} new threads are called {name}"
+        time.sleep(0.01)
+    (task,) = found
+    return task

@@ -22,7 +22,7 @@ from aio_backends import (
     make_file,
     memory,
 )
-from process_resources import descriptors, threads
+from process_resources import check_nothing_left, resources
 
 from infinity import aio
 from infinity.errors import ConfigError, StorageError
@@ -172,7 +172,7 @@ def test_close_cancels_what_is_queued(backend: str, tmp_path: Path) -> None:
 @each_backend
 def test_close_under_load(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 1 << 20)
-    before = threads(), descriptors()
+    before = resources()
     for round_ in range(10):
         e = engine(path, backend)
         file = e.open(str(path))
@@ -187,7 +187,7 @@ def test_close_under_load(backend: str, tmp_path: Path) -> None:
             assert all(error is None or error.errno == 125 for error in errors)
         futures.clear()
     e = file = None  # type: ignore[assignment]
-    assert (threads(), descriptors()) == before
+    check_nothing_left(before)
 
 
 @each_backend

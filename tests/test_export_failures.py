@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import aiofiles
+import process_resources
 import pytest
 import torch
 from exports import out, paged, read, seen
 from faulty import check_error, start_torch_threads, watchdog
 from parity import differences
-from process_resources import resources
 from small_runtime import files
 from torch import nn
 from zoo import entry
@@ -36,9 +36,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def nothing_left(out: Path) -> Iterator[None]:
     """No file, descriptor or thread is left of what happens inside."""
     start_torch_threads()
-    before = sorted(files(out.parent)), resources()
-    yield
-    assert (sorted(files(out.parent)), resources()) == before
+    before = sorted(files(out.parent))
+    with process_resources.nothing_left(garbage=True):
+        yield
+    assert sorted(files(out.parent)) == before
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from homes import both_homes, budget_for
-from process_resources import descriptors, threads
+from process_resources import check_nothing_left, resources
 from small_runtime import files, loss_of, opened, two_layers
 from torch import nn
 from zoo import Batch, Entry, entry
@@ -51,7 +51,7 @@ SMALL = Entry("small", Small, rows)
 
 
 def held(runtime: Any) -> dict[str, Any]:
-    """What is held: leased bytes and leases by pool, descriptors, threads, objects of the package by type."""
+    """What is held: leased bytes and leases by pool, requests, objects of the package by type."""
     gc.collect()
     store, homes = runtime._parts.store, [page.home for page in runtime._parts.pages]
     if runtime._parts.updater is not None:
@@ -63,8 +63,6 @@ def held(runtime: Any) -> dict[str, Any]:
     return {
         "leases": {name: (pool.counters.leased, pool.counters.leases) for name, pool in store.pools.items()},
         "requests": sum(len(home.flights) for home in homes) + len(store._writes),
-        "descriptors": descriptors(),
-        "threads": threads(),
         "objects": Counter(
             type(each).__qualname__
             for each in gc.get_objects()
@@ -83,11 +81,12 @@ def check_nothing_grows(runtime: Any, act: Callable[[int], None], steps: int) ->
     """Compare what is held after WARM calls of `act` with what is after `steps`."""
     for step in range(WARM):
         act(step)
-    before, resident = held(runtime), rss()
+    before, kernels, resident = held(runtime), resources(), rss()
     for step in range(WARM, steps):
         act(step)
     grown = rss() - resident  # before looking closer, which takes memory itself
     after = held(runtime)
+    check_nothing_left(kernels)
     assert {key: after[key] for key in after if key != "objects"} == {
         key: before[key] for key in before if key != "objects"
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from process_resources import descriptors
+from process_resources import check_nothing_left, resources
 
 from infinity.aio import BACKENDS, Engine, Faults
 from infinity.errors import BudgetError, ConfigError, StorageError, StorageFull
@@ -186,22 +186,22 @@ def test_budget_errors_name_the_smallest_tier_that_would_do(tmp_path: Path) -> N
 
 
 def test_dropped_leases_and_tiers_give_everything_back(tmp_path: Path) -> None:
-    before = descriptors()
+    before = resources()
     tier = NvmeTier({os.fspath(tmp_path): MIB}, MIB)
     tier.lease(PAGE)
     assert tier.free_bytes == MIB
     del tier
     gc.collect()
     assert list(tmp_path.iterdir()) == []
-    assert descriptors() == before
+    check_nothing_left(before)
 
 
 def test_a_closed_tier_holds_no_descriptor_and_says_that_it_is_closed(tmp_path: Path) -> None:
-    before = descriptors()
+    before = resources()
     tier = NvmeTier({os.fspath(tmp_path): MIB}, MIB)
     lease = tier.lease(PAGE)
     tier.close()
-    assert descriptors() == before
+    check_nothing_left(before)
     page = torch.zeros(PAGE, dtype=torch.uint8)
     for use in (lambda: tier.read(lease, page), lambda: tier.write(lease, page), tier.sync):
         with pytest.raises(ConfigError, match="closed"):

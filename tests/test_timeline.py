@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from homes import needs_cuda
-from process_resources import descriptors
+from process_resources import check_nothing_left, resources
 from timelines import Event, edge_rows, full_after, lines_of, load, rows_of
 
 from infinity import timeline
@@ -210,11 +210,11 @@ def test_one_recording_at_a_time_and_none_afterwards(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused_at_once(
     path: str, kind: type[StorageError], number: int, tmp_path: Path
 ) -> None:
-    before = descriptors()
+    before = resources()
     with pytest.raises(kind) as raised:
         Timeline(tmp_path / path)  # which is `path`, where that is absolute
     assert raised.value.errno == number
-    assert descriptors() == before
+    check_nothing_left(before)
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
@@ -223,7 +223,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
 ) -> None:
     path = tmp_path / "out.json"
     meter = Meter()
-    before = descriptors()
+    before = resources()
     full_after(monkeypatch, calls)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -238,7 +238,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
     assert "training goes on without it" in str(said[0].message)
     assert isinstance(lines.failure, StorageFull)
     assert len(load(path)) >= 1
-    assert descriptors() == before
+    check_nothing_left(before)
     assert meter.snapshot().steps == 2
 
 
