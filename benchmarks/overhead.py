@@ -1,0 +1,323 @@
+"""How many calls Python makes for a training step: for the step itself, a unit, a chunk and a parameter.
+
+Counts only, no time, so that a busy machine may take them. Small models train under layouts that are forced:
+so many units, of so many chunks and parameters each, with all pages in one home. But for "unified" the device
+has memory of its own (the CPU stands in for it):
+
+    host      everything in RAM below the device
+    nvme      everything on the disk
+    offload   parameters on the device, the rest in RAM, as ZeRO-Offload has them
+    unified   everything in RAM, where the CPU computes
+
+A step is forward, backward, `step()` and `zero_grad()`. Its calls are the interpreter's events for profilers
+(sys.setprofile) in the thread that trains, which also runs the backward of a CPU, and in every Python thread
+that the runtime starts. "call" is a Python function, or a generator that goes on; "c_call" is a built-in
+function or method; operators, attributes and nanobind's functions are neither. Python 3.12 reports more kinds
+of C calls than 3.11 does, so compare within one version.
+
+What the model does itself is taken off by counting its forward and backward without infinity. Unlike a
+filter by file this leaves in what the runtime calls of torch and the standard library, and it is exact, for a
+model alone makes the same calls every time. torch's own optimizer is not taken off: the runtime stands in its
+place. The median of the counted steps is taken, and their spread shown, for the disk says whether a read has
+arrived when somebody asks.
+
+Least squares of the relative errors over all layouts give
+
+    calls = a + b x units + c x chunks + d x parameters + e x further pieces
+
+A unit of one chunk and one parameter takes b + c + d. A further piece is a parameter's part of a chunk that
+has another part before it. "worst" is by which share the fit misses a layout's count at the most: for one,
+chunks take other ways where a unit has more of them than there are slots.
+
+    python benchmarks/overhead.py [--directory DISK] [--update lazy eager] [--home host nvme ...] [--json]
+
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, two chunks a unit at the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from machine_facts import machine_facts
+from torch import nn
+
+import infinity
+from infinity import placement
+from infinity.comfort import Comfort
+from infinity.cpu_adam import BLOCK
+from infinity.placement import Kind
+from infinity.tiers import Tier
+
+PRECISION = infinity.Precision(compute="bf16")
+WIDTH = 16
+"""Elements of the activation, and of a row of every parameter."""
+SLOTS, LOOKAHEAD = 16, 3
+"""Working room of all layouts: slots, and parameter pages that can be resident."""
+WARM_UP = 4
+"""Steps in which the runtime learns the order of accesses; they do not count."""
+HOMES = {
+    "host": (Tier.HOST, Tier.HOST),
+    "nvme": (Tier.NVME, Tier.NVME),
+    "offload": (Tier.DEVICE, Tier.HOST),
+    "unified": (Tier.HOST, Tier.HOST),
+}
+"""Of parameters, and of gradients and states."""
+UPDATES = ("lazy", "eager")
+KINDS = ("python", "c", "sum")
+FACTORS = "abcde"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model's cut."""
+
+    units: int
+    chunks: int
+    """Of each unit."""
+    parameters: int
+    """Of each unit; they have equal shares of its chunks."""
+
+    @property
+    def terms(self) -> tuple[int, ...]:
+        """What a to e are multiplied with."""
+        further = max(0, self.parameters - self.chunks)
+        return 1, *(self.units * each for each in (1, self.chunks, self.parameters, further))
+
+
+class Unit(nn.Module):
+    """Products of the activation with every parameter, added up."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        rows = layout.chunks * BLOCK // layout.parameters // WIDTH
+        for number in range(layout.parameters):
+            self.register_parameter(f"weight{number}", nn.Parameter(torch.randn(rows, WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self._parameters.values():
+            x = x + F.linear(x, weight).mean()
+        return x
+
+
+def model_of(layout: Layout) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Unit(layout) for _ in range(layout.units)))
+
+
+class Calls:
+    """Counts calls in this thread and in those that Python starts while it is installed."""
+
+    def __init__(self) -> None:
+        self._counting = False
+        self._found: dict[int, list[int]] = {}
+        """Of every thread, for no two of them may count in one place."""
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        threading.setprofile(self._event)
+        sys.setprofile(self._event)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def of(self, action: Callable[[], Any]) -> tuple[int, int]:
+        """(Python functions, C functions) that are called meanwhile, `action` itself among them."""
+        self._found.clear()
+        self._counting = True
+        action()
+        self._counting = False
+        python, c = (sum(found[kind] for found in list(self._found.values())) for kind in (0, 1))
+        return python, c
+
+    def _event(self, frame: object, event: str, argument: object) -> None:
+        if self._counting and event in ("call", "c_call"):
+            self._found.setdefault(threading.get_ident(), [0, 0])[event == "c_call"] += 1
+
+
+@contextlib.contextmanager
+def forced() -> Iterator[None]:
+    """Plans that are made inside have a unit for every module, the smallest chunks, and the working room."""
+    comforts = (Comfort(SLOTS, LOOKAHEAD),)
+    with (
+        mock.patch.object(placement, "_groupings", lambda surveyed: [surveyed.group(1)]),
+        mock.patch.object(placement, "_chunk_lengths", lambda surveyed: [BLOCK]),
+        mock.patch.object(placement, "COMFORTS", comforts),
+        mock.patch.object(placement, "FLOWING", comforts),
+    ):
+        yield
+
+
+def budget_for(home: str, layout: Layout, model: nn.Module, directory: str) -> infinity.Budget:
+    """That leaves the pages no other home, by the sizes in a plan with room for everything everywhere."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    ample = infinity.Budget(device="1GiB", host="1GiB")
+    plan = infinity.plan(model, optimizer, budget=ample, precision=PRECISION, device="cpu")
+    pages, slots = sum(plan.home_bytes.values()), SLOTS * plan.slot_bytes
+    page = plan.layout.units[0].nbytes
+    if home == "unified":
+        return infinity.Budget(host=pages + slots + LOOKAHEAD * page)
+    device = (layout.units if home == "offload" else LOOKAHEAD) * page
+    if home == "nvme":
+        return infinity.Budget(device=device, host=slots, nvme={directory: 2 * pages})
+    return infinity.Budget(device=device, host=pages + slots)
+
+
+def check(plan: Any, home: str, layout: Layout) -> None:
+    """Assert that the plan is what was asked for."""
+    assert len(plan.layout.units) == layout.units
+    assert {len(unit.chunks) for unit in plan.layout.units} == {layout.chunks}
+    assert {len(unit.parameters) for unit in plan.layout.units} == {layout.parameters}
+    near, far = HOMES[home]
+    wanted = {Kind.PARAMETER: near, Kind.GRADIENT: far, Kind.OPTIMIZER: far}
+    assert all(unit == wanted for unit in plan.homes), plan.homes
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(1, WIDTH, dtype=torch.bfloat16)
+
+
+def plain_calls(layout: Layout, calls: Calls) -> tuple[int, int]:
+    """Of a forward and backward without infinity."""
+    model, x = model_of(layout).to(torch.bfloat16), batch()
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step()  # in which modules are imported
+    return calls.of(step)
+
+
+def step_calls(
+    layout: Layout, calls: Calls, *, home: str, update: str, directory: str, steps: int
+) -> list[tuple[int, int]]:
+    """Of so many training steps, each."""
+    model, x = model_of(layout), batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with forced():
+        runtime = infinity.offload(
+            model,
+            optimizer,
+            budget=budget_for(home, layout, model, directory),
+            precision=PRECISION,
+            device="cpu",
+            update=update,
+            accumulation=1 if update == "eager" else None,
+        )
+    with runtime:
+        check(runtime.plan, home, layout)
+
+        def step() -> None:
+            model(x).sum().backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+
+        for _ in range(WARM_UP):
+            step()
+        return [calls.of(step) for _ in range(steps)]
+
+
+def measure(
+    layouts: list[Layout], home: str, update: str, directory: str, steps: int
+) -> list[dict[str, Any]]:
+    """Median calls of a step beyond the model's own, of every layout."""
+    found = []
+    for layout in layouts:
+        gc.collect()
+        gc.disable()  # which would call what is collected, at any time
+        calls = Calls()
+        with calls.installed():
+            plain = plain_calls(layout, calls)
+            counted = step_calls(layout, calls, home=home, update=update, directory=directory, steps=steps)
+        gc.enable()
+        each = [(python - plain[0], c - plain[1]) for python, c in counted]
+        sums = [sum(one) for one in each]
+        row = {
+            "python": statistics.median(python for python, _ in each),
+            "c": statistics.median(c for _, c in each),
+            "sum": statistics.median(sums),
+            "spread": max(sums) - min(sums),
+        }
+        found.append(asdict(layout) | row)
+    return found
+
+
+def fitted(layouts: list[Layout], rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """a to e of each kind of call, and by which share of a count the fit misses it at the most."""
+    terms = np.array([layout.terms for layout in layouts], dtype=np.float64)
+    found = {}
+    for kind in KINDS:
+        counts = np.array([row[kind] for row in rows], dtype=np.float64)
+        relative = terms / counts[:, None]
+        factors = np.linalg.lstsq(relative, np.ones(len(rows)), rcond=None)[0]
+        worst = float(np.max(np.abs(relative @ factors - 1)))
+        values = dict(zip(FACTORS, map(float, factors), strict=True))
+        found[kind] = values | {"worst": worst}
+    return found
+
+
+def show(update: str, home: str, fits: dict[str, dict[str, float]], rows: list[dict[str, Any]]) -> None:
+    print(f"\n{update}, {home}: calls of a step")
+    names = ("", "a step", "b unit", "c chunk", "d parameter", "e piece", "b + c + d", "worst")
+    print("".join(f"{name:>12}" for name in names))
+    for kind, fit in fits.items():
+        values = [*(fit[factor] for factor in FACTORS), fit["b"] + fit["c"] + fit["d"]]
+        print(f"{kind:>12}" + "".join(f"{value:12.1f}" for value in values) + f"{fit['worst']:12.1%}")
+    for row in rows:
+        print(
+            f"    {row['units']:3} units of {row['chunks']:2} chunks and {row['parameters']} parameters: "
+            f"{row['python']:.0f} + {row['c']:.0f} = {row['sum']:.0f} (spread {row['spread']})"
+        )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on a disk")
+    parser.add_argument("--update", choices=UPDATES, nargs="+", default=UPDATES)
+    parser.add_argument("--home", choices=HOMES, nargs="+", default=tuple(HOMES))
+    parser.add_argument("--steps", type=int, default=5, help="that are counted")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error("--steps is not positive")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    units, chunks, parameters = ((4, 5), (1, 2), (1, 2)) if options.quick else ((6, 12), (1, 4, 64), (1, 4))
+    layouts = [Layout(*sizes) for sizes in itertools.product(units, chunks, parameters)]
+    steps = 1 if options.quick else options.steps
+    torch.set_num_threads(1)
+    results = []
+    for update, home in itertools.product(options.update, options.home):
+        with tempfile.TemporaryDirectory(prefix="infinity-overhead-", dir=options.directory) as directory:
+            rows = measure(layouts, home, update, directory, steps)
+        fits = fitted(layouts, rows)
+        show(update, home, fits, rows)
+        results.append({"update": update, "home": home, "calls": fits, "layouts": rows})
+    if options.json:
+        print(json.dumps({"benchmark": "overhead", "machine": machine_facts(), "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
