@@ -113,7 +113,7 @@ def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_pat
         return loss + seen["found"].mean() if batch is batches[1] else loss
 
     with opened(model, tmp_path) as runtime:
-        with pytest.raises(ConfigError, match="mixed up"), threads_as_before():
+        with threads_as_before(), pytest.raises(ConfigError, match="mixed up"):
             runtime.accumulate(batches, loss_fn)
         with pytest.raises(ConfigError, match=r"broken off|no parameter has a gradient"):
             runtime.optimizer.step()
@@ -174,7 +174,7 @@ def test_an_exception_ends_all_and_the_next_step_is_right(
     loss_of = failing(where, act)
     loss_of.marked.append(batches[2])  # type: ignore[attr-defined]
     with opened(model, tmp_path) as runtime:
-        with pytest.raises(error), threads_as_before():
+        with threads_as_before(), pytest.raises(error):
             runtime.accumulate(batches, lambda batch: loss_of(model, batch))
         with pytest.raises(ConfigError, match=r"broken off|no parameter has a gradient"):
             runtime.optimizer.step()
@@ -195,9 +195,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with opened(model, tmp_path) as runtime:
         with pytest.raises(ConfigError, match="together=0"):
             runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch), together=0)
-        with pytest.raises(ConfigError, match="returned float"), threads_as_before():
+        with threads_as_before(), pytest.raises(ConfigError, match="returned float"):
             runtime.accumulate(batches_of(TIED), lambda batch: TIED.loss(model, batch).item())
-        with pytest.raises(RuntimeError, match="scalar"), threads_as_before():
+        with threads_as_before(), pytest.raises(RuntimeError, match="scalar"):
             runtime.accumulate(batches_of(TIED), lambda batch: model(batch[0]))
         runtime.optimizer.zero_grad()
         assert runtime.accumulate([], lambda batch: TIED.loss(model, batch)) == []
