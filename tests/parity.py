@@ -40,6 +40,7 @@ class Recipe:
     clip: float | None = None
     groups: int = 1
     compute: str = "fp32"
+    states: str = "fp32"
     optimizer: str = "adamw"
     steps: int = 3
     decay_rate: bool = False
@@ -191,7 +192,7 @@ def paged(
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
-    precision = infinity.Precision(compute=recipe.compute, keep=entry.keep)
+    precision = infinity.Precision(compute=recipe.compute, states=recipe.states, keep=entry.keep)
     budget = budget_for(home, model, optimizer, directory, precision, device=recipe.device)
     run = Run()
     with (

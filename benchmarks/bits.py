@@ -1,0 +1,233 @@
+"""The bits that trainings end with, case by case: to hold one commit to another.
+
+Small models train from every home, in all ways that may change a bit (accumulation, clipping, param groups,
+dtypes, formats of moments, optimizers), with updates lazy and eager. Each case gives a digest: SHA-256 of the
+bits of every loss, and of all parameters, masters and moments at the end. Where pages rest may not change a
+bit, nor may a commit that claims so.
+
+    python benchmarks/bits.py [--case PATTERN ...] > bits.json
+    python benchmarks/bits.py --against DIR [--case PATTERN ...]
+
+The last line of stdout is one JSON object: name of the case -> digest. `--against DIR` compares instead: the
+same cases of this very script train with the package in DIR, a checkout of another commit with its native
+modules built, in a process of its own. It says "N of N cases have the same bits", or names those that differ
+and ends with 1.
+
+Models, homes and the loop are those of this checkout's parity tests (tests/zoo.py, tests/homes.py and
+tests/parity.py), which put pages in their homes by budgets alone. No budget has a CPU's updates run on the
+device, so cases called "device updates" reach into the package (`infinity.twin_flow`), as the tests do. Where
+that is not to be had, such a case has no digest but the reason. Their bits may change from one commit to
+another: `--without-device-updates` leaves them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path.append(os.fspath(TESTS))
+
+import parity  # noqa: E402
+import zoo  # noqa: E402
+from homes import HOMES  # noqa: E402
+
+import infinity  # noqa: E402
+
+MODEL = "transformer"
+"""The model that trains in all ways; the others do in a few."""
+FORMATS = (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "int8"))
+"""(compute, states)."""
+DEVICE_UPDATES = "device updates"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    model: str
+    home: str
+    update: str
+    recipe: parity.Recipe
+    on_device: bool = False
+    """The device updates what rests there, as a GPU would."""
+
+    @property
+    def name(self) -> str:
+        recipe = self.recipe
+        words = [
+            *((DEVICE_UPDATES,) if self.on_device else ()),
+            self.model,
+            self.home,
+            self.update,
+            f"accumulate {recipe.accumulate}",
+            "clipped" if recipe.clip else "unclipped",
+            f"groups {recipe.groups}",
+            f"{recipe.compute} with {recipe.states} states",
+            recipe.optimizer,
+        ]
+        return ", ".join(words)
+
+    def run(self, directory: Path) -> str:
+        """Train; the digest. AssertionError where the pages are not in their home."""
+        if not self.on_device:
+            return digest(self._trained(directory))
+        from infinity import twin_flow
+
+        with (
+            mock.patch.object(twin_flow, "has_kernels", lambda device: True),
+            mock.patch.object(twin_flow, "_DISK_AGAINST_LINK", 0),
+        ):
+            return digest(self._trained(directory))
+
+    def _trained(self, directory: Path) -> parity.Run:
+        return parity.paged(zoo.entry(self.model), self.recipe, self.home, directory, update=self.update)
+
+
+def cases(steps: int) -> Iterator[Case]:
+    """All of them."""
+    ways = itertools.product(HOMES, ("lazy", "eager"), (1, 4), (None, 0.1), (1, 2), FORMATS)
+    for home, update, accumulate, clip, groups, (compute, states) in ways:
+        if update == "eager" and clip is not None:
+            continue  # clipping needs all gradients before the first update
+        recipe = parity.Recipe(
+            accumulate=accumulate, clip=clip, groups=groups, compute=compute, states=states, steps=steps
+        )
+        yield Case(MODEL, home, update, recipe)
+    for home in HOMES:
+        for optimizer in parity.OPTIMIZERS:
+            recipe = parity.Recipe(groups=2, optimizer=optimizer, steps=steps, decay_rate=True)
+            if optimizer != "adamw":
+                yield Case(MODEL, home, "lazy", recipe)
+        yield Case(MODEL, home, "lazy", parity.Recipe(compute="fp16", clip=0.1, steps=steps))
+        for entry, compute in itertools.product(zoo.ENTRIES, ("fp32", "bf16")):
+            if entry.name != MODEL:
+                recipe = parity.Recipe(accumulate=4, clip=0.1, groups=2, compute=compute, steps=steps)
+                yield Case(entry.name, home, "lazy", recipe)
+    for entry, home in itertools.product(zoo.ENTRIES, ("nvme", "mixed")):
+        if entry.name != MODEL:
+            yield Case(entry.name, home, "eager", parity.Recipe(compute="bf16", steps=steps))
+    for update, accumulate, (compute, states) in itertools.product(("lazy", "eager"), (1, 4), FORMATS):
+        recipe = parity.Recipe(accumulate=accumulate, compute=compute, states=states, steps=steps)
+        yield Case(MODEL, "device", update, recipe, on_device=True)
+        if update == "lazy":
+            yield Case("channels_last", "device", update, recipe, on_device=True)
+
+
+def digest(run: parity.Run) -> str:
+    """SHA-256, in hexadecimal digits, of a run's losses, and of its parameters and states at the end."""
+    found = hashlib.sha256()
+    _add(found, [run.losses, run.parameters[-1], run.optimizer["state"]])
+    return found.hexdigest()
+
+
+def _add(to: Any, value: Any) -> None:
+    """What a nest of dicts and lists holds, in an order that only its content gives."""
+    if isinstance(value, torch.Tensor):
+        to.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        to.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            to.update(f"{{{key}: ".encode())
+            _add(to, value[key])
+    elif isinstance(value, (list, tuple)):
+        to.update(f"[{len(value)}".encode())
+        for each in value:
+            _add(to, each)
+    else:
+        to.update(f"{value!r}, ".encode())  # floats exactly
+
+
+def train(chosen: list[Case], parent: Path) -> dict[str, str]:
+    """The digest of every case by its name, or why there is none."""
+    torch.set_num_threads(1)  # the models are tiny
+    found = {}
+    for number, case in enumerate(chosen, start=1):
+        with tempfile.TemporaryDirectory(prefix="infinity-bits-", dir=parent) as directory:
+            try:
+                found[case.name] = case.run(Path(directory))
+            except (ImportError, AttributeError) as error:
+                if not case.on_device:
+                    raise
+                found[case.name] = f"none: {error}"
+        print(f"{number}/{len(chosen)} {case.name}", file=sys.stderr, flush=True)
+    return found
+
+
+def trained_with(package: Path, arguments: list[str]) -> dict[str, str]:
+    """What this script finds with the package in that directory. Raises SystemExit where it does not."""
+    environment = os.environ | {"PYTHONPATH": os.fspath(package)}
+    look = [sys.executable, "-c", "import infinity; print(infinity.__file__)"]
+    where = subprocess.run(look, env=environment, cwd=package, capture_output=True, text=True, check=False)
+    if where.returncode != 0 or not Path(where.stdout.strip()).is_relative_to(package):
+        said = where.stderr.strip().rpartition("\n")[2] or f"it is {where.stdout.strip()} that is imported"
+        raise SystemExit(f"{package} has no package infinity that works: {said}")
+    command = [sys.executable, os.fspath(Path(__file__).resolve()), *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{package} did not finish its cases: code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(ours: dict[str, str], theirs: dict[str, str]) -> int:
+    """Print what is equal and what is not; the exit code."""
+    assert ours.keys() == theirs.keys()
+    differ = [name for name in ours if ours[name] != theirs[name]]
+    for name in differ:
+        print(f"differs: {name}")
+    print(f"{len(ours) - len(differ)} of {len(ours)} cases have the same bits")
+    return 1 if differ else 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--against", type=Path, help="a checkout of another commit, native modules built")
+    parser.add_argument("--case", nargs="+", default=["*"], help="patterns of names; an exact name is one")
+    parser.add_argument("--without-device-updates", action="store_true")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on a disk")
+    parser.add_argument("--list", action="store_true", help="names only")
+    options = parser.parse_args(argv)
+    options.cases = [
+        case
+        for case in cases(options.steps)
+        if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in options.case)
+        and not (case.on_device and options.without_device_updates)
+    ]
+    if not options.cases:
+        parser.error("no case has such a name")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    if options.list:
+        print("\n".join(case.name for case in options.cases))
+        return 0
+    ours = train(options.cases, options.directory)
+    if options.against is None:
+        print(json.dumps(ours))
+        return 0
+    arguments = ["--steps", str(options.steps), "--directory", os.fspath(options.directory)]
+    arguments += ["--without-device-updates"] if options.without_device_updates else []
+    theirs = trained_with(options.against.resolve(), [*arguments, "--case", *options.case])
+    print(f"this: {Path(infinity.__file__).parents[1]}, against: {options.against.resolve()}")
+    return compare(ours, theirs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""benchmarks/bits.py trains its cases, holds them to another package's, and tells a difference."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import infinity
+from infinity import device_update
+
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bits.py"
+TWO = (
+    "tied, nvme, eager, accumulate 1, unclipped, groups 1, bf16 with fp32 states, adamw",
+    "custom, host, lazy, accumulate 4, clipped, groups 2, fp32 with fp32 states, adamw",
+)
+
+
+@pytest.fixture
+def bits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(os.fspath(BENCHMARK.parent))
+    return importlib.import_module("bits")
+
+
+def checkout(directory: Path, more: str = "") -> Path:
+    """A directory with this package under links, and something more in it."""
+    package, ours = directory / "infinity", Path(infinity.__file__).parent
+    package.mkdir(parents=True)
+    for each in ours.iterdir():
+        if each.name not in ("__init__.py", "__pycache__"):
+            (package / each.name).symlink_to(each)
+    (package / "__init__.py").write_text((ours / "__init__.py").read_text() + more)
+    return directory
+
+
+def run(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARK), "--steps", "2", "--directory", str(tmp_path), *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+
+
+EDIT = """
+_offload = offload
+
+
+def offload(model, *arguments, **options):
+    for name, parameter in model.named_parameters():
+        if "embedding" in name:
+            parameter.data.view(-1)[0] += 2.0**-6
+    return _offload(model, *arguments, **options)
+"""
+
+
+def test_the_same_package_has_the_same_bits(tmp_path: Path) -> None:
+    other = checkout(tmp_path / "other")
+    done = run(tmp_path, "--against", other, "--case", *TWO)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 cases have the same bits"
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_another_bit_is_told_by_the_case_that_has_it(tmp_path: Path) -> None:
+    done = run(tmp_path, "--against", checkout(tmp_path / "other", EDIT), "--case", *TWO)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-2:] == [f"differs: {TWO[0]}", "1 of 2 cases have the same bits"]
+
+
+def test_a_directory_without_the_package(tmp_path: Path) -> None:
+    done = run(tmp_path, "--against", tmp_path, "--case", TWO[1])
+    assert done.returncode == 1
+    assert "has no package infinity that works" in done.stderr
+
+
+def test_cases_are_told_apart_and_have_every_home(bits: ModuleType) -> None:
+    names = [each.name for each in bits.cases(20)]
+    assert len(set(names)) == len(names)
+    assert set(TWO) < set(names)
+    every = {(each.home, each.update) for each in bits.cases(20)}
+    assert every == {(home, update) for home in bits.HOMES for update in ("lazy", "eager")}
+
+
+def test_digests_are_of_what_the_case_says(
+    bits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same wherever pages rest, and others with another format. The device updates where it should."""
+    updated: list[int] = []
+    update = device_update.update
+
+    def counted(*arguments: object) -> None:
+        updated.append(1)
+        update(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(device_update, "update", counted)
+
+    def found(*names: str) -> list[str]:
+        assert bits.main(["--steps", "2", "--directory", str(tmp_path), "--case", *names]) == 0
+        digests = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return [digests[name] for name in names]
+
+    rest = "lazy, accumulate 1, unclipped, groups 1, bf16 with {} states, adamw"
+    cases = [
+        f"transformer, {home}, " + rest.format(states)
+        for home, states in (("nvme", "fp32"), ("unified", "fp32"), ("nvme", "int8"))
+    ]
+    one, same, other = found(*cases)
+    assert one == same != other
+    assert not updated
+    found("device updates, transformer, device, " + rest.format("fp32"))
+    assert updated
+
+
+def test_no_such_case(bits: ModuleType) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bits.parse(["--case", "nobody"])
+    assert ended.value.code == 2
