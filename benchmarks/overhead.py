@@ -130,6 +130,9 @@ class Calls:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
+        """Inside, garbage is collected by those alone who ask: at any time it would call what it finds."""
+        gc.collect()
+        gc.disable()
         threading.setprofile(self._event)
         sys.setprofile(self._event)
         try:
@@ -137,6 +140,7 @@ class Calls:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
+            gc.enable()
 
     def of(self, action: Callable[[], Any]) -> tuple[int, int]:
         """(Python functions, C functions) that are called meanwhile, `action` itself among them."""
@@ -240,13 +244,10 @@ def measure(
     """Median calls of a step beyond the model's own, of every layout."""
     found = []
     for layout in layouts:
-        gc.collect()
-        gc.disable()  # which would call what is collected, at any time
         calls = Calls()
         with calls.installed():
             plain = plain_calls(layout, calls)
             counted = step_calls(layout, calls, home=home, update=update, directory=directory, steps=steps)
-        gc.enable()
         each = [(python - plain[0], c - plain[1]) for python, c in counted]
         sums = [sum(one) for one in each]
         row = {
