@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import infinity
-from infinity.tiers.driver import Driver, Stream
+from infinity.tiers import link
+from infinity.tiers.driver import Driver, Event, Stream
+from infinity.tiers.link import CopyStreams, Order
 
 LIBRARY = Path(infinity.__file__).with_name("libinfinity_test_driver.so")
 
@@ -29,9 +34,10 @@ def _library() -> ctypes.CDLL:
     library.infinity_test_violations.restype = ctypes.c_size_t
     library.infinity_test_name.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     library.infinity_test_separate_threads.argtypes = [ctypes.c_int]
+    library.infinity_test_blind.argtypes = [ctypes.c_int]
     library.infinity_test_release.argtypes = [ctypes.c_uint64]
     library.infinity_test_acquire.argtypes = [ctypes.c_uint64]
-    for name in ("reset", "hold", "fail", "name", "separate_threads", "release", "acquire"):
+    for name in ("reset", "hold", "fail", "name", "separate_threads", "blind", "release", "acquire"):
         getattr(library, f"infinity_test_{name}").restype = None
     return library
 
@@ -45,6 +51,16 @@ class EmulatedDevice:
     def __init__(self, seed: int = 0, *, threads: bool = False) -> None:
         self.driver = Driver.load(str(LIBRARY))
         self.reset(seed, threads=threads)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[EmulatedDevice]:
+        """Runtimes opened inside, on the CPU with a device budget of its own, take it for their device.
+
+        Asserts at the end that nothing was unordered.
+        """
+        with link.emulated(self.driver, self.compute):
+            yield self
+        assert self.violations == []
 
     @property
     def compute(self) -> Stream:
@@ -84,6 +100,31 @@ class EmulatedDevice:
 
     def acquire(self, key: int) -> None:
         _library().infinity_test_acquire(key)
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Waits inside happen, and the checker does not see them: as if they were missing, without harm."""
+        _library().infinity_test_blind(True)
+        try:
+            yield
+        finally:
+            _library().infinity_test_blind(False)
+
+    @contextlib.contextmanager
+    def without(self, order: Order) -> Iterator[None]:
+        """Links inside have no wait of this order, for the checker."""
+        wait, ask = CopyStreams._wait, CopyStreams._ask
+
+        def waits(self_: CopyStreams, which: Order, event: Event, waiter: Stream | None) -> None:
+            with self.unseen() if which is order else contextlib.nullcontext():
+                wait(self_, which, event, waiter)
+
+        def asks(self_: CopyStreams, which: Order, event: Event) -> bool:
+            with self.unseen() if which is order else contextlib.nullcontext():
+                return ask(self_, which, event)
+
+        with mock.patch.object(CopyStreams, "_wait", waits), mock.patch.object(CopyStreams, "_ask", asks):
+            yield
 
     @property
     def violations(self) -> list[str]:

@@ -82,7 +82,7 @@ bool Machine::done(Stream& stream) {
         if (pace_ == Pace::stepped) step();
         return false;
     }
-    checker_.follow(host(), checker_.clock(stream.actor));
+    follow(host(), checker_.clock(stream.actor));
     return true;
 }
 
@@ -117,7 +117,7 @@ void Machine::record(Stream& stream, const std::shared_ptr<Event>& event) {
 void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& event) {
     if (event->recorded == 0) return;  // as CUDA has it
     queued_by_host(stream);
-    checker_.follow(stream.actor, event->clock);
+    follow(stream.actor, event->clock);
     const std::uint64_t generation = event->recorded;
     if (stream.is_inline) {
         until(lock, [&] { return event->completed >= generation; });
@@ -133,7 +133,7 @@ bool Machine::query(const std::shared_ptr<Event>& event) {
         return false;
     }
     if (calls_ < event->shown_at) return false;
-    checker_.follow(host(), event->clock);
+    follow(host(), event->clock);
     return true;
 }
 
@@ -164,6 +164,7 @@ void Machine::reset(Lock& lock, std::uint64_t seed, Pace pace) {
     handed_over_.clear();
     checker_.clear();
     separate_threads_ = false;
+    blind_ = false;
     random_.seed(seed);
     pace_ = pace;
     eagerness_ = static_cast<unsigned>(draw(4));

@@ -103,6 +103,7 @@ class Machine {
     void fail(std::string call, int nth, int code);
     void name(Stream& stream, std::string name) { checker_.rename(stream.actor, std::move(name)); }
     void separate_threads(bool separate) { separate_threads_ = separate; }
+    void blind(bool blind) { blind_ = blind; }
     void release(std::uint64_t key);
     void acquire(std::uint64_t key);
     std::uint64_t count(const std::string& call) const;
@@ -111,6 +112,10 @@ class Machine {
 
   private:
     Checker::Actor host();
+    // What a wait or an answer makes known.
+    void follow(Checker::Actor actor, const Clock& clock) {
+        if (!blind_) checker_.follow(actor, clock);
+    }
     // The host's order, then one thing more of both.
     void queued_by_host(Stream& stream);
     bool ready(const Stream& stream) const;
@@ -131,6 +136,7 @@ class Machine {
     std::uint64_t calls_ = 0;
     Checker checker_;
     bool separate_threads_ = false;
+    bool blind_ = false;  // waits and answers make no order
     std::map<std::thread::id, Checker::Actor> hosts_;
     std::map<std::uint64_t, Clock> handed_over_;
     std::vector<std::unique_ptr<Stream>> streams_;  // in the order in which they were made
