@@ -299,6 +299,16 @@ class Store:
         self.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes, transfer)
         return transfer
 
+    def brought_down(self, memory: torch.Tensor) -> torch.Tensor:
+        """What compute has left in contiguous memory of the device, where the CPU can use it: as it is, or
+        copied into ordinary RAM."""
+        if self.link.direct:
+            return memory
+        self.link.uses(User.COMPUTE, memory, writes=True, label="edit")
+        here = torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
+        self.copy_down(here, memory).wait()
+        return here
+
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
         """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""
         data = source.view(torch.uint8)
