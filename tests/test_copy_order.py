@@ -164,8 +164,8 @@ def drawn(seed: int) -> tuple[int, Place]:
     return seed // SEEDS_OF_A_PROGRAM, places[seed % len(places)]
 
 
-def check(seed: int) -> None:
-    device = EmulatedDevice(seed)
+def check(seed: int, *, threads: bool = False) -> None:
+    device = EmulatedDevice(seed, threads=threads)
     with device.in_use():
         found = trained(*drawn(seed))
     assert device.count("cuMemcpyAsync") > 10
@@ -176,6 +176,11 @@ def check(seed: int) -> None:
 def test_random_training_is_ordered_and_has_every_bit(first: int) -> None:
     for seed in range(first, first + 12):
         check(seed)
+
+
+@pytest.mark.parametrize("seed", range(0, 24, 3))
+def test_streams_that_are_threads_change_nothing(seed: int) -> None:
+    check(seed, threads=True)
 
 
 @pytest.mark.slow

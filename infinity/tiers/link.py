@@ -20,15 +20,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from infinity.tiers.anchor import Anchor, EventTiming
 from infinity.tiers.driver import Driver, Event, Stream, cuda_driver
-
-_ANCHORED_NS = 10_000_000_000
-"""CUDA measures from event to event in float32 milliseconds: after ten seconds still to a microsecond."""
 
 _PIECE = 64 << 20
 """Bytes of a copy up at the most, so that an urgent one passes a page of 1 GiB: 1.3 ms at 50 GB/s, in which
@@ -205,34 +202,6 @@ def _copied(into: torch.Tensor, source: torch.Tensor) -> Arrived:
     return Arrived(began, time.perf_counter_ns())
 
 
-class _Anchor:
-    """A moment that is known in the host's time and in the device's."""
-
-    def __init__(self, idle: Stream) -> None:
-        """idle: a stream with nothing on it, so that the event happens when it is recorded."""
-        self._event = idle.record(timing=True)
-        self._event.synchronize()
-        self.at = time.perf_counter_ns()
-
-    def time_of(self, event: Event) -> int:
-        """When an event happened that was recorded later, in nanoseconds of time.perf_counter_ns()."""
-        return self.at + round(event.milliseconds_since(self._event) * 1e6)
-
-
-@dataclass(frozen=True)
-class EventTiming:
-    """The events around a copy, as the stream came to them."""
-
-    anchor: _Anchor
-    began: Event
-    ended: Event
-
-    def times(self) -> tuple[int, int] | None:
-        if not self.ended.done():
-            return None
-        return self.anchor.time_of(self.began), self.anchor.time_of(self.ended)
-
-
 class EventTransfer:
     """A copy on a stream: done when its event is. Keeps both ends alive until then."""
 
@@ -276,7 +245,7 @@ class CopyStreams:
         hand it out again if nobody kept it."""
         self._idle: Stream | None = None
         """For anchors, while copies are timed."""
-        self._anchor: _Anchor | None = None
+        self._anchor: Anchor | None = None
         self._let_copies_up_wait(Order.OPENING)
 
     @property
@@ -379,12 +348,12 @@ class CopyStreams:
             return EventTransfer(self, event, into, source)
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
-    def _anchor_now(self) -> _Anchor | None:
+    def _anchor_now(self) -> Anchor | None:
         """A recent one, where copies are timed."""
         if self._idle is None:
             return None
-        if self._anchor is None or time.perf_counter_ns() - self._anchor.at > _ANCHORED_NS:
-            self._anchor = _Anchor(self._idle)
+        if self._anchor is None or self._anchor.old:
+            self._anchor = Anchor(self._idle)
         return self._anchor
 
 
