@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -27,6 +28,7 @@ from homes import budget_for
 from torch import nn
 
 import infinity
+from infinity import twin_flow
 from infinity.page import Presence
 from infinity.tiers.link import Order
 
@@ -72,6 +74,8 @@ class Step:
 class Place:
     home: str
     update: str
+    kernels: bool = False
+    """Whether the device updates what rests on it."""
 
 
 def program_of(number: int, update: str) -> list[Step]:
@@ -108,7 +112,8 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def budget_of(home: str) -> Any:
+def budget_of(home: str, kernels: bool = False) -> Any:
+    """kernels: whether `twin_flow.has_kernels` says so."""
     model = Blocks()
     found = budget_for(home, model, adamw(model), Path(folder().name), infinity.Precision(compute="fp32"))
     if home == "host":  # room for more than one page to be resident
@@ -121,15 +126,19 @@ def trained(number: int, place: Place) -> dict[str, Any]:
     model = Blocks()
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
-    with infinity.offload(
-        model,
-        adamw(model),
-        budget=budget_of(place.home),
-        precision=infinity.Precision(compute="fp32"),
-        device="cpu",
-        update=place.update,
-        accumulation=1 if place.update == "eager" else None,
-    ) as runtime:
+    with (
+        mock.patch.object(twin_flow, "has_kernels", lambda device: place.kernels),
+        infinity.offload(
+            model,
+            adamw(model),
+            budget=budget_of(place.home, place.kernels),
+            precision=infinity.Precision(compute="fp32"),
+            device="cpu",
+            update=place.update,
+            accumulation=1 if place.update == "eager" else None,
+        ) as runtime,
+    ):
+        assert bool(runtime.plan.updated_on_device) == place.kernels
         for step in program_of(number, place.update):
             for order in step.orders:
                 loss = model(inputs, order)
@@ -165,17 +174,27 @@ def drawn(seed: int) -> tuple[int, Place]:
 
 
 def check(seed: int, *, threads: bool = False) -> None:
+    check_at(seed, *drawn(seed), threads=threads)
+
+
+def check_at(seed: int, number: int, place: Place, *, threads: bool = False) -> None:
     device = EmulatedDevice(seed, threads=threads)
     with device.in_use():
-        found = trained(*drawn(seed))
+        found = trained(number, place)
     assert device.count("cuMemcpyAsync") > 10
-    assert parity.differences(found, without_streams(*drawn(seed))) == []
+    assert parity.differences(found, without_streams(number, place)) == []
 
 
 @pytest.mark.parametrize("first", range(0, 60, 12))
 def test_random_training_is_ordered_and_has_every_bit(first: int) -> None:
     for seed in range(first, first + 12):
         check(seed)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_on_the_device_are_ordered_too(update: str) -> None:
+    for seed in range(6):
+        check_at(seed, seed // 2, Place("device", update, kernels=True))
 
 
 @pytest.mark.parametrize("seed", range(0, 24, 3))
