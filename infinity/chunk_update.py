@@ -226,8 +226,7 @@ def update_on_device(due: Due, states: States, space: Workspace, link: DeviceLin
     gradient = due.gradients.home.view(due.gradients.offset(due.number), nbytes)
     content = due.state.home.view(due.state.offset(due.number), due.state_bytes)
     link.uses(User.COMPUTE, gradient, writes=False, label="update")
-    link.uses(User.COMPUTE, parameter, writes=True, label="update")
-    link.uses(User.COMPUTE, content, writes=True, label="update")
+    link.uses(User.COMPUTE, parameter, content, writes=True, label="update")
     at_home = ChunkUpdate(due, parameter, due.gradients.typed(due.number, gradient), content, [])
     device_update.update(at_home.work(states), space)
 

@@ -242,9 +242,10 @@ class Store:
             home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
             self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
-            self.link.uses(User.HOST, home.view(offset, into.nbytes), writes=False, label="copied from home")
+            there = home.view(offset, into.nbytes)
+            self.link.uses(User.HOST, there, writes=False, label="copied from home")
             self.link.uses(User.HOST, into, writes=True, label="copied from home")
-            into.copy_(home.view(offset, into.nbytes))
+            into.copy_(there)
             transfer = ARRIVED
         else:
             transfer = self.copy_down(into, home.view(offset, into.nbytes))
@@ -272,8 +273,9 @@ class Store:
             self._writes.append((home, flight))
             self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
         elif home.in_place:
-            self.link.uses(User.HOST, home.view(offset, source.nbytes), writes=True, label="written home")
-            home.view(offset, source.nbytes).copy_(source)
+            there = home.view(offset, source.nbytes)
+            self.link.uses(User.HOST, there, writes=True, label="written home")
+            there.copy_(source)
             transfer = ARRIVED
         else:
             if home.computed:

@@ -334,8 +334,7 @@ class Updater:
     def _submit(self, running: ChunkUpdate) -> None:
         link = self._store.link
         link.uses(User.HOST, running.gradient, writes=False, label="update")
-        link.uses(User.HOST, running.parameter, writes=True, label="update")
-        link.uses(User.HOST, running.states, writes=True, label="update")
+        link.uses(User.HOST, running.parameter, running.states, writes=True, label="update")
         running.submit(self._states, self._threads, awaited=self._shares_cpu)
         assert running.ticket is not None
         self._store.meter.submitted(running.ticket, sum(each.count for each in running.due.segments))

@@ -146,7 +146,7 @@ class DeviceLink(Protocol):
     def drain(self) -> None:
         """Wait until no copy is under way, and `follow_compute`."""
 
-    def uses(self, user: User, memory: torch.Tensor, *, writes: bool, label: str = "") -> None:
+    def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
         """Tell a checker that `user`'s next work uses these contiguous bytes. Nothing on a real device."""
 
     def timed(self) -> AbstractContextManager[None]:
@@ -184,7 +184,7 @@ class CpuLink:
     def drain(self) -> None:
         return None
 
-    def uses(self, user: User, memory: torch.Tensor, *, writes: bool, label: str = "") -> None:
+    def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
         return None
 
     @contextmanager
@@ -290,13 +290,12 @@ class CopyStreams:
         self._wait_for_copies(Order.DRAIN)
         self.follow_compute()
 
-    def uses(self, user: User, memory: torch.Tensor, *, writes: bool, label: str = "") -> None:
+    def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
         if not self._driver.checked:
             return
-        if user is User.COMPUTE:
-            self._compute().touched(memory.data_ptr(), memory.nbytes, writes=writes, label=label)
-        else:
-            self._driver.touched_by_host(memory.data_ptr(), memory.nbytes, writes=writes, label=label)
+        touched = self._compute().touched if user is User.COMPUTE else self._driver.touched_by_host
+        for each in memory:
+            touched(each.data_ptr(), each.nbytes, writes=writes, label=label)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
