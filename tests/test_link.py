@@ -147,7 +147,10 @@ def test_a_copy_without_a_mark_waits_for_all_that_compute_has_queued(
 
 
 @pytest.mark.parametrize("last_return", [1, 2, 3])
-def test_a_copy_waits_for_the_mark_of_its_bytes_and_no_longer(machine: Machine, last_return: int) -> None:
+@pytest.mark.parametrize("marked_again", [False, True])
+def test_a_copy_waits_for_the_mark_of_its_bytes_and_no_longer(
+    machine: Machine, last_return: int, marked_again: bool
+) -> None:
     link = machine.link()
     memory, host = machine.memory(OLD), machine.memory(PAGE)
     seen = machine.kernel_reads(memory)
@@ -155,8 +158,9 @@ def test_a_copy_waits_for_the_mark_of_its_bytes_and_no_longer(machine: Machine, 
     machine.run()
     machine.never_ends()
     machine.kernel_writes(machine.memory(OLD), 5)
-    link.mark(4)
-    link.to_device(memory, host, last_return).wait()
+    if marked_again:
+        link.mark(4)
+    assert machine.tried(link.to_device(memory, host, last_return))
     assert is_all(seen, OLD) and is_all(memory, PAGE)
     assert machine.device.violations == []
     machine.run()
