@@ -221,6 +221,25 @@ def test_a_seed_gives_the_same_order_again_and_another_another() -> None:
     assert len({str(order) for order in orders}) >= 5
 
 
+def test_an_event_that_is_used_again_is_another_moment(bench: Bench) -> None:
+    """As the driver's are, which go back while streams still wait for what they were."""
+    bench.device.hold(bench.first)
+    bench.write(bench.first)
+    event = bench.first.record()
+    bench.second.wait(event)
+    del event  # the next one takes its place
+    again = bench.device.driver.stream().record()
+    again.synchronize()
+    bench.read(bench.second)
+    assert bench.device.count("cuEventCreate") <= 1
+    assert not any(bench.second.done() for _ in range(100))
+    bench.device.let_go(bench.first)
+    bench.second.synchronize()
+    again.synchronize()
+    assert torch.equal(bench.others[2], bench.others[1])
+    assert bench.device.violations == []
+
+
 def test_threads_of_the_host_are_one_unless_they_are_separate(bench: Bench) -> None:
     def wait_and_use(key: int | None) -> None:
         event.synchronize()

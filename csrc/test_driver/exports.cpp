@@ -195,9 +195,10 @@ EXPORT int cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
         const auto from = machine().find(start);
         const auto to = machine().find(end);
         if (!from || !to || !from->timing || !to->timing) return kInvalidHandle;
-        if (from->recorded == 0 || to->recorded == 0) return kInvalidHandle;
+        if (from->last == nullptr || to->last == nullptr) return kInvalidHandle;
         if (!from->done() || !to->done()) return kNotReady;
-        *milliseconds = std::chrono::duration<float, std::milli>(to->at - from->at).count();
+        *milliseconds =
+            std::chrono::duration<float, std::milli>(to->last->at - from->last->at).count();
         return kSuccess;
     });
 }

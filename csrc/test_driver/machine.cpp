@@ -101,29 +101,28 @@ Event* Machine::make_event(bool timing) {
 
 void Machine::record(Stream& stream, const std::shared_ptr<Event>& event) {
     queued_by_host(stream);
-    event->clock = checker_.clock(stream.actor);
-    ++event->recorded;
-    Work work{Work::Kind::record, nullptr, event, event->recorded};
+    event->last = std::make_shared<Moment>();
+    event->last->clock = checker_.clock(stream.actor);
+    Work work{Work::Kind::record, nullptr, event->last};
     if (stream.is_inline) {
-        event->shown_at = calls_ + draw(lateness_ + 1);
+        event->last->shown_at = calls_ + draw(lateness_ + 1);
         complete(work);
         return;
     }
-    event->shown_at = 0;
     stream.queue.push_back(std::move(work));
     changed_.notify_all();
 }
 
 void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& event) {
-    if (event->recorded == 0) return;  // as CUDA has it
+    const std::shared_ptr<Moment> moment = event->last;
+    if (moment == nullptr) return;  // as CUDA has it
     queued_by_host(stream);
-    follow(stream.actor, event->clock);
-    const std::uint64_t generation = event->recorded;
+    follow(stream.actor, moment->clock);
     if (stream.is_inline) {
-        until(lock, [&] { return event->completed >= generation; });
+        until(lock, [&] { return moment->happened; });
         return;
     }
-    stream.queue.push_back({Work::Kind::wait, nullptr, event, generation});
+    stream.queue.push_back({Work::Kind::wait, nullptr, moment});
     changed_.notify_all();
 }
 
@@ -132,8 +131,9 @@ bool Machine::query(const std::shared_ptr<Event>& event) {
         if (pace_ == Pace::stepped) step();  // or whoever asks again and again would never hear it
         return false;
     }
-    if (calls_ < event->shown_at) return false;
-    follow(host(), event->clock);
+    if (event->last == nullptr) return true;
+    if (calls_ < event->last->shown_at) return false;
+    follow(host(), event->last->clock);
     return true;
 }
 
@@ -147,7 +147,7 @@ void Machine::run(Stream& stream, const std::vector<Bytes>& uses, const std::str
         work();
         return;
     }
-    stream.queue.push_back({Work::Kind::run, std::move(work), nullptr, 0});
+    stream.queue.push_back({Work::Kind::run, std::move(work), nullptr});
     changed_.notify_all();
 }
 
@@ -230,7 +230,7 @@ void Machine::queued_by_host(Stream& stream) {
 bool Machine::ready(const Stream& stream) const {
     if (stream.queue.empty() || stream.held || stream.busy) return false;
     const Work& next = stream.queue.front();
-    return next.kind != Work::Kind::wait || next.event->completed >= next.generation;
+    return next.kind != Work::Kind::wait || next.moment->happened;
 }
 
 bool Machine::step() {
@@ -257,8 +257,8 @@ bool Machine::step() {
 void Machine::complete(const Work& work) {
     if (work.run) work.run();
     if (work.kind == Work::Kind::record) {
-        work.event->completed = work.generation;
-        work.event->at = std::chrono::steady_clock::now();
+        work.moment->happened = true;
+        work.moment->at = std::chrono::steady_clock::now();
     }
     changed_.notify_all();
 }

@@ -34,22 +34,26 @@ namespace infinity::test_driver {
 
 enum class Pace { stepped, threads };
 
-struct Event {
-    std::uint64_t recorded = 0;   // how often it was queued
-    std::uint64_t completed = 0;  // how many of those a stream has come to
-    std::uint64_t shown_at = 0;   // inline: the call from which on `query` says so
-    Clock clock;                  // of the stream when it was last queued
-    bool timing = false;
+// One recording of an event. Who waits for it waits for it alone, though the event be recorded
+// again.
+struct Moment {
+    bool happened = false;
+    std::uint64_t shown_at = 0;  // inline: the call from which on `query` says so
+    Clock clock;                 // of the stream when it was queued
     std::chrono::steady_clock::time_point at;
-    bool done() const { return completed >= recorded; }
+};
+
+struct Event {
+    bool timing = false;
+    std::shared_ptr<Moment> last = nullptr;  // null: never recorded, which counts as happened
+    bool done() const { return last == nullptr || last->happened; }
 };
 
 struct Work {
     enum class Kind { run, wait, record };
     Kind kind = Kind::run;
     std::function<void()> run;
-    std::shared_ptr<Event> event;
-    std::uint64_t generation = 0;  // of the event
+    std::shared_ptr<Moment> moment;
 };
 
 struct Stream {
