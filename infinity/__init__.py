@@ -12,6 +12,7 @@ from infinity.config import Budget, Precision
 from infinity.errors import (
     BudgetError,
     ConfigError,
+    DeviceError,
     InfinityError,
     NonFiniteGradient,
     StorageError,
@@ -29,6 +30,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "ConfigError",
+    "DeviceError",
     "InfinityError",
     "NonFiniteGradient",
     "Plan",

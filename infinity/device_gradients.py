@@ -15,6 +15,7 @@ from infinity.device_update import sum_squares
 from infinity.gradient_page import GradientPage
 from infinity.layout import Piece
 from infinity.store import Store
+from infinity.tiers.link import User
 from infinity.workspace import Workspace
 
 
@@ -51,6 +52,7 @@ class DeviceGradients:
             for number, piece in page.layout.pieces(parameter):
                 target = _elements(page, number, piece)
                 part = fresh[piece.start : piece.start + piece.count]
+                self._store.link.uses(User.COMPUTE, target, writes=True, label="gradient")
                 if again:
                     target.add_(part)
                 else:
@@ -64,7 +66,9 @@ class DeviceGradients:
         self._measure()
         there = self._space.sums
         here = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+        self._store.link.uses(User.COMPUTE, there, writes=True, label="sums of squares")
         self._store.copy_down(here, there).wait()
+        self._store.link.uses(User.HOST, here, writes=False, label="sums of squares")
         blocks = here.numpy()
         for page, number, piece in self._pieces():
             place = self._sums[page.index, piece.parameter, piece.start]

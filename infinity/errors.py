@@ -83,6 +83,19 @@ class StorageError(InfinityError, OSError):
         return {"path": self.path, "offset": self.offset, "errno": self.errno}
 
 
+class DeviceError(InfinityError, RuntimeError):
+    """A call of the device's driver failed: `call`, its result's `code` and `name` (as cuda.h has it)."""
+
+    def __init__(self, cause: str, cure: str, *, call: str, code: int, name: str) -> None:
+        super().__init__(cause, cure)
+        self.call = call
+        self.code = code
+        self.name = name
+
+    def _keywords(self) -> dict[str, Any]:
+        return {"call": self.call, "code": self.code, "name": self.name}
+
+
 class StorageFull(StorageError):
     """The file system has no room left (ENOSPC or EDQUOT)."""
 
@@ -118,3 +131,20 @@ def storage_error(operation: str, path: str, offset: int | None, errno: int) -> 
         errno, "See the errno's manual page; another path or INFINITY_AIO=threads may avoid it."
     )
     return StorageError(cause, cure, path=path, offset=offset, errno=errno)
+
+
+_DEVICE_CURES = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "Lower the device budget, or end other processes on the device.",
+    "CUDA_ERROR_NO_DEVICE": 'Give device="cpu", or look with nvidia-smi why the driver finds no device.',
+    "CUDA_ERROR_INVALID_DEVICE": "Give the number of a device that nvidia-smi lists.",
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "Register each range of host memory once.",
+}
+
+
+def device_error(call: str, code: int, name: str, text: str) -> DeviceError:
+    """The DeviceError for a driver's `call` that ended with `code`, which cuda.h calls `name`."""
+    cause = f"The device's driver refused {call}: {text} ({name}, {code})."
+    cure = _DEVICE_CURES.get(
+        name, "Look at the kernel log (dmesg) and nvidia-smi for what the device reports, and start anew."
+    )
+    return DeviceError(cause, cure, call=call, code=code, name=name)

@@ -27,6 +27,7 @@ from infinity.memory_order import in_memory_order
 from infinity.scaling import LossScale
 from infinity.store import Store
 from infinity.telemetry import Edge
+from infinity.tiers.link import User
 
 
 class Gradients:
@@ -287,6 +288,7 @@ class Gradients:
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
     ) -> npt.NDArray[np.float64]:
         """target = fresh, or target + fresh; returns the sums of squares of its blocks."""
+        self._store.link.uses(User.HOST, target, writes=True, label="accumulated gradient")
         whole = [cpu_adam.Segment(0, target.numel())]
         if target.dtype == torch.float32:
             work = cpu_adam.Gradient(
@@ -370,11 +372,14 @@ class Gradients:
 
     def _to_host(self, fresh: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
         """`fresh` where the CPU can use it: as it is, or copied into `room` (uint8; None: a slot)."""
-        if _in_ram(fresh):
+        link = self._store.link
+        if link.direct:
             return fresh
         room = self._store.slot() if room is None else room
         staged = room[: fresh.nbytes].view(fresh.dtype)
+        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
         self._store.copy_down(staged, fresh).wait()
+        link.uses(User.HOST, staged, writes=False, label="fresh gradient")
         return staged
 
 
@@ -384,7 +389,3 @@ def _ignore_addition(unit: int) -> None:
 
 def _no_claim(unit: int, number: int) -> None:
     return None
-
-
-def _in_ram(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"

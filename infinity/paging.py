@@ -257,7 +257,9 @@ class Paging:
 
     def _take_home(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
         if memory is not page.home.memory:
-            self._store.patch(page.home, page.start(index), page.flat(index, memory).cpu())
+            self._store.patch(
+                page.home, page.start(index), self._store.brought_down(page.flat(index, memory))
+            )
         self.edited(page.index, index)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:

@@ -28,7 +28,8 @@ from infinity.errors import BudgetError, InfinityError
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
-from infinity.tiers.link import ARRIVED, Transfer, open_link
+from infinity.tiers.driver import Event
+from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User, open_link
 from infinity.workspace import Workspace
 
 _injection = threading.local()
@@ -162,7 +163,8 @@ class Store:
             cleanup.callback(self.device.close)
             if plan.device.type == "cuda":
                 cleanup.enter_context(_capped(plan.device, plan.budgets[Tier.DEVICE]))
-            self.link = open_link(plan.device)
+            self.link: DeviceLink = CpuLink() if self.device.shares_host else open_link(plan.device)
+            cleanup.callback(self.link.close)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])
             self.slots: Pool = self.host.pool("staging", plan.slots * plan.slot_bytes)
@@ -235,11 +237,15 @@ class Store:
         home.settle(offset, offset + into.nbytes, writing=False)
         if home.extent is not None:
             assert self.nvme is not None
+            self.link.uses(User.HOST, into, writes=True, label="read")
             transfer: Transfer = self.nvme.read(home.extent, into, offset=offset)
             home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
             self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
-            into.copy_(home.view(offset, into.nbytes))
+            there = home.view(offset, into.nbytes)
+            self.link.uses(User.HOST, there, writes=False, label="copied from home")
+            self.link.uses(User.HOST, into, writes=True, label="copied from home")
+            into.copy_(there)
             transfer = ARRIVED
         else:
             transfer = self.copy_down(into, home.view(offset, into.nbytes))
@@ -258,6 +264,7 @@ class Store:
         of it then.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
+        self.link.uses(User.HOST, source, writes=False, label="written home")
         if home.extent is not None:
             assert self.nvme is not None
             transfer: Transfer = self.nvme.write(home.extent, source, offset=offset)
@@ -266,7 +273,9 @@ class Store:
             self._writes.append((home, flight))
             self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
         elif home.in_place:
-            home.view(offset, source.nbytes).copy_(source)
+            there = home.view(offset, source.nbytes)
+            self.link.uses(User.HOST, there, writes=True, label="written home")
+            there.copy_(source)
             transfer = ARRIVED
         else:
             if home.computed:
@@ -275,19 +284,32 @@ class Store:
             transfer.wait()  # or `source`, a slot, would return with the copy under way
         return transfer
 
-    def copy_up(self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0) -> Transfer:
+    def copy_up(
+        self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
+    ) -> Transfer:
         """Copy host bytes up. last_return: of the lease over `into`; see infinity/tiers/link.py."""
         with self.meter.stalling(Edge.HOST_TO_DEVICE, Wait.COPY):
-            transfer = self.link.to_device(into, source, last_return)
+            transfer = self.link.to_device(into, source, last_return, lane)
         self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes, transfer)
         return transfer
 
-    def copy_down(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """Copy device bytes to the host, as compute will have left them."""
+    def copy_down(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
+        """Copy device bytes to the host, as they are after an event of compute (`link.record`), or
+        without one as compute will have left them."""
         with self.meter.stalling(Edge.DEVICE_TO_HOST, Wait.COPY):
-            transfer = self.link.to_host(into, source)
+            transfer = self.link.to_host(into, source, after)
         self.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes, transfer)
         return transfer
+
+    def brought_down(self, memory: torch.Tensor) -> torch.Tensor:
+        """What compute has left in contiguous memory of the device, where the CPU can use it: as it is, or
+        copied into ordinary RAM."""
+        if self.link.direct:
+            return memory
+        self.link.uses(User.COMPUTE, memory, writes=True, label="edit")
+        here = torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
+        self.copy_down(here, memory).wait()
+        return here
 
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
         """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""

@@ -30,6 +30,7 @@ from infinity.read_ahead import ReadAhead, StatesAhead
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.telemetry import Edge
+from infinity.tiers.link import User
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
 """The live param group of (unit, parameter), or None where the optimizer does not have it."""
@@ -260,7 +261,7 @@ class Updater:
         assert self._store.workspace is not None
         started = time.perf_counter()
         for each in due:
-            update_on_device(each, self._states, self._store.workspace)
+            update_on_device(each, self._states, self._store.workspace, self._store.link)
         self._store.meter.updating(time.perf_counter() - started)
 
     def _count(self, page: ParameterPage, state: StatePage, updated: list[int], group_of: GroupOf) -> None:
@@ -331,6 +332,9 @@ class Updater:
         self._submit(running)
 
     def _submit(self, running: ChunkUpdate) -> None:
+        link = self._store.link
+        link.uses(User.HOST, running.gradient, writes=False, label="update")
+        link.uses(User.HOST, running.parameter, running.states, writes=True, label="update")
         running.submit(self._states, self._threads, awaited=self._shares_cpu)
         assert running.ticket is not None
         self._store.meter.submitted(running.ticket, sum(each.count for each in running.due.segments))

@@ -7,11 +7,13 @@ import pytest
 from infinity.errors import (
     BudgetError,
     ConfigError,
+    DeviceError,
     InfinityError,
     NonFiniteGradient,
     StorageError,
     StorageFull,
     UnsupportedOptimizer,
+    device_error,
     storage_error,
 )
 
@@ -25,6 +27,7 @@ ERRORS = [
     StorageError("It broke.", "Mend it.", path="/a", offset=0, errno=errno.EIO),
     storage_error("write", "/a", 8192, errno.ENOSPC),
     storage_error("open", "/a", None, errno.ENOENT),
+    device_error("cuMemcpyAsync", 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access"),
 ]
 
 
@@ -34,7 +37,7 @@ def test_errors_survive_the_way_between_processes(error: InfinityError, again) -
     twin = again(error)
     assert type(twin) is type(error)
     assert str(twin) == str(error) == f"{error.cause} {error.cure}"
-    for name in ("needed", "path", "offset", "errno", "strerror", "filename"):
+    for name in ("needed", "call", "code", "name", "path", "offset", "errno", "strerror", "filename"):
         assert getattr(twin, name, None) == getattr(error, name, None)
 
 
@@ -45,6 +48,15 @@ def test_storage_errors_are_os_errors_with_their_fields() -> None:
     assert "write /a at byte 8192" in error.cause
     assert "EIO" in error.cause
     assert "SMART" in error.cure
+
+
+def test_device_errors_say_which_call_and_what_cuda_calls_it() -> None:
+    error = device_error("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+    assert isinstance(error, DeviceError)
+    assert isinstance(error, RuntimeError)
+    assert (error.call, error.code, error.name) == ("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+    assert "cuMemHostRegister_v2: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)" in error.cause
+    assert "budget" in error.cure
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from timelines import Event, edge_rows, full_after, lines_of, load, rows_of
 from infinity import timeline
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.telemetry import Edge, Meter, Phase, Wait
-from infinity.tiers.link import Arrived, CudaLink, Timing, open_link
+from infinity.tiers.link import Arrived, CopyStreams, Timing, open_link
 from infinity.timeline import Timeline
 
 # --- what is recorded -----------------------------------------------------------------------------------
@@ -250,42 +250,42 @@ class FakeEvent:
 
     times: Iterator[float]
 
-    def __init__(self, *, enable_timing: bool = False) -> None:
-        self.timed = enable_timing
-
-    def record(self, stream: Any) -> None:
-        self.at, self.stream = next(self.times), stream
+    def __init__(self, timed: bool) -> None:
+        self.timed = timed
+        self.at = next(self.times) if timed else math.nan
 
     def synchronize(self) -> None:
         pass
 
-    def query(self) -> bool:
+    def done(self) -> bool:
         return True
 
-    def elapsed_time(self, other: FakeEvent) -> float:
-        assert self.timed and other.timed
-        return other.at - self.at
+    def milliseconds_since(self, earlier: FakeEvent) -> float:
+        assert self.timed and earlier.timed
+        return self.at - earlier.at
 
 
 class FakeStream:
-    def __init__(self, *_: object) -> None:
+    def wait(self, event: FakeEvent) -> None:
         pass
 
-    def wait_stream(self, other: object) -> None:
-        pass
+    def record(self, timing: bool = False) -> FakeEvent:
+        return FakeEvent(timing)
 
-    def record_event(self) -> FakeEvent:
-        return FakeEvent()
+    def transfer(self, into: int, source: int, nbytes: int, *, piece: int, timing: bool) -> FakeEvent:
+        return FakeEvent(timing)
+
+
+class FakeDriver:
+    def stream(self, priority: int = 0) -> FakeStream:
+        return FakeStream()
 
 
 def test_events_around_a_copy_tell_its_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.tiers.link.time", clock)
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    link = CudaLink(torch.device("cuda", 0))
+    monkeypatch.setattr("infinity.tiers.anchor.time", clock)
+    driver: Any = FakeDriver()
+    compute: Any = FakeStream()
+    link = CopyStreams(driver, lambda: compute)
     source, into = torch.ones(4), torch.zeros(4)
     assert link.to_device(into, source, 0).timing is None
     FakeEvent.times = iter([1000.0, 1000.5, 1002.0, 1003.0, 1004.0, 5000.0, 5000.25, 5000.75])

@@ -19,7 +19,7 @@ from infinity.page import ParameterPage
 from infinity.store import Store
 from infinity.telemetry import Edge
 from infinity.tiers import Lease, Tier
-from infinity.tiers.link import Transfer
+from infinity.tiers.link import Lane, Transfer
 
 
 @dataclass(slots=True)
@@ -128,5 +128,5 @@ class Arrival:
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
         into = self.residency[start : start + source.nbytes]
-        self.final = self._store.copy_up(into, source, self._last_return)
+        self.final = self._store.copy_up(into, source, self._last_return, Lane.PREFETCH)
         return self.final

@@ -22,7 +22,7 @@ from infinity.prefetch.trace import Access, AccessKind, Trace
 from infinity.store import Store
 from infinity.telemetry import Meter
 from infinity.tiers import Lease, Tier
-from infinity.tiers.link import Transfer
+from infinity.tiers.link import Transfer, User
 
 
 class Keeper(Protocol):
@@ -129,6 +129,7 @@ class Engine:
             with self.meter.faulting():
                 self.land(unit)
             self.updates.complete(unit)
+            self._note_use(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
         """Make all `units` PRESENT together, and keep them so until `let_go`. Raises as `demand`."""
@@ -250,8 +251,15 @@ class Engine:
         elif page.presence is Presence.PRESENT:
             self.updates.release(unit)
             self.keeper.write_back(page)
+            self._note_use(unit)
             self._resident.pop(unit, None)
             page.leave()
+
+    def _note_use(self, unit: int) -> None:
+        """Tell a checker that compute reads a page now: from its demand on, and up to when it leaves."""
+        residency = self.pages[unit].residency
+        if residency is not None:
+            self.store.link.uses(User.COMPUTE, residency, writes=False, label="page")
 
     def _upcoming(self, units: Sequence[int]) -> Iterator[int]:
         yield from units

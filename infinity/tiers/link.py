@@ -1,32 +1,74 @@
 """The link between host RAM and a device of its own memory: copies both ways, and who must wait for whom.
 
 [Note: streams and leases]
-Three queues work beside each other on a CUDA device: compute (the stream current where the trainer calls),
-copies up, copies down. Each order that matters is made by an event, never by a pause of the host:
+Queues work beside each other on a device: compute (the stream current where the trainer calls), two of
+copies up (see `Lane`), one of copies down. Each order that matters is made by an event and is a member of
+`Order`, which says why: `CopyStreams._wait` and `_ask` are the only places where anybody waits or looks
+whether he has to. What runs on compute, and what the host does with the bytes, is told by `uses`, so that
+a driver with a checker finds any two uses that no event orders (tests/test_copy_order.py).
 
-- the first copies up after all that compute had queued when the link was opened: torch's allocator hands out
-  memory that kernels of the same stream may still use.
-- compute after a copy up: `fence` makes the current stream wait for the copy's event.
-- a copy up into bytes that kernels may still read: a lease knows the pool's count of returns when any of
-  its bytes last came back (`Lease.last_return`); `mark` records an event on compute together with that
-  count, so the copy waits for the first mark made at or after it, and not for all that compute has queued.
-- a copy down of what kernels wrote: it waits for the event of compute's queue as it was when asked for.
-- host memory that a copy reads or writes: the transfer keeps it alive and is `done` when its event is.
+A lease knows the pool's count of returns when any of its bytes last came back (`Lease.last_return`). `mark`
+records an event on compute together with that count, so that a copy up waits for the first mark made at or
+after it, and not for all that compute has queued.
 """
 
 from __future__ import annotations
 
+import enum
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 
-_ANCHORED_NS = 10_000_000_000
-"""CUDA measures from event to event in float32 milliseconds: after ten seconds still to a microsecond."""
+from infinity.tiers.anchor import Anchor, EventTiming
+from infinity.tiers.driver import Driver, Event, Stream, cuda_driver
+
+_PIECE = 64 << 20
+"""Bytes of a copy up at the most, so that an urgent one passes a page of 1 GiB: 1.3 ms at 50 GB/s, in which
+launching the next piece (some 2 us) costs nothing."""
+
+
+class Order(enum.Enum):
+    """Every order between queues that something relies on. Each has a test that removes it."""
+
+    OPENING = "opening"
+    """The first copies up come after all that compute had queued when the link was opened: torch's allocator
+    hands out memory that kernels of the same stream may still use."""
+    ARRIVAL = "arrival"
+    """Compute comes after the copy up of what it uses."""
+    LAST_USE = "last use"
+    """A copy up into bytes that were lent before comes after compute's last use of them."""
+    FOLLOWING = "following"
+    """A copy up over bytes that stay where they are, an update's outcome, comes after the kernels that are
+    queued and still use what was there."""
+    LAST_WRITER = "last writer"
+    """A copy down comes after the kernels that write what it reads."""
+    HOST_WAITS = "host waits"
+    """The host reads what came down, and reuses what went up, after the copy."""
+    HOST_ASKS = "host asks"
+    """The same, where the host has looked whether the copy is done, and done something else until then."""
+    DRAIN = "drain"
+    """What rests in RAM is updated in place after the copies up that read it, whoever waits for these."""
+
+
+class Lane(enum.Enum):
+    """The streams up."""
+
+    PREFETCH = "prefetch"
+    """Pages, long before they are used as a rule."""
+    URGENT = "urgent"
+    """What is short and awaited: outcomes of updates. It has the higher priority and passes prefetches."""
+
+
+class User(enum.Enum):
+    """Whoever uses bytes besides copies."""
+
+    COMPUTE = "compute"
+    HOST = "host"
 
 
 class Timing(Protocol):
@@ -43,7 +85,7 @@ class Transfer(Protocol):
         """Whether all bytes have arrived or failed. Never blocks."""
 
     def wait(self) -> object:
-        """Block without the GIL until done. Raises the transfer's error (StorageError)."""
+        """Block without the GIL until done. Raises the transfer's error (StorageError, DeviceError)."""
 
     @property
     def timing(self) -> Timing | None:
@@ -73,19 +115,24 @@ class Arrived:
 ARRIVED = Arrived()
 
 
-class CpuLink:
-    """Device and host are both RAM: a copy is a copy, done when it returns."""
+class DeviceLink(Protocol):
+    """Copies between host RAM and a device. Called under the runtime's lock."""
 
-    direct = True
+    direct: bool
     """Whether code on the CPU can use what is on the device."""
 
-    def to_device(self, into: torch.Tensor, source: torch.Tensor, last_return: int) -> Transfer:
-        """Copy host bytes up. `last_return`: of the lease over `into`; see the note."""
-        return _copied(into, source)
+    def to_device(
+        self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
+    ) -> Transfer:
+        """Copy host bytes up. Both contiguous, of equal bytes. `last_return`: of the lease over `into`,
+        see the note; 0 for bytes that were never lent, or where `follow_compute` covers their last use."""
 
-    def to_host(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """Copy device bytes down, as compute will have left them."""
-        return _copied(into, source)
+    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
+        """Copy device bytes down, as they are after the event (see `record`), or without one as compute will
+        have left them by all that is queued. Both contiguous, of equal bytes; `source` is kept until then."""
+
+    def record(self) -> Event | None:
+        """The moment when compute has come to what is queued now; None where it has already."""
 
     def mark(self, returns: int) -> None:
         """Note that compute has by now queued all use of bytes returned up to the pool's `returns`th."""
@@ -99,10 +146,54 @@ class CpuLink:
     def drain(self) -> None:
         """Wait until no copy is under way, and `follow_compute`."""
 
+    def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
+        """Tell a checker that `user`'s next work uses these contiguous bytes. Nothing on a real device."""
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Copies issued inside have a timing."""
+
+    def close(self) -> None:
+        """Wait until no copy is under way: the memory may go."""
+
+
+class CpuLink:
+    """Device and host are both RAM: a copy is a copy, done when it returns."""
+
+    direct = True
+
+    def to_device(
+        self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
+    ) -> Transfer:
+        return _copied(into, source)
+
+    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
+        return _copied(into, source)
+
+    def record(self) -> Event | None:
+        return None
+
+    def mark(self, returns: int) -> None:
+        return None
+
+    def fence(self, transfer: Transfer) -> None:
+        return None
+
+    def follow_compute(self) -> None:
+        return None
+
+    def drain(self) -> None:
+        return None
+
+    def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
+        return None
+
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Copies issued inside have a timing. Here all have."""
+        """All copies have a timing here."""
         yield
+
+    def close(self) -> None:
+        return None
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor) -> Arrived:
@@ -111,157 +202,201 @@ def _copied(into: torch.Tensor, source: torch.Tensor) -> Arrived:
     return Arrived(began, time.perf_counter_ns())
 
 
-class _Anchor:
-    """A moment that is known in the host's time and in the device's."""
-
-    def __init__(self, idle: torch.cuda.Stream) -> None:
-        """idle: a stream with nothing on it, so that the event happens when it is recorded."""
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(idle)
-        self._event.synchronize()
-        self.at = time.perf_counter_ns()
-
-    def time_of(self, event: torch.cuda.Event) -> int:
-        """When an event happened that was recorded later, in nanoseconds of time.perf_counter_ns()."""
-        milliseconds: float = self._event.elapsed_time(event)
-        return self.at + round(milliseconds * 1e6)
-
-
-@dataclass(frozen=True)
-class EventTiming:
-    """The events around a copy, as the stream came to them."""
-
-    anchor: _Anchor
-    began: torch.cuda.Event
-    ended: torch.cuda.Event
-
-    def times(self) -> tuple[int, int] | None:
-        if not self.ended.query():
-            return None
-        return self.anchor.time_of(self.began), self.anchor.time_of(self.ended)
-
-
 class EventTransfer:
     """A copy on a stream: done when its event is. Keeps both ends alive until then."""
 
     def __init__(
-        self, event: torch.cuda.Event, *ends: torch.Tensor, timing: EventTiming | None = None
+        self, link: CopyStreams, event: Event, *ends: torch.Tensor, timing: EventTiming | None = None
     ) -> None:
         self.event = event
         self.timing = timing
+        self._link = link
         self._ends: tuple[torch.Tensor, ...] = ends
 
     def done(self) -> bool:
-        if self._ends and self.event.query():
+        if self._ends and self._link._ask(Order.HOST_ASKS, self.event):
             self._ends = ()
         return not self._ends
 
     def wait(self) -> object:
-        self.event.synchronize()
-        self._ends = ()
+        if self._ends:
+            self._link._wait(Order.HOST_WAITS, self.event, None)
+            self._ends = ()
         return None
 
 
-class CudaLink:
-    """PCIe or NVLink: one stream up, one down, beside the trainer's."""
+class CopyStreams:
+    """PCIe or NVLink: streams for copies beside the trainer's, by a driver's calls."""
 
     direct = False
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._up = torch.cuda.Stream(device)
-        self._down = torch.cuda.Stream(device)
-        self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._idle: torch.cuda.Stream | None = None
+    def __init__(self, driver: Driver, compute: Callable[[], Stream]) -> None:
+        """compute: the stream on which the calling thread's kernels are queued."""
+        self._driver = driver
+        self._compute = compute
+        self._up = {Lane.PREFETCH: driver.stream(), Lane.URGENT: driver.stream(priority=1)}
+        self._down = driver.stream()
+        self._marks: deque[tuple[int, Event]] = deque()
+        """That compute has not come to, as far as is known."""
+        self._over = 0
+        """Bytes that came back up to this return of the pool: compute was seen to be done with them."""
+        self._under_way: deque[EventTransfer] = deque()
+        """Copies down, oldest first: torch's allocator may own what they read (a fresh gradient), and would
+        hand it out again if nobody kept it."""
+        self._idle: Stream | None = None
         """For anchors, while copies are timed."""
-        self._anchor: _Anchor | None = None
-        self._up.wait_stream(torch.cuda.current_stream(device))
+        self._anchor: Anchor | None = None
+        self._let_copies_up_wait(Order.OPENING)
 
-    def to_device(self, into: torch.Tensor, source: torch.Tensor, last_return: int) -> Transfer:
-        """Copy host bytes up. `last_return`: of the lease over `into`; see the note."""
-        with torch.cuda.device(self.device):
-            self._await_last_use(last_return)
-            return self._copy(self._up, into, source)
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """By name."""
+        return {**{f"up ({lane.value})": stream for lane, stream in self._up.items()}, "down": self._down}
 
-    def to_host(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """Copy device bytes down, as compute will have left them."""
-        with torch.cuda.device(self.device):
-            self._down.wait_stream(torch.cuda.current_stream())
-            transfer = self._copy(self._down, into, source)
-            source.record_stream(self._down)  # torch's allocator may own it (a fresh gradient)
-            return transfer
+    def to_device(
+        self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
+    ) -> Transfer:
+        stream = self._up[lane]
+        if last_return > self._over:
+            self._wait(Order.LAST_USE, self._last_use(last_return), stream)
+        return self._copy(stream, into, source, _PIECE)
+
+    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
+        self._wait(Order.LAST_WRITER, self.record() if after is None else after, self._down)
+        transfer = self._copy(self._down, into, source, 0)
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        self._under_way.append(transfer)
+        return transfer
+
+    def record(self) -> Event:
+        return self._compute().record()
 
     def mark(self, returns: int) -> None:
-        """Note that compute has by now queued all use of bytes returned up to the pool's `returns`th."""
-        if self._marks and self._marks[-1][0] == returns:
+        if returns == (self._marks[-1][0] if self._marks else self._over):
             return
-        with torch.cuda.device(self.device):
-            self._marks.append((returns, torch.cuda.current_stream().record_event()))
-        while len(self._marks) > 1 and self._marks[0][1].query():
-            # What is done orders nothing any more, but a later mark must stay to answer for its returns.
-            self._marks.popleft()
+        self._marks.append((returns, self.record()))
+        while self._marks and self._ask(Order.LAST_USE, self._marks[0][1]):
+            self._over, _ = self._marks.popleft()
 
     def fence(self, transfer: Transfer) -> None:
-        """Order compute's further work after a transfer."""
         if isinstance(transfer, EventTransfer):
-            torch.cuda.current_stream(self.device).wait_event(transfer.event)
+            self._wait(Order.ARRIVAL, transfer.event, self._compute())
 
     def follow_compute(self) -> None:
-        """Order later copies up after all that compute has queued."""
-        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        self._let_copies_up_wait(Order.FOLLOWING)
 
     def drain(self) -> None:
-        """Wait until no copy is under way, and `follow_compute`."""
-        self._up.synchronize()
-        self._down.synchronize()
+        self._wait_for_copies(Order.DRAIN)
         self.follow_compute()
+
+    def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
+        if not self._driver.checked:
+            return
+        touched = self._compute().touched if user is User.COMPUTE else self._driver.touched_by_host
+        for each in memory:
+            touched(each.data_ptr(), each.nbytes, writes=writes, label=label)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Copies issued inside have a timing: two events more each, which others are spared."""
-        self._idle = torch.cuda.Stream(self.device)
+        """Two events more for each copy, which others are spared."""
+        self._idle = self._driver.stream()
         try:
             yield
         finally:
             self._idle = self._anchor = None
 
-    def _copy(self, stream: torch.cuda.Stream, into: torch.Tensor, source: torch.Tensor) -> EventTransfer:
-        anchor = self._anchor_now()
-        began = None if anchor is None else _event_on(stream)
-        with torch.cuda.stream(stream):
-            into.copy_(source, non_blocking=True)
-        if anchor is None or began is None:
-            return EventTransfer(stream.record_event(), into, source)
-        ended = _event_on(stream)
-        return EventTransfer(ended, into, source, timing=EventTiming(anchor, began, ended))
+    def close(self) -> None:
+        self._wait_for_copies(Order.DRAIN)
+        self._under_way.clear()
+        self._marks.clear()
 
-    def _anchor_now(self) -> _Anchor | None:
+    def _wait(self, order: Order, event: Event, waiter: Stream | None) -> None:
+        """Have a stream, or the host (None), come after an event."""
+        if waiter is None:
+            event.synchronize()
+        else:
+            waiter.wait(event)
+
+    def _ask(self, order: Order, event: Event) -> bool:
+        """Whether an event has happened: what the host does next then comes after it."""
+        return event.done()
+
+    def _let_copies_up_wait(self, order: Order) -> None:
+        event = self.record()
+        for stream in self._up.values():
+            self._wait(order, event, stream)
+
+    def _wait_for_copies(self, order: Order) -> None:
+        for stream in (*self._up.values(), self._down):
+            self._wait(order, stream.record(), None)
+
+    def _last_use(self, last_return: int) -> Event:
+        """When compute is done with bytes that came back as the pool's `last_return`th."""
+        marked = next((event for returns, event in self._marks if returns >= last_return), None)
+        return self.record() if marked is None else marked
+
+    def _copy(self, stream: Stream, into: torch.Tensor, source: torch.Tensor, piece: int) -> EventTransfer:
+        assert into.nbytes == source.nbytes and into.is_contiguous() and source.is_contiguous()
+        anchor = self._anchor_now()
+        began = None if anchor is None else stream.record(timing=True)
+        event = stream.transfer(
+            into.data_ptr(), source.data_ptr(), into.nbytes, piece=piece, timing=anchor is not None
+        )
+        if anchor is None or began is None:
+            return EventTransfer(self, event, into, source)
+        return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
+
+    def _anchor_now(self) -> Anchor | None:
         """A recent one, where copies are timed."""
         if self._idle is None:
             return None
-        if self._anchor is None or time.perf_counter_ns() - self._anchor.at > _ANCHORED_NS:
-            self._anchor = _Anchor(self._idle)
+        if self._anchor is None or self._anchor.old:
+            self._anchor = Anchor(self._idle)
         return self._anchor
 
-    def _await_last_use(self, last_return: int) -> None:
-        if not last_return:
-            return
-        for returns, event in self._marks:
-            if returns >= last_return:
-                self._up.wait_event(event)
-                return
-        self._up.wait_stream(torch.cuda.current_stream(self.device))
+
+class _Current:
+    """The stream that torch's kernels are queued on where this is called."""
+
+    def __init__(self, driver: Driver, device: torch.device) -> None:
+        self._driver = driver
+        self._device = device
+        self._known: dict[int, Stream] = {}
+
+    def __call__(self) -> Stream:
+        handle = torch.cuda.current_stream(self._device).cuda_stream
+        found = self._known.get(handle)
+        if found is None:
+            found = self._known[handle] = self._driver.foreign(handle)
+        return found
 
 
-def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
+_emulation = threading.local()
 
 
-DeviceLink = CpuLink | CudaLink
+@contextmanager
+def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
+    """Links to the CPU that this thread opens inside take it for a device of `driver`: how order is tested.
+
+    compute: the stream that stands for what torch does on the CPU.
+    """
+    before = getattr(_emulation, "made_by", None)
+    _emulation.made_by = lambda: CopyStreams(driver, lambda: compute)
+    try:
+        yield
+    finally:
+        _emulation.made_by = before
 
 
 def open_link(device: torch.device) -> DeviceLink:
-    """The link to `device`, which is the CPU or a CUDA device."""
-    return CudaLink(device) if device.type == "cuda" else CpuLink()
+    """The link to `device`, which is a CUDA device, or the CPU with memory of its own in RAM.
+
+    Raises DeviceError where the driver refuses.
+    """
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        driver = cuda_driver(index)
+        return CopyStreams(driver, _Current(driver, torch.device("cuda", index)))
+    made_by: Callable[[], DeviceLink] | None = getattr(_emulation, "made_by", None)
+    return CpuLink() if made_by is None else made_by()

@@ -1,0 +1,182 @@
+// infinity._driver: a device through the table of driver calls, for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "driver.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace infinity::driver;  // NOLINT: one small translation unit about one namespace
+
+namespace {
+
+// A daemon thread that sleeps in a wait without the GIL cannot get it back once the interpreter has
+// begun to go. So its last act at exit is to end all waits and see them out, as [Note: leaving] in
+// csrc/tiers/ says.
+std::atomic<bool> leaving = false;
+std::atomic<int> waiting = 0;
+
+void leave() {
+    leaving = true;
+    const nb::gil_scoped_release without_gil;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+    while (waiting > 0 && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+void raise_device_error(const CallFailed& error) {
+    const nb::object made =
+        nb::module_::import_("infinity.errors")
+            .attr("device_error")(error.call(), error.code(), error.name(), error.text());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
+// Asks until the answer is yes, without the GIL. Not the driver's own waits: a person's Ctrl-C ends
+// this one. A copy that is nearly done is met by asking at once; a longer one does not need a core
+// to itself.
+template <typename Done>
+void wait_until(const Done& done) {
+    using namespace std::chrono_literals;
+    constexpr int kAtOnce = 256;
+    constexpr auto kLongest = 200us;
+    constexpr auto kBetweenSignals = 50ms;
+    ++waiting;
+    struct Left {
+        ~Left() { --waiting; }
+    } const left;
+    const nb::gil_scoped_release without_gil;
+    auto pause = 5us;
+    auto looked = std::chrono::steady_clock::now();
+    for (int asked = 0; !done() && !leaving; ++asked) {
+        if (asked >= kAtOnce) {
+            std::this_thread::sleep_for(pause);
+            pause = std::min<std::chrono::microseconds>(pause * 2, kLongest);
+        }
+        if (asked % 64 == 63 && std::chrono::steady_clock::now() - looked > kBetweenSignals) {
+            const nb::gil_scoped_acquire gil;
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            looked = std::chrono::steady_clock::now();
+        }
+    }
+}
+
+std::shared_ptr<Driver> load_driver(const std::string& path, int device) {
+    std::string reason;
+    try {
+        const nb::gil_scoped_release without_gil;
+        return std::make_shared<Driver>(load(path), device);
+    } catch (const Unloadable& error) {
+        reason = error.what();
+    }
+    const nb::object made =
+        nb::module_::import_("infinity.errors")
+            .attr("ConfigError")("The library of driver calls cannot be used: " + reason + ".",
+                                 "Install the NVIDIA driver, or give device=\"cpu\".");
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+    throw nb::python_error();
+}
+
+// after, copy, record: what a transfer is, in one call.
+std::shared_ptr<Event> transfer(const Stream& self, Address into, Address source,
+                                std::size_t nbytes, const Event* after, std::size_t piece,
+                                bool timing) {
+    if (after != nullptr) self.wait(*after);
+    self.copy(into, source, nbytes, piece);
+    return self.record(timing);
+}
+
+void touched_by_host(const Driver& self, Address address, std::size_t nbytes, bool writes,
+                     const std::string& label) {
+    if (self.checked())
+        self.table().touched(nullptr, 1, address, nbytes, writes ? 1 : 0, label.c_str());
+}
+
+}  // namespace
+
+NB_MODULE(_driver, m) {
+    // Events and streams may outlive the interpreter's teardown order, by design.
+    nb::set_leak_warnings(false);
+    nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
+        try {
+            std::rethrow_exception(pending);
+        } catch (const CallFailed& error) {
+            raise_device_error(error);
+        }
+    });
+    const nb::call_guard<nb::gil_scoped_release> without_gil;
+    m.def("_leave", &leave);
+
+    nb::class_<Event>(m, "Event")
+        .def("done", &Event::done)
+        .def("synchronize", [](const Event& self) { wait_until([&] { return self.done(); }); })
+        .def("milliseconds_since", &Event::milliseconds_since, "earlier"_a);
+
+    nb::class_<Stream>(m, "Stream")
+        .def_prop_ro(
+            "handle",
+            [](const Stream& self) { return reinterpret_cast<std::uintptr_t>(self.handle()); })
+        .def("wait", &Stream::wait, "event"_a, without_gil)
+        .def("record", &Stream::record, "timing"_a = false, without_gil)
+        .def("done", &Stream::done)
+        .def("synchronize", [](const Stream& self) { wait_until([&] { return self.done(); }); })
+        .def("copy", &Stream::copy, "into"_a, "source"_a, "nbytes"_a, nb::kw_only(), "piece"_a = 0,
+             without_gil)
+        .def("transfer", &transfer, "into"_a, "source"_a, "nbytes"_a, nb::kw_only(),
+             "after"_a = nb::none(), "piece"_a = 0, "timing"_a = false, without_gil)
+        .def(
+            "touched",
+            [](const Stream& self, Address address, std::size_t nbytes, bool writes,
+               const std::string& label) { self.touched(address, nbytes, writes, label.c_str()); },
+            "address"_a, "nbytes"_a, nb::kw_only(), "writes"_a, "label"_a = "", without_gil);
+
+    nb::class_<Function>(m, "Function")
+        .def(
+            "launch",
+            [](const Function& self, const Stream& stream, unsigned grid, unsigned block,
+               nb::bytes arguments) {
+                const void* data = arguments.data();
+                const std::size_t nbytes = arguments.size();
+                const nb::gil_scoped_release release;
+                self.launch(stream, grid, block, data, nbytes);
+            },
+            "stream"_a, "grid"_a, "block"_a, "arguments"_a);
+
+    nb::class_<Module>(m, "Module").def("function", &Module::function, "name"_a, without_gil);
+
+    nb::class_<Driver>(m, "Driver")
+        .def_static("load", &load_driver, "path"_a, "device"_a = 0)
+        .def_prop_ro("checked", &Driver::checked)
+        .def(
+            "stream",
+            [](const std::shared_ptr<Driver>& self, int priority) {
+                return std::make_shared<Stream>(self, priority);
+            },
+            "priority"_a = 0, without_gil)
+        .def(
+            "foreign",
+            [](const std::shared_ptr<Driver>& self, std::uintptr_t handle) {
+                return std::make_shared<Stream>(self, reinterpret_cast<StreamHandle>(handle));
+            },
+            "handle"_a)
+        .def(
+            "module",
+            [](const std::shared_ptr<Driver>& self, nb::bytes image) {
+                const std::string text(static_cast<const char*>(image.data()), image.size());
+                const nb::gil_scoped_release release;
+                return std::make_shared<Module>(self, text);
+            },
+            "image"_a)
+        .def("register_host", &Driver::register_host, "address"_a, "nbytes"_a, without_gil)
+        .def("unregister_host", &Driver::unregister_host, "address"_a, without_gil)
+        .def("touched_by_host", &touched_by_host, "address"_a, "nbytes"_a, nb::kw_only(),
+             "writes"_a, "label"_a = "", without_gil);
+}

@@ -1,0 +1,144 @@
+// A device through the table of driver calls: streams, events, copies, modules. Handles own what
+// they name and share the driver, so that nothing outlives its context.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "table.hpp"
+
+namespace infinity::driver {
+
+class Stream;
+
+// The primary context of one device, which torch uses as well.
+class Driver : public std::enable_shared_from_this<Driver> {
+  public:
+    // device: its number. Throws CallFailed where there is none.
+    Driver(Table table, int device);
+    ~Driver();
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+
+    const Table& table() const { return table_; }
+    bool checked() const { return table_.touched != nullptr; }
+
+    // Takes an event from those at rest, or makes one.
+    EventHandle take_event(bool timing);
+    void give_back(EventHandle event, bool timing) noexcept;
+
+    // Page-locks host memory for DMA by every context.
+    void register_host(Address address, std::size_t nbytes);
+    void unregister_host(Address address);
+
+    // Has the context current on this thread for as long as it lives. A thread that had another one
+    // gets that back; one that had none keeps this.
+    class Current {
+      public:
+        explicit Current(const Driver& driver);
+        ~Current();
+        Current(const Current&) = delete;
+        Current& operator=(const Current&) = delete;
+
+      private:
+        const Table& table_;
+        ContextHandle before_ = nullptr;
+    };
+
+    void check(Result result, const char* call) const { table_.check(result, call); }
+
+  private:
+    friend class Current;
+    Table table_;
+    Device device_ = 0;
+    ContextHandle context_ = nullptr;
+    std::mutex mutex_;  // guards the events at rest
+    std::vector<EventHandle> events_;
+    std::vector<EventHandle> timing_events_;
+};
+
+// A moment in a stream's work. It happens once: a recorded event is never recorded again.
+class Event {
+  public:
+    Event(std::shared_ptr<Driver> driver, bool timing);
+    ~Event();
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+
+    bool done() const;
+    // Milliseconds from another event to this one; both are done and were recorded with timing.
+    float milliseconds_since(const Event& earlier) const;
+    EventHandle handle() const { return handle_; }
+
+  private:
+    std::shared_ptr<Driver> driver_;
+    bool timing_;
+    EventHandle handle_;
+};
+
+// A kernel of a module. Shares it.
+class Module;
+class Function {
+  public:
+    Function(std::shared_ptr<Module> module, FunctionHandle handle)
+        : module_(std::move(module)), handle_(handle) {}
+    // Queues the kernel on `grid` blocks of `block` threads. arguments: one struct by value, as the
+    // kernel declares it, at most `most_arguments` bytes; throws std::invalid_argument for more.
+    void launch(const Stream& stream, unsigned grid, unsigned block, const void* arguments,
+                std::size_t nbytes) const;
+
+  private:
+    std::shared_ptr<Module> module_;
+    FunctionHandle handle_;
+};
+
+class Module : public std::enable_shared_from_this<Module> {
+  public:
+    // image: a cubin, a fat binary, or PTX.
+    Module(std::shared_ptr<Driver> driver, const std::string& image);
+    ~Module();
+    Module(const Module&) = delete;
+    Module& operator=(const Module&) = delete;
+
+    std::shared_ptr<Function> function(const std::string& name);
+    const Driver& driver() const { return *driver_; }
+
+  private:
+    std::shared_ptr<Driver> driver_;
+    ModuleHandle handle_ = nullptr;
+};
+
+// A queue of work, its own or somebody else's (torch's).
+class Stream {
+  public:
+    // priority: above 0 goes before others; clamped to what the device has.
+    Stream(std::shared_ptr<Driver> driver, int priority);
+    Stream(std::shared_ptr<Driver> driver, StreamHandle foreign);
+    ~Stream();
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+
+    // What is queued from now on comes after the event.
+    void wait(const Event& event) const;
+    std::shared_ptr<Event> record(bool timing) const;
+    bool done() const;
+    // Queues a copy in either direction, as one or, where `piece` is not 0, in pieces of that many
+    // bytes.
+    void copy(Address into, Address source, std::size_t nbytes, std::size_t piece) const;
+    // Work queued here, of which the driver knows nothing, uses these bytes.
+    void touched(Address address, std::size_t nbytes, bool writes, const char* label) const;
+
+    StreamHandle handle() const { return handle_; }
+    const std::shared_ptr<Driver>& driver() const { return driver_; }
+
+  private:
+    std::shared_ptr<Driver> driver_;
+    StreamHandle handle_ = nullptr;
+    bool owned_;
+};
+
+}  // namespace infinity::driver

@@ -1,0 +1,106 @@
+// The table of CUDA driver calls: what is called is looked up in a library at run time, the real
+// driver's or any other that exports the same names. No CUDA header is needed to build.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace infinity::driver {
+
+// As cuda.h has them; what is behind a pointer is the driver's business.
+using Result = int;                   // CUresult
+using Device = int;                   // CUdevice
+using Address = std::uint64_t;        // CUdeviceptr
+using ContextHandle = struct Ctx*;    // CUcontext
+using StreamHandle = struct Str*;     // CUstream
+using EventHandle = struct Evt*;      // CUevent
+using ModuleHandle = struct Mod*;     // CUmodule
+using FunctionHandle = struct Func*;  // CUfunction
+
+inline constexpr Result success = 0;
+inline constexpr Result not_ready = 600;             // CUDA_ERROR_NOT_READY
+inline constexpr unsigned non_blocking = 1;          // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned without_timing = 2;        // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned portable = 1;              // CU_MEMHOSTREGISTER_PORTABLE
+inline constexpr std::size_t most_arguments = 4096;  // bytes of a kernel's arguments
+// CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END: arguments as bytes in one piece.
+inline constexpr std::uintptr_t launch_buffer = 1;
+inline constexpr std::uintptr_t launch_buffer_size = 2;
+inline constexpr std::uintptr_t launch_end = 0;
+
+// Name in the library, field, type. One list, so that a call cannot be declared and not loaded.
+#define INFINITY_DRIVER_CALLS(X)                                                             \
+    X(cuInit, init, Result (*)(unsigned))                                                    \
+    X(cuGetErrorName, error_name, Result (*)(Result, const char**))                          \
+    X(cuGetErrorString, error_string, Result (*)(Result, const char**))                      \
+    X(cuDeviceGet, device_get, Result (*)(Device*, int))                                     \
+    X(cuDevicePrimaryCtxRetain, context_retain, Result (*)(ContextHandle*, Device))          \
+    X(cuDevicePrimaryCtxRelease_v2, context_release, Result (*)(Device))                     \
+    X(cuCtxGetCurrent, context_get, Result (*)(ContextHandle*))                              \
+    X(cuCtxSetCurrent, context_set, Result (*)(ContextHandle))                               \
+    X(cuCtxGetStreamPriorityRange, priority_range, Result (*)(int*, int*))                   \
+    X(cuStreamCreateWithPriority, stream_create, Result (*)(StreamHandle*, unsigned, int))   \
+    X(cuStreamDestroy_v2, stream_destroy, Result (*)(StreamHandle))                          \
+    X(cuStreamWaitEvent, stream_wait, Result (*)(StreamHandle, EventHandle, unsigned))       \
+    X(cuStreamQuery, stream_query, Result (*)(StreamHandle))                                 \
+    X(cuEventCreate, event_create, Result (*)(EventHandle*, unsigned))                       \
+    X(cuEventDestroy_v2, event_destroy, Result (*)(EventHandle))                             \
+    X(cuEventRecord, event_record, Result (*)(EventHandle, StreamHandle))                    \
+    X(cuEventQuery, event_query, Result (*)(EventHandle))                                    \
+    X(cuEventElapsedTime, event_elapsed, Result (*)(float*, EventHandle, EventHandle))       \
+    X(cuMemcpyAsync, copy, Result (*)(Address, Address, std::size_t, StreamHandle))          \
+    X(cuMemHostRegister_v2, host_register, Result (*)(void*, std::size_t, unsigned))         \
+    X(cuMemHostUnregister, host_unregister, Result (*)(void*))                               \
+    X(cuModuleLoadData, module_load, Result (*)(ModuleHandle*, const void*))                 \
+    X(cuModuleUnload, module_unload, Result (*)(ModuleHandle))                               \
+    X(cuModuleGetFunction, module_function,                                                  \
+      Result (*)(FunctionHandle*, ModuleHandle, const char*))                                \
+    X(cuLaunchKernel, launch,                                                                \
+      Result (*)(FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+                 unsigned, StreamHandle, void**, void**))
+
+// Why no table could be made of a library.
+class Unloadable : public std::runtime_error {
+  public:
+    explicit Unloadable(const std::string& reason) : std::runtime_error(reason) {}
+};
+
+// A call of the driver that did not end well.
+class CallFailed : public std::runtime_error {
+  public:
+    CallFailed(std::string call, Result code, std::string name, std::string text);
+    const std::string& call() const { return call_; }
+    Result code() const { return code_; }
+    const std::string& name() const { return name_; }  // as cuda.h has it
+    const std::string& text() const { return text_; }
+
+  private:
+    std::string call_;
+    Result code_;
+    std::string name_;
+    std::string text_;
+};
+
+struct Table {
+    template <typename Type>
+    using Pointer = Type;
+#define INFINITY_DRIVER_FIELD(symbol, field, ...) Pointer<__VA_ARGS__> field = nullptr;
+    INFINITY_DRIVER_CALLS(INFINITY_DRIVER_FIELD)
+#undef INFINITY_DRIVER_FIELD
+
+    // Tells a checker of the order of accesses that work on a stream, or the host, uses bytes:
+    // (stream, by_host, address, nbytes, writes, label). Null where the library has no checker, as
+    // the real driver.
+    void (*touched)(StreamHandle, int, Address, std::size_t, int, const char*) = nullptr;
+
+    // Throws CallFailed unless `result` is success.
+    void check(Result result, const char* call) const;
+};
+
+// The table of a library. It stays loaded for good: the driver's threads may run in it until the
+// process ends. Throws Unloadable, with the path and the reason.
+Table load(const std::string& path);
+
+}  // namespace infinity::driver

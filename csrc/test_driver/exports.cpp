@@ -1,0 +1,381 @@
+// The CUDA driver's names over a `Machine`, and the controls of tests (infinity_test_*).
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "machine.hpp"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+using infinity::test_driver::Event;
+using infinity::test_driver::Machine;
+using infinity::test_driver::machine;
+using infinity::test_driver::Pace;
+using infinity::test_driver::Stream;
+
+namespace {
+
+// Results, as cuda.h numbers them.
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kNotInitialized = 3;
+constexpr int kInvalidDevice = 101;
+constexpr int kInvalidImage = 200;
+constexpr int kInvalidContext = 201;
+constexpr int kInvalidHandle = 400;
+constexpr int kNotFound = 500;
+constexpr int kNotReady = 600;
+constexpr int kIllegalAddress = 700;
+constexpr int kAlreadyRegistered = 712;
+constexpr int kNotRegistered = 713;
+
+struct Description {
+    const char* name;
+    const char* text;
+};
+const std::map<int, Description> kDescriptions = {
+    {kSuccess, {"CUDA_SUCCESS", "no error"}},
+    {kInvalidValue, {"CUDA_ERROR_INVALID_VALUE", "invalid argument"}},
+    {2, {"CUDA_ERROR_OUT_OF_MEMORY", "out of memory"}},
+    {kNotInitialized, {"CUDA_ERROR_NOT_INITIALIZED", "initialization error"}},
+    {kInvalidDevice, {"CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"}},
+    {kInvalidImage, {"CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"}},
+    {kInvalidContext, {"CUDA_ERROR_INVALID_CONTEXT", "invalid device context"}},
+    {kInvalidHandle, {"CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"}},
+    {kNotFound, {"CUDA_ERROR_NOT_FOUND", "named symbol not found"}},
+    {kNotReady, {"CUDA_ERROR_NOT_READY", "device not ready"}},
+    {kIllegalAddress, {"CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"}},
+    {kAlreadyRegistered,
+     {"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+      "part or all of the memory is registered already"}},
+    {kNotRegistered, {"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "the memory is not registered"}},
+};
+
+int describe(int result, const char** text, const char* Description::* field) {
+    const auto found = kDescriptions.find(result);
+    *text = found == kDescriptions.end() ? nullptr : found->second.*field;
+    return *text == nullptr ? kInvalidValue : kSuccess;
+}
+
+constexpr char kHostKernels[] = "infinity-host-kernels:";
+using HostKernel = void (*)(const void* arguments, unsigned grid, unsigned block);
+
+char context_of_all;
+thread_local void* current_context = nullptr;
+
+std::map<std::uint64_t, std::size_t>& registered() {  // guarded by the machine's lock
+    static auto* const ranges = new std::map<std::uint64_t, std::size_t>;
+    return *ranges;
+}
+
+// What every call on a device has: its context current, the machine's lock, and a result that was
+// asked for.
+template <typename Action>
+int on_device(const char* call, const Action& action) {
+    if (current_context == nullptr) return kInvalidContext;
+    Machine::Lock lock = machine().lock();
+    const int injected = machine().enter(lock, call);
+    return injected != kSuccess ? injected : action(lock);
+}
+
+}  // namespace
+
+EXPORT int cuInit(unsigned) { return kSuccess; }
+
+EXPORT int cuGetErrorName(int result, const char** name) {
+    return describe(result, name, &Description::name);
+}
+
+EXPORT int cuGetErrorString(int result, const char** text) {
+    return describe(result, text, &Description::text);
+}
+
+EXPORT int cuDeviceGet(int* device, int number) {
+    if (number != 0) return kInvalidDevice;
+    *device = 0;
+    return kSuccess;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int) {
+    *context = &context_of_all;
+    return kSuccess;
+}
+
+EXPORT int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
+
+EXPORT int cuCtxGetCurrent(void** context) {
+    *context = current_context;
+    return kSuccess;
+}
+
+EXPORT int cuCtxSetCurrent(void* context) {
+    current_context = context;
+    return kSuccess;
+}
+
+EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+    *least = 0;
+    *greatest = -1;
+    return kSuccess;
+}
+
+EXPORT int cuStreamCreateWithPriority(Stream** stream, unsigned, int) {
+    return on_device("cuStreamCreateWithPriority", [&](Machine::Lock&) {
+        *stream = machine().make_stream();
+        return kSuccess;
+    });
+}
+
+EXPORT int cuStreamDestroy_v2(Stream* stream) {
+    Machine::Lock lock = machine().lock();
+    if (stream == nullptr || machine().find(stream) == nullptr) return kInvalidHandle;
+    machine().end_stream(lock, stream);
+    return kSuccess;
+}
+
+EXPORT int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
+    return on_device("cuStreamWaitEvent", [&](Machine::Lock& lock) {
+        Stream* found = machine().find(stream);
+        const auto awaited = machine().find(event);
+        if (found == nullptr || !awaited) return kInvalidHandle;
+        machine().wait(lock, *found, awaited);
+        return kSuccess;
+    });
+}
+
+EXPORT int cuStreamQuery(Stream* stream) {
+    return on_device("cuStreamQuery", [&](Machine::Lock&) {
+        Stream* found = machine().find(stream);
+        if (found == nullptr) return kInvalidHandle;
+        return machine().done(*found) ? kSuccess : kNotReady;
+    });
+}
+
+EXPORT int cuEventCreate(Event** event, unsigned flags) {
+    return on_device("cuEventCreate", [&](Machine::Lock&) {
+        *event = machine().make_event((flags & 2U) == 0);
+        return kSuccess;
+    });
+}
+
+EXPORT int cuEventDestroy_v2(Event* event) {
+    const Machine::Lock lock = machine().lock();
+    if (!machine().find(event)) return kInvalidHandle;
+    machine().end_event(event);
+    return kSuccess;
+}
+
+EXPORT int cuEventRecord(Event* event, Stream* stream) {
+    return on_device("cuEventRecord", [&](Machine::Lock&) {
+        Stream* found = machine().find(stream);
+        const auto recorded = machine().find(event);
+        if (found == nullptr || !recorded) return kInvalidHandle;
+        machine().record(*found, recorded);
+        return kSuccess;
+    });
+}
+
+EXPORT int cuEventQuery(Event* event) {
+    return on_device("cuEventQuery", [&](Machine::Lock&) {
+        const auto found = machine().find(event);
+        if (!found) return kInvalidHandle;
+        return machine().query(found) ? kSuccess : kNotReady;
+    });
+}
+
+EXPORT int cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
+    return on_device("cuEventElapsedTime", [&](Machine::Lock&) {
+        const auto from = machine().find(start);
+        const auto to = machine().find(end);
+        if (!from || !to || !from->timing || !to->timing) return kInvalidHandle;
+        if (from->last == nullptr || to->last == nullptr) return kInvalidHandle;
+        if (!from->done() || !to->done()) return kNotReady;
+        *milliseconds =
+            std::chrono::duration<float, std::milli>(to->last->at - from->last->at).count();
+        return kSuccess;
+    });
+}
+
+EXPORT int cuMemcpyAsync(std::uint64_t into, std::uint64_t source, std::size_t nbytes,
+                         Stream* stream) {
+    return on_device("cuMemcpyAsync", [&](Machine::Lock&) {
+        Stream* found = machine().find(stream);
+        if (found == nullptr) return kInvalidHandle;
+        if (nbytes != 0 && (into == 0 || source == 0)) return kInvalidValue;
+        machine().run(*found, {{source, nbytes, false}, {into, nbytes, true}}, "copy", [=] {
+            if (nbytes != 0) {
+                std::memmove(reinterpret_cast<void*>(into), reinterpret_cast<const void*>(source),
+                             nbytes);
+            }
+        });
+        return kSuccess;
+    });
+}
+
+EXPORT int cuMemHostRegister_v2(void* memory, std::size_t nbytes, unsigned) {
+    return on_device("cuMemHostRegister_v2", [&](Machine::Lock&) {
+        const auto begin = reinterpret_cast<std::uint64_t>(memory);
+        if (begin == 0 || nbytes == 0) return kInvalidValue;
+        for (const auto& [start, size] : registered()) {
+            if (start < begin + nbytes && begin < start + size) return kAlreadyRegistered;
+        }
+        registered()[begin] = nbytes;
+        return kSuccess;
+    });
+}
+
+EXPORT int cuMemHostUnregister(void* memory) {
+    return on_device("cuMemHostUnregister", [&](Machine::Lock&) {
+        const bool known = registered().erase(reinterpret_cast<std::uint64_t>(memory)) != 0;
+        return known ? kSuccess : kNotRegistered;
+    });
+}
+
+EXPORT int cuModuleLoadData(void** module, const void* image) {
+    return on_device("cuModuleLoadData", [&](Machine::Lock&) {
+        const std::string text(static_cast<const char*>(image));
+        if (text.rfind(kHostKernels, 0) != 0) return kInvalidImage;
+        *module = ::dlopen(text.c_str() + sizeof(kHostKernels) - 1, RTLD_NOW | RTLD_LOCAL);
+        return *module == nullptr ? kInvalidImage : kSuccess;
+    });
+}
+
+// The library stays: a kernel of it may still be queued.
+EXPORT int cuModuleUnload(void*) {
+    return on_device("cuModuleUnload", [](Machine::Lock&) { return kSuccess; });
+}
+
+EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
+    return on_device("cuModuleGetFunction", [&](Machine::Lock&) {
+        *function = ::dlsym(module, name);
+        return *function == nullptr ? kNotFound : kSuccess;
+    });
+}
+
+EXPORT int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned grid_z,
+                          unsigned block, unsigned block_y, unsigned block_z, unsigned,
+                          Stream* stream, void** parameters, void** extra) {
+    return on_device("cuLaunchKernel", [&](Machine::Lock&) {
+        Stream* found = machine().find(stream);
+        if (found == nullptr || function == nullptr) return kInvalidHandle;
+        const bool flat = grid_y == 1 && grid_z == 1 && block_y == 1 && block_z == 1;
+        if (!flat || parameters != nullptr || extra == nullptr || grid == 0 || block == 0)
+            return kInvalidValue;
+        const void* data = nullptr;
+        std::size_t nbytes = 0;
+        for (; *extra != nullptr; extra += 2) {
+            if (extra[0] == reinterpret_cast<void*>(1)) data = extra[1];
+            if (extra[0] == reinterpret_cast<void*>(2))
+                nbytes = *static_cast<std::size_t*>(extra[1]);
+        }
+        if (data == nullptr || nbytes > 4096) return kInvalidValue;
+        // The caller's bytes may go as soon as this returns; the copy is aligned as any struct may
+        // want.
+        constexpr std::size_t unit = sizeof(std::max_align_t);
+        auto arguments =
+            std::make_shared<std::vector<std::max_align_t>>((nbytes + unit - 1) / unit);
+        std::memcpy(arguments->data(), data, nbytes);
+        const auto kernel = reinterpret_cast<HostKernel>(function);
+        machine().run(*found, {}, "kernel", [=] { kernel(arguments->data(), grid, block); });
+        return kSuccess;
+    });
+}
+
+// --- controls
+// ------------------------------------------------------------------------------------------
+
+// Ends all work, forgets uses, violations, counts and failures; all that is drawn follows `seed`
+// from now on.
+EXPORT void infinity_test_reset(std::uint64_t seed, int threads) {
+    Machine::Lock lock = machine().lock();
+    machine().reset(lock, seed, threads != 0 ? Pace::threads : Pace::stepped);
+}
+
+// Has a stream (null: all that there are) begin nothing, or go on.
+EXPORT void infinity_test_hold(Stream* stream, int held) {
+    const Machine::Lock lock = machine().lock();
+    machine().hold(stream, held != 0);
+}
+
+// The nth next call of this name does nothing and returns `code`.
+EXPORT void infinity_test_fail(const char* call, int nth, int code) {
+    const Machine::Lock lock = machine().lock();
+    machine().fail(call, nth, code);
+}
+
+// How often a call was made since the last reset.
+EXPORT std::uint64_t infinity_test_count(const char* call) {
+    const Machine::Lock lock = machine().lock();
+    return machine().count(call);
+}
+
+// Work on a stream, or the thread that calls (by_host), uses bytes.
+EXPORT void infinity_test_touched(Stream* stream, int by_host, std::uint64_t address,
+                                  std::size_t nbytes, int writes, const char* label) {
+    const Machine::Lock lock = machine().lock();
+    Stream* found = by_host != 0 ? nullptr : machine().find(stream);
+    if (by_host == 0 && found == nullptr) return;
+    machine().touched(found, {address, nbytes, writes != 0}, label);
+}
+
+// The violations since the last reset, one a line, as much as fits; returns how many there are.
+EXPORT std::size_t infinity_test_violations(char* text, std::size_t size) {
+    const Machine::Lock lock = machine().lock();
+    std::string all;
+    for (const std::string& each : machine().violations()) all += each + "\n";
+    if (size > 0) {
+        const std::size_t count = std::min(size - 1, all.size());
+        std::memcpy(text, all.data(), count);
+        text[count] = 0;
+    }
+    return machine().violations().size();
+}
+
+// What violations call a stream.
+EXPORT void infinity_test_name(Stream* stream, const char* name) {
+    const Machine::Lock lock = machine().lock();
+    if (Stream* found = machine().find(stream)) machine().name(*found, name);
+}
+
+// Whether each thread of the host has a clock of its own: then whatever hands over between them
+// says so by release and acquire. Else all threads are one, whose own order is taken to be right.
+EXPORT void infinity_test_separate_threads(int separate) {
+    const Machine::Lock lock = machine().lock();
+    machine().separate_threads(separate != 0);
+}
+
+// Until it is taken back, waits and answers happen and make no order: as if nobody had waited, with
+// the bytes still right and memory still there.
+EXPORT void infinity_test_blind(int blind) {
+    const Machine::Lock lock = machine().lock();
+    machine().blind(blind != 0);
+}
+
+EXPORT void infinity_test_release(std::uint64_t key) {
+    const Machine::Lock lock = machine().lock();
+    machine().release(key);
+}
+
+EXPORT void infinity_test_acquire(std::uint64_t key) {
+    const Machine::Lock lock = machine().lock();
+    machine().acquire(key);
+}
+
+// A kernel to launch: this library is an image of its own, "infinity-host-kernels:" and its path.
+struct FillArguments {
+    std::uint32_t* into;
+    std::uint32_t count;
+    std::uint32_t value;
+};
+
+EXPORT void infinity_test_fill(const void* arguments, unsigned, unsigned) {
+    const auto* fill = static_cast<const FillArguments*>(arguments);
+    std::fill_n(fill->into, fill->count, fill->value);
+}

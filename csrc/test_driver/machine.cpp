@@ -1,0 +1,300 @@
+#include "machine.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace infinity::test_driver {
+
+Machine::Machine() {
+    hosts_[std::thread::id()] = checker_.add("host");
+    inline_.is_inline = true;
+    inline_.actor = checker_.add("compute");
+}
+
+Machine::~Machine() {
+    Lock held = lock();
+    drain(held);
+    while (!streams_.empty()) end_stream(held, streams_.front().get());
+}
+
+int Machine::enter(Lock& lock, const char* call) {
+    ++calls_;
+    ++counts_[call];
+    for (auto failure = failures_.begin(); failure != failures_.end(); ++failure) {
+        if (failure->call != call || --failure->left > 0) continue;
+        const int code = failure->code;
+        failures_.erase(failure);
+        return code;
+    }
+    dawdle(lock);
+    return 0;
+}
+
+void Machine::dawdle(Lock& lock) {
+    if (pace_ == Pace::threads) {
+        if (draw(4) == 0) {
+            lock.unlock();
+            std::this_thread::yield();
+            lock.lock();
+        }
+        return;
+    }
+    for (std::uint64_t left = draw(eagerness_ + 1); left > 0 && step(); --left) {
+    }
+}
+
+Stream* Machine::make_stream() {
+    auto made = std::make_unique<Stream>();
+    Stream* stream = made.get();
+    stream->actor = checker_.add("stream " + std::to_string(streams_.size()));
+    stream->favour = 1U << (2 * draw(4));
+    streams_.push_back(std::move(made));
+    if (pace_ == Pace::threads)
+        stream->thread = std::thread([this, stream] { thread_main(*stream); });
+    return stream;
+}
+
+void Machine::end_stream(Lock& lock, Stream* stream) {
+    stream->held = false;
+    changed_.notify_all();
+    until(lock, [&] { return stream->idle(); });
+    stream->ending = true;
+    changed_.notify_all();
+    if (stream->thread.joinable()) {
+        lock.unlock();
+        stream->thread.join();
+        lock.lock();
+    }
+    streams_.erase(std::find_if(streams_.begin(), streams_.end(),
+                                [&](const auto& each) { return each.get() == stream; }));
+}
+
+Stream* Machine::find(Stream* stream) {
+    if (stream == nullptr) return &inline_;
+    for (const auto& each : streams_) {
+        if (each.get() == stream) return stream;
+    }
+    return nullptr;
+}
+
+bool Machine::done(Stream& stream) {
+    if (!stream.idle()) {
+        if (pace_ == Pace::stepped) step();
+        return false;
+    }
+    follow(host(), checker_.clock(stream.actor));
+    return true;
+}
+
+std::shared_ptr<Event> Machine::find(Event* event) {
+    const auto found = events_.find(event);
+    return found == events_.end() ? nullptr : found->second;
+}
+
+Event* Machine::make_event(bool timing) {
+    auto made = std::make_shared<Event>();
+    made->timing = timing;
+    Event* event = made.get();
+    events_.emplace(event, std::move(made));
+    return event;
+}
+
+void Machine::record(Stream& stream, const std::shared_ptr<Event>& event) {
+    queued_by_host(stream);
+    event->last = std::make_shared<Moment>();
+    event->last->clock = checker_.clock(stream.actor);
+    Work work{Work::Kind::record, nullptr, event->last};
+    if (stream.is_inline) {
+        event->last->shown_at = calls_ + draw(lateness_ + 1);
+        complete(work);
+        return;
+    }
+    stream.queue.push_back(std::move(work));
+    changed_.notify_all();
+}
+
+void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& event) {
+    const std::shared_ptr<Moment> moment = event->last;
+    if (moment == nullptr) return;  // as CUDA has it
+    queued_by_host(stream);
+    follow(stream.actor, moment->clock);
+    if (stream.is_inline) {
+        until(lock, [&] { return moment->happened; });
+        return;
+    }
+    stream.queue.push_back({Work::Kind::wait, nullptr, moment});
+    changed_.notify_all();
+}
+
+bool Machine::query(const std::shared_ptr<Event>& event) {
+    if (!event->done()) {
+        if (pace_ == Pace::stepped) step();  // or whoever asks again and again would never hear it
+        return false;
+    }
+    if (event->last == nullptr) return true;
+    if (calls_ < event->last->shown_at) return false;
+    follow(host(), event->last->clock);
+    return true;
+}
+
+void Machine::run(Stream& stream, const std::vector<Bytes>& uses, const std::string& what,
+                  std::function<void()> work) {
+    queued_by_host(stream);
+    for (const Bytes& each : uses) {
+        checker_.use(stream.actor, each.begin, each.begin + each.nbytes, each.writes, what);
+    }
+    if (stream.is_inline) {
+        work();
+        return;
+    }
+    stream.queue.push_back({Work::Kind::run, std::move(work), nullptr});
+    changed_.notify_all();
+}
+
+void Machine::touched(Stream* stream, const Bytes& bytes, const std::string& what) {
+    if (stream != nullptr) queued_by_host(*stream);
+    const Checker::Actor actor = stream == nullptr ? host() : stream->actor;
+    checker_.use(actor, bytes.begin, bytes.begin + bytes.nbytes, bytes.writes, what);
+}
+
+void Machine::reset(Lock& lock, std::uint64_t seed, Pace pace) {
+    drain(lock);
+    failures_.clear();
+    counts_.clear();
+    handed_over_.clear();
+    checker_.clear();
+    separate_threads_ = false;
+    blind_ = false;
+    random_.seed(seed);
+    pace_ = pace;
+    eagerness_ = static_cast<unsigned>(draw(4));
+    lateness_ = std::uint64_t{1} << (2 * draw(5));
+    for (auto& stream : streams_) stream->favour = 1U << (2 * draw(4));
+}
+
+void Machine::hold(Stream* stream, bool held) {
+    for (auto& each : streams_) {
+        if (stream == nullptr || stream == each.get()) each->held = held;
+    }
+    changed_.notify_all();
+}
+
+void Machine::fail(std::string call, int nth, int code) {
+    failures_.push_back({std::move(call), nth, code});
+}
+
+void Machine::release(std::uint64_t key) {
+    const Checker::Actor actor = host();
+    Clock& clock = handed_over_[key];
+    const Clock& mine = checker_.clock(actor);
+    if (clock.size() < mine.size()) clock.resize(mine.size());
+    for (std::size_t each = 0; each < mine.size(); ++each)
+        clock[each] = std::max(clock[each], mine[each]);
+    checker_.tick(actor);
+}
+
+void Machine::acquire(std::uint64_t key) {
+    const auto found = handed_over_.find(key);
+    if (found != handed_over_.end()) checker_.follow(host(), found->second);
+}
+
+std::uint64_t Machine::count(const std::string& call) const {
+    const auto found = counts_.find(call);
+    return found == counts_.end() ? 0 : found->second;
+}
+
+void Machine::drain(Lock& lock) {
+    hold(nullptr, false);
+    until(lock, [this] {
+        for (const auto& stream : streams_) {
+            if (!stream->idle()) return false;
+        }
+        return true;
+    });
+}
+
+Checker::Actor Machine::host() {
+    const auto key = separate_threads_ ? std::this_thread::get_id() : std::thread::id();
+    const auto found = hosts_.find(key);
+    if (found != hosts_.end()) return found->second;
+    return hosts_[key] = checker_.add("host thread " + std::to_string(hosts_.size()));
+}
+
+void Machine::queued_by_host(Stream& stream) {
+    const Checker::Actor actor = host();
+    checker_.follow(stream.actor, checker_.clock(actor));
+    checker_.tick(stream.actor);
+    checker_.tick(actor);
+}
+
+bool Machine::ready(const Stream& stream) const {
+    if (stream.queue.empty() || stream.held || stream.busy) return false;
+    const Work& next = stream.queue.front();
+    return next.kind != Work::Kind::wait || next.moment->happened;
+}
+
+bool Machine::step() {
+    unsigned sum = 0;
+    for (const auto& stream : streams_) {
+        if (!stream->thread.joinable() && ready(*stream)) sum += stream->favour;
+    }
+    if (sum == 0) return false;
+    std::uint64_t drawn = draw(sum);
+    for (auto& stream : streams_) {
+        if (stream->thread.joinable() || !ready(*stream)) continue;
+        if (drawn >= stream->favour) {
+            drawn -= stream->favour;
+            continue;
+        }
+        const Work work = std::move(stream->queue.front());
+        stream->queue.pop_front();
+        complete(work);
+        return true;
+    }
+    return false;
+}
+
+void Machine::complete(const Work& work) {
+    if (work.run) work.run();
+    if (work.kind == Work::Kind::record) {
+        work.moment->happened = true;
+        work.moment->at = std::chrono::steady_clock::now();
+    }
+    changed_.notify_all();
+}
+
+template <typename Condition>
+void Machine::until(Lock& lock, const Condition& condition) {
+    while (!condition()) {
+        if (!step()) changed_.wait(lock);
+    }
+}
+
+void Machine::thread_main(Stream& stream) {
+    Lock held = lock();
+    for (;;) {
+        changed_.wait(held, [&] { return stream.ending || ready(stream); });
+        if (stream.ending) return;
+        const std::uint64_t pause = draw(8);
+        stream.busy = true;
+        Work work = std::move(stream.queue.front());
+        stream.queue.pop_front();
+        held.unlock();
+        if (pause < 3) std::this_thread::yield();
+        if (pause == 7) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        if (work.run) work.run();
+        work.run = nullptr;
+        held.lock();
+        complete(work);
+        stream.busy = false;
+        changed_.notify_all();
+    }
+}
+
+Machine& machine() {
+    static Machine* const one =
+        new Machine;  // never destroyed: handles may be given back at the very end
+    return *one;
+}
+
+}  // namespace infinity::test_driver
