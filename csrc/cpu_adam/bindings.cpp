@@ -291,6 +291,14 @@ NB_MODULE(_cpu_adam, m) {
         [](const nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>& sums,
            double start) { return sum_in_order(sums.data(), sums.size(), start); },
         "sums"_a, "start"_a);
+    // The bytes of a Folded, for launches on a device; the first one is its rule.
+    m.def(
+        "fold",
+        [](const Hyper& hyper, double scale) {
+            const Folded folded = fold(hyper, scale);
+            return nb::bytes(&folded, sizeof(folded));
+        },
+        "hyper"_a, "scale"_a);
     m.attr("BLOCK") = kBlock;
     m.attr("CODE_BLOCK") = kCodeBlock;
     m.attr("DEFAULT_CHUNK") = kDefaultChunk;
