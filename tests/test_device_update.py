@@ -18,6 +18,7 @@ import pytest
 import torch
 from cpu_adam_cases import RULES as CASES
 from cpu_adam_cases import clones, floats, split, states
+from emulated_device import EmulatedDevice
 from homes import each_device
 from test_cpu_adam_accuracy import adversarial
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,10 +35,11 @@ from infinity.cpu_adam import (
     Update,
     sum_in_order,
 )
-from infinity.device_kernels import DTYPES, KERNELS, MOMENTS, PARAMETERS, RULES, Kernels
+from infinity.device_kernels import DTYPES, KERNELS, MOMENTS, PARAMETERS, RULES, Kernels, host_library
 from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk, size_of
 from infinity.device_update import DeviceUpdates, Turn
 from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
+from infinity.tiers.driver import Driver, Stream
 
 FORMS = ("fp32", "bf16", "int8")
 MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")
@@ -56,6 +58,19 @@ class Counted(Kernels):
         self.launched.append(name)
         assert len(arguments) <= 4096  # what every device takes by value
         super().launch(name, warps, arguments)
+
+
+class Queued(Kernels):
+    """Kernels that run when a stream of the test driver comes to them."""
+
+    def __init__(self, driver: Driver, stream: Stream) -> None:
+        super().__init__(torch.device("cpu"), ())
+        self._stream = stream
+        module = driver.module(b"infinity-host-kernels:" + str(host_library()).encode())
+        self._queued = {name: module.function(name) for name in KERNELS}
+
+    def launch(self, name: str, warps: int, arguments: bytes) -> None:
+        self._queued[name].launch(self._stream, -(-warps // 8), 256, arguments)
 
 
 @functools.cache
@@ -271,6 +286,33 @@ def test_a_unit_is_updated_by_one_launch_unless_it_is_very_large(
     given, work = many(count, hypers)
     check(on_device(given, "cpu", **work), on_cpu(given, **work))
     assert kernels("cpu").launched == ["infinity_update"] * launches
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
+    """On a stream that runs later, through the driver's table: nothing of a launch has to be kept."""
+    device = EmulatedDevice(3, threads=threads)
+    stream = device.driver.stream()
+    given, work = many(3 * MOST_PARAMETERS, 2)
+    expected = on_cpu(given, **work)
+    chunk = Chunk(Update(**given, segments=work["segments"], hypers=[]), range(3 * MOST_PARAMETERS))
+    memory = torch.zeros(size_of([chunk]).nbytes, dtype=torch.uint8)
+    updates = DeviceUpdates([chunk], memory, Queued(device.driver, stream))
+    device.hold(stream)
+    before = clones(given)
+    updates.update(
+        {each: Turn(work["hypers"][part.hyper], part.seed) for each, part in enumerate(work["segments"])}, 1.0
+    )
+    updates.measure()
+    assert device.count("cuLaunchKernel") == 5
+    check(given, before)
+    device.let_go(stream)
+    stream.synchronize()
+    check(given, expected)
+    gradients = given["grad"].view(-1, CODE_BLOCK)
+    counts = [part.count for part in work["segments"]]
+    expected_totals = [total([row[:count]]) for row, count in zip(gradients, counts, strict=True)]
+    assert updates.table.totals(memory).tolist() == expected_totals
 
 
 def test_the_structs_are_those_of_the_native_code() -> None:

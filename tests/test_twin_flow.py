@@ -207,6 +207,35 @@ def test_nothing_crosses_the_link_but_sums_of_squares(
                 assert moved(runtime) == (0, 8 * parameters)
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_is_a_launch_a_unit_two_for_all_squares_and_one_copy(
+    accumulation: int, kernels: None, tmp_path: Path
+) -> None:
+    with opened(tmp_path, accumulation=accumulation) as (model, runtime):
+        store, parts = runtime._parts.store, runtime._parts
+        units = sum(any(each.trainable for each in page.layout.parameters) for page in parts.pages)
+        launched = []
+        launch = store.kernels.launch
+
+        def noted(name: str, warps: int, arguments: bytes) -> None:
+            launched.append(name)
+            launch(name, warps, arguments)
+
+        store.kernels.launch = noted
+        store.link = recorded = Recorded(store.link)
+        for number in range(3):
+            for micro in range(accumulation):
+                loss_of(model, number + micro).backward()
+            assert launched == []  # nothing is measured before somebody asks
+            runtime.clip_grad_norm_(1.0)
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            assert launched == ["infinity_squares", "infinity_totals"] + ["infinity_update"] * units
+            assert recorded.calls.count("to_host") == number + 1
+            launched.clear()
+        store.link = recorded._link
+
+
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
 def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp_path: Path) -> None:
     with opened(tmp_path, states=states) as (model, runtime):

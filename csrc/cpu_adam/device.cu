@@ -39,7 +39,9 @@ inline uint32_t warp_of_launch() {
 
 using namespace infinity::cpu_adam;
 
-extern "C" __global__ void infinity_update(const __grid_constant__ UpdateLaunch launch) {
+// Four blocks a multiprocessor: what a few spilled bytes cost, more loads under way repay.
+extern "C" __global__ __launch_bounds__(256, 4) void infinity_update(
+    const __grid_constant__ UpdateLaunch launch) {
     update_tile(launch, warp_of_launch());
 }
 

@@ -293,8 +293,8 @@ struct MomentsInt8 {
                                       uint32_t e) {
         scale[i / kCodeBlock] = static_cast<uint8_t>(e);
         if (e == First::kNotFinite) {
-            const U zeros[kCodeBlock / kWidth] = {};
-            Vec::template store_codes<kCodeBit, false>(codes + i, zeros, n);
+            Vec::fence();  // whoever stored them
+            for (size_t k = 0; k < n; ++k) codes[i + k] = 0;
         }
     }
     // A code from kCodeBit on, below it what is left of it. `offset` is 2 with the sign of x, so
