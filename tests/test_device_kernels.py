@@ -6,6 +6,7 @@ test_device_update.py runs the same sources.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
@@ -133,6 +134,34 @@ def test_each_optimizer_has_the_rules_that_its_groups_may_ask_for() -> None:
     assert rules("Adam") == {"kAdamW", "kAdamWSmallBeta", "kAdam", "kAdamSmallBeta"}
     assert rules("SGD") == {"kSgd", "kSgdMomentum"} and rules("Adagrad") == {"kAdagrad"}
     assert str(UpdateKind(6, 2, 3, 1)) == "INFINITY_UPDATE(kAdagrad, kF16, kPlainF16, kBf16)"
+
+
+class FakeDriver:
+    """A driver that takes any image."""
+
+    def module(self, image: bytes) -> FakeDriver:
+        return self
+
+    def function(self, name: str) -> str:
+        return name
+
+
+def test_updates_that_nobody_foresaw_are_compiled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group may ask for another rule at any step."""
+    asked: list[tuple[set[UpdateKind], str]] = []
+
+    def compiled(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
+        asked.append((set(kinds), architecture))
+        return b""
+
+    monkeypatch.setattr(device_kernels, "image", compiled)
+    monkeypatch.setattr(device_kernels, "cuda_driver", lambda number: FakeDriver())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernels = Kernels(torch.device("cuda", 0), ADAMW)
+    other = UpdateKind(6, 0, 0, 0)
+    for kinds in (ADAMW, {other}, {other, *ADAMW}):
+        kernels.require(kinds)
+    assert asked == [(ADAMW, "sm_90"), ({*ADAMW, other}, "sm_90")]
 
 
 @needs_cuda
