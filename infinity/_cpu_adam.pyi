@@ -9,6 +9,10 @@ import numpy.typing as npt
 BLOCK: int
 CODE_BLOCK: int
 DEFAULT_CHUNK: int
+TILE: int
+MOST_HYPERS: int
+MOST_PARAMETERS: int
+NO_UPDATE: int
 
 class Dtype(Enum):
     F32 = 0

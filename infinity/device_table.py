@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity import _cpu_adam
 from infinity.cpu_adam import BLOCK, Array, Update
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, parameter_format
 from infinity.workspace import PIECE_BYTES, WorkspaceSize
 
-TILE = 1024
+TILE: int = _cpu_adam.TILE
 """Elements that a warp updates."""
-MOST_HYPERS = 16
-MOST_PARAMETERS = 640
+MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
+MOST_PARAMETERS: int = _cpu_adam.MOST_PARAMETERS
 """Of one launch."""
-NO_UPDATE = 255
 FOLDED_BYTES = 44
 
 _Struct: TypeAlias = "npt.NDArray[np.void]"
@@ -94,7 +94,8 @@ class DeviceTable:
         for chunk in chunks:
             start, before = start + len(chunk.parameters), start
             self._describe(chunk, pieces[before:start])
-        pieces = pieces[np.lexsort((pieces["index"], pieces["parameter"]))]
+        index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
+        pieces = pieces[np.lexsort((index, pieces["parameter"]))]
         self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
         """int64 (pieces + 1,): of an update, before each piece and in all."""
         self.pieces = np.searchsorted(pieces["parameter"], np.arange(len(self.rows) + 1))
@@ -125,7 +126,7 @@ class DeviceTable:
         launch = np.zeros((), UPDATE_LAUNCH)
         launch["pieces"], launch["tiles"] = self._addresses[2], self._addresses[3]
         launch["first"], launch["end"], launch["parameter"] = self.pieces[first], self.pieces[end], first
-        launch["hyper"] = NO_UPDATE
+        launch["hyper"] = _cpu_adam.NO_UPDATE
         return launch
 
     def squares_launch(self) -> _Struct:
