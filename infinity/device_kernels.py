@@ -73,35 +73,47 @@ def kinds_of(
 
 
 class Kernels:
-    """Kernels on one device, for the kinds of updates that were asked for so far."""
+    """Kernels on one device, of the kinds of updates that were asked for so far."""
 
     def __init__(self, device: torch.device, kinds: Iterable[UpdateKind]) -> None:
         """The CPU as the device has those that were compiled with the package, of every kind.
 
-        Raises KernelError where they cannot be compiled, DeviceError where the device does not take them.
+        Raises as `require`.
         """
         self.device = device
-        self._kinds: frozenset[UpdateKind] = frozenset()
-        self._functions: dict[str, _Function] = {}
-        if device.type == "cpu":
-            self._functions = {name: _HostFunction(name) for name in KERNELS}
+        self._modules: dict[frozenset[UpdateKind], dict[str, _Function]] = {}
         self.require(kinds)
 
     def require(self, kinds: Iterable[UpdateKind]) -> None:
-        """See that there is a kernel for each of these. Raises as the constructor."""
-        missing = frozenset(kinds) - self._kinds
-        if not missing:
-            return
-        self._kinds |= missing
-        if self.device.type != "cpu":
-            major, minor = torch.cuda.get_device_capability(self.device)
-            compiled = image(self._kinds, f"sm_{major}{minor}")
-            module = cuda_driver(_number(self.device)).module(compiled)
-            self._functions = {name: _CudaFunction(module.function(name), self.device) for name in KERNELS}
+        """See that one launch can do updates of all these kinds.
 
-    def launch(self, name: str, warps: int, arguments: bytes) -> None:
-        """Queue a kernel of KERNELS on torch's current stream. arguments: its struct, by value."""
-        self._functions[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
+        Raises KernelError where they cannot be compiled, DeviceError where the device does not take them.
+        """
+        self._functions(frozenset(kinds))
+
+    def launch(
+        self, name: str, warps: int, arguments: bytes, kinds: frozenset[UpdateKind] = frozenset()
+    ) -> None:
+        """Queue a kernel of KERNELS on torch's current stream. Raises as `require`.
+
+        arguments: its struct, by value. kinds: of the updates in it.
+        """
+        self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
+
+    def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
+        """The kernels of a module that has all of these kinds, by name."""
+        for known, functions in self._modules.items():
+            if kinds <= known or self.device.type == "cpu":
+                return functions
+        self._modules[kinds] = self._loaded(kinds)
+        return self._modules[kinds]
+
+    def _loaded(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
+        if self.device.type == "cpu":
+            return {name: _HostFunction(name) for name in KERNELS}
+        major, minor = torch.cuda.get_device_capability(self.device)
+        module = cuda_driver(_number(self.device)).module(image(kinds, f"sm_{major}{minor}"))
+        return {name: _CudaFunction(module.function(name), self.device) for name in KERNELS}
 
 
 def can_compile() -> bool:

@@ -86,11 +86,11 @@ class DeviceUpdates:
         folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
         launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
         rules = {each[0] for each in folded}
-        self.kernels.require(UpdateKind(rule, *rest) for rule in rules for rest in self.table.kinds)
+        kinds = frozenset(UpdateKind(rule, *rest) for rule in rules for rest in self.table.kinds)
         tiles = self.table.tiles
         warps = int(tiles[int(launch["end"])] - tiles[int(launch["first"])])
         if warps:
-            self.kernels.launch("infinity_update", warps, launch.tobytes())
+            self.kernels.launch("infinity_update", warps, launch.tobytes(), kinds)
 
 
 def _launches(rows: Sequence[tuple[int, Turn]]) -> Iterator[Sequence[tuple[int, Turn]]]:

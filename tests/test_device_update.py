@@ -36,7 +36,16 @@ from infinity.cpu_adam import (
     Update,
     sum_in_order,
 )
-from infinity.device_kernels import DTYPES, KERNELS, MOMENTS, PARAMETERS, RULES, Kernels, host_library
+from infinity.device_kernels import (
+    DTYPES,
+    KERNELS,
+    MOMENTS,
+    PARAMETERS,
+    RULES,
+    Kernels,
+    UpdateKind,
+    host_library,
+)
 from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk, size_of
 from infinity.device_update import DeviceUpdates, Turn
 from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
@@ -55,10 +64,10 @@ class Counted(Kernels):
         super().__init__(device, ())
         self.launched: list[str] = []
 
-    def launch(self, name: str, warps: int, arguments: bytes) -> None:
+    def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
         self.launched.append(name)
         assert len(arguments) <= 4096  # what every device takes by value
-        super().launch(name, warps, arguments)
+        super().launch(name, warps, arguments, kinds)
 
 
 class Queued(Kernels):
@@ -70,7 +79,7 @@ class Queued(Kernels):
         module = driver.module(b"infinity-host-kernels:" + str(host_library()).encode())
         self._queued = {name: module.function(name) for name in KERNELS}
 
-    def launch(self, name: str, warps: int, arguments: bytes) -> None:
+    def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
         self._queued[name].launch(self._stream, -(-warps // 8), 256, arguments)
 
 
@@ -153,6 +162,10 @@ def check_bits(plain: Arrays, device: str, rule: Any, *, dtype: torch.dtype, mas
 @pytest.mark.parametrize("form", FORMS)
 def test_every_update_has_the_bits_of_the_cpus(form: str, rule: str, device: str) -> None:
     """Ordinary numbers, denormals, zeros of both signs, infinities and NaNs with payloads."""
+    number = _cpu_adam.fold(CASES[rule].native(), 1.0)[0]
+    every = product(range(len(DTYPES)), range(len(PARAMETERS)))
+    # Compiled together: a kind alone would take half of the time of all.
+    kernels(device).require(UpdateKind(number, *each, FORMS.index(form)) for each in every)
     n = 5 * TILE + 77
     plain = {"grad": floats(9, n), **states(n)}
     finite = {"grad": floats(8, n, finite=True).clamp(-9, 9), **states(n, 3, finite=True)}
@@ -229,8 +242,9 @@ def test_parameters_without_a_turn_stay_as_they_are() -> None:
     there = clones(given)
     segments = [Segment(CODE_BLOCK * each, CODE_BLOCK) for each in range(4)]
     updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), "abcd")], "cpu")
-    updates.update({"b": Turn(CASES["adamw"], 1)}, 1.0)
-    check(there, on_cpu(given, segments=[replace(segments[1], seed=1)], hypers=[CASES["adamw"]]))
+    updates.update({"a": Turn(CASES["adamw"], 1), "c": Turn(CASES["adamw"], 2)}, 1.0)
+    updated = [replace(segments[0], seed=1), replace(segments[2], seed=2)]
+    check(there, on_cpu(given, segments=updated, hypers=[CASES["adamw"]]))
     updates.update({}, 1.0)
     assert kernels("cpu").launched == ["infinity_update"]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from device_units import adamw, kernels, opened, part_of, step
 from hard_budgets import check_budgets, offload, smallest
+from homes import ROOMY
 from parity import tensors_copied
 from small_runtime import TIED, loss_of
 from test_device_update import Allocations
@@ -24,6 +25,7 @@ import infinity
 from infinity import device_kernels, twin_flow
 from infinity.config import Budget
 from infinity.cpu_adam import Segment, Update
+from infinity.device_kernels import Kernels, UpdateKind
 from infinity.device_table import Chunk
 from infinity.placement import Kind
 from infinity.planning import Available, make_plan
@@ -217,9 +219,9 @@ def test_a_step_is_a_launch_a_unit_two_for_all_squares_and_one_copy(
         launched = []
         launch = store.kernels.launch
 
-        def noted(name: str, warps: int, arguments: bytes) -> None:
+        def noted(name: str, *arguments: Any) -> None:
             launched.append(name)
-            launch(name, warps, arguments)
+            launch(name, *arguments)
 
         store.kernels.launch = noted
         store.link = recorded = Recorded(store.link)
@@ -234,6 +236,42 @@ def test_a_step_is_a_launch_a_unit_two_for_all_squares_and_one_copy(
             assert recorded.calls.count("to_host") == number + 1
             launched.clear()
         store.link = recorded._link
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_no_kernel_is_compiled_in_a_step(
+    compute: str, optimizer: str, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step launches was named when the runtime was opened, for whatever groups."""
+    required: list[set[UpdateKind]] = []
+    launched: list[set[UpdateKind]] = []
+    require, launch = Kernels.require, Kernels.launch
+
+    def noted_require(self: Kernels, kinds: Any) -> None:
+        required.append(set(kinds))
+        require(self, required[-1])
+
+    def noted_launch(self: Kernels, name: str, warps: int, arguments: bytes, kinds: Any = ()) -> None:
+        launched.append(set(kinds))
+        launch(self, name, warps, arguments, frozenset(kinds))
+
+    monkeypatch.setattr(Kernels, "require", noted_require)
+    monkeypatch.setattr(Kernels, "launch", noted_launch)
+    for number, states in enumerate(("fp32", "bf16", "int8")):
+        model = TIED.make()
+        made = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
+        precision = infinity.Precision(compute=compute, states=states)
+        budget = Budget(device=ROOMY, host=ROOMY)
+        with infinity.offload(model, made, budget=budget, precision=precision, device="cpu") as runtime:
+            for betas in ((0.9, 0.999), (0.3, 0.4)):
+                for group in runtime.optimizer.param_groups:
+                    if "betas" in group:
+                        group["betas"] = betas
+                step(model, runtime, 0)
+        assert len(required) == number + 1 and any(launched)
+        assert all(kinds <= required[-1] for kinds in launched)
+        launched.clear()
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])

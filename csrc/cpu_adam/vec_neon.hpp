@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "scalar.hpp"
+
 namespace infinity::cpu_adam {
 namespace {
 
