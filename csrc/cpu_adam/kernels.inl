@@ -56,22 +56,45 @@ INFINITY_INLINE F load_gradient(const void* base, size_t i, L lanes) {
 // One cache line of a 16-bit array, two of an fp32 one: what is prefetched at a time, and how far
 // ahead (in elements). Six streams are more than the hardware follows across page boundaries.
 constexpr size_t kGroup = 32;
-constexpr size_t kAhead = 256;
-
-INFINITY_INLINE void prefetch_line(uintptr_t at) {
 #if defined(__CUDACC_RTC__)
-    (void)at;  // a GPU has other warps to run, and no business past an array
-#else
-    __builtin_prefetch(reinterpret_cast<const void*>(at));
-#endif
+constexpr size_t kAhead = 128;  // times all warps, this is to stay in the second-level cache
+
+// Whether what lies so far ahead of i is of the range: a device may have nothing beyond it.
+INFINITY_INLINE bool prefetches(size_t i, size_t end) { return i + kAhead + kCodeBlock <= end; }
+
+// kElements for each lane.
+template <size_t kElements, class T>
+INFINITY_INLINE void prefetch_lanes(const T* base, size_t i) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(base + i + kAhead + kElements * Vec::lane(0)));
 }
 
 template <class T>
 INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
-    // May point past the array, where a prefetch does nothing; hence integers, not pointers.
-    const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (i + kAhead) * sizeof(T);
-    for (size_t byte = 0; byte < kGroup * sizeof(T); byte += 64) prefetch_line(at + byte);
+    prefetch_lanes<1>(base, i);
 }
+
+INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
+    prefetch_lanes<kCodeBlock / kWidth>(base, i);
+}
+#else
+constexpr size_t kAhead = 256;
+
+// What may point past the array, where a prefetch does nothing; hence integers, not pointers.
+INFINITY_INLINE bool prefetches(size_t, size_t) { return true; }
+
+template <class T>
+INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (i + kAhead) * sizeof(T);
+    for (size_t byte = 0; byte < kGroup * sizeof(T); byte += 64) {
+        __builtin_prefetch(reinterpret_cast<const void*>(at + byte));
+    }
+}
+
+INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(base) + i + kAhead;
+    __builtin_prefetch(reinterpret_cast<const void*>(at));
+}
+#endif
 
 }  // namespace
 }  // namespace infinity::cpu_adam

@@ -310,9 +310,6 @@ struct MomentsInt8 {
     static INFINITY_INLINE U magnitude(F x) { return Vec::and_u(Vec::as_u(x), Vec::set_u(~kSign)); }
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_codes(first, i); }
     INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_codes(second, i); }
-    static INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
-        prefetch_line(reinterpret_cast<uintptr_t>(base) + i + kAhead);
-    }
 
     uint8_t* first;
     uint8_t* second;
