@@ -54,14 +54,12 @@ struct Scalar {
         return add(sum, mul(d, d));
     }
 
-    // The lanes of squares, in one fixed tree; see [Note: fixed lanes].
-    static double sum(const double* lanes) {
-        double x[kLanes];
-        for (size_t l = 0; l < kLanes; ++l) x[l] = lanes[l];
+    // The lanes of squares, in one fixed tree; see [Note: fixed lanes]. They are spoilt.
+    static double sum(double* lane) {
         for (size_t half = kLanes / 2; half > 0; half /= 2) {
-            for (size_t l = 0; l < half; ++l) x[l] = add(x[l], x[l + half]);
+            for (size_t l = 0; l < half; ++l) lane[l] = add(lane[l], lane[l + half]);
         }
-        return x[0];
+        return lane[0];
     }
 
     static float from_bf16(uint16_t x) { return from_bits(static_cast<uint32_t>(x) << 16); }

@@ -132,7 +132,7 @@ struct Vec {
     struct Squares {
         double lane[kLanes] = {};
         void add(F x, int position) { lane[position] = Scalar::add_square(lane[position], x); }
-        double sum() const { return Scalar::sum(lane); }
+        double sum() { return Scalar::sum(lane); }
     };
 
     // Opaque bytes, for the stream kernel.

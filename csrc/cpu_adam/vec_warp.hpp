@@ -55,7 +55,7 @@ struct Vec {
 #endif
     }
     // The lanes added in a tree, see [Note: fixed lanes].
-    static double sum(const double* held) {
+    static double sum(double* held) {
         double x = held[0];
         for (int half = kWidth / 2; half > 0; half /= 2) {
             x = Scalar::add(x, __shfl_down_sync(kEveryone, x, half));
@@ -74,7 +74,7 @@ struct Vec {
         for (const uint32_t each : x.held) most = Scalar::larger(most, each);
         return most;
     }
-    static double sum(const double* held) { return Scalar::sum(held); }
+    static double sum(double* held) { return Scalar::sum(held); }
     static double of_lane(const double* held, int lane) { return held[lane]; }
     static void fence() {}
 #endif
@@ -262,7 +262,7 @@ struct Vec {
         void add(F x, int) {
             for (int h = 0; h < kHeld; ++h) held[h] = Scalar::add_square(held[h], x.held[h]);
         }
-        double sum() const { return Vec::sum(held); }
+        double sum() { return Vec::sum(held); }
     };
 };
 
