@@ -9,6 +9,10 @@ import numpy.typing as npt
 BLOCK: int
 CODE_BLOCK: int
 DEFAULT_CHUNK: int
+TILE: int
+MOST_HYPERS: int
+MOST_PARAMETERS: int
+NO_UPDATE: int
 
 class Dtype(Enum):
     F32 = 0
@@ -135,4 +139,5 @@ class Pool:
     ) -> StreamTicket: ...
 
 def runnable_isas() -> list[str]: ...
+def fold(hyper: AdamHyper | SgdHyper | AdagradHyper, scale: float) -> bytes: ...
 def sum_in_order(sums: npt.NDArray[np.float64], start: float) -> float: ...

@@ -1,4 +1,4 @@
-"""What this package keeps in the user's cache: small JSON files, whole or not at all."""
+"""What this package keeps in the user's cache: small files, whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,10 +23,23 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> bool:
     """Replace the file at once, so that no reader sees half of it; False where the system refuses."""
+    return write_bytes(path, json.dumps(content, indent=1).encode())
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """What the file holds; None where there is none, or nothing in it."""
+    try:
+        return path.read_bytes() or None
+    except OSError:
+        return None
+
+
+def write_bytes(path: Path, content: bytes) -> bool:
+    """As `write_json`, of any bytes."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=1))
+        temporary.write_bytes(content)
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

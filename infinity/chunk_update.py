@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infinity import cpu_adam, device_update
+from infinity import cpu_adam
 from infinity.config import round_up
 from infinity.errors import InfinityError
 from infinity.gradient_page import GradientPage, Stage
@@ -26,8 +26,7 @@ from infinity.rules import Rule
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.tiers import PAGE_ALIGNMENT
-from infinity.tiers.link import ARRIVED, DeviceLink, Transfer, User
-from infinity.workspace import Workspace
+from infinity.tiers.link import ARRIVED, Transfer
 
 Incoming = tuple[torch.Tensor, Transfer]
 """A page's bytes (uint8) where the model will compute with them, and what brings them."""
@@ -217,18 +216,6 @@ class ChunkUpdate:
         if "master" in arrays:
             return {"parameter": arrays["master"], "copy": parameter}
         return {"parameter": parameter}
-
-
-def update_on_device(due: Due, states: States, space: Workspace, link: DeviceLink) -> None:
-    """Queue the update of a chunk whose pages all rest on the device: what is queued there later sees it."""
-    parameter = due.page.home.view(due.start, due.parameter_bytes)
-    nbytes = due.gradients.nbytes(due.number)
-    gradient = due.gradients.home.view(due.gradients.offset(due.number), nbytes)
-    content = due.state.home.view(due.state.offset(due.number), due.state_bytes)
-    link.uses(User.COMPUTE, gradient, writes=False, label="update")
-    link.uses(User.COMPUTE, parameter, content, writes=True, label="update")
-    at_home = ChunkUpdate(due, parameter, due.gradients.typed(due.number, gradient), content, [])
-    device_update.update(at_home.work(states), space)
 
 
 def gather(

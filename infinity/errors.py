@@ -66,6 +66,17 @@ class BudgetError(InfinityError):
         return {"needed": self.needed, "tier": self.tier}
 
 
+class KernelError(InfinityError, RuntimeError):
+    """The device's kernels could not be compiled: `log` is what the compiler said."""
+
+    def __init__(self, cause: str, cure: str, *, log: str = "") -> None:
+        super().__init__(cause, cure)
+        self.log = log
+
+    def _keywords(self) -> dict[str, Any]:
+        return {"log": self.log}
+
+
 class StorageError(InfinityError, OSError):
     """A storage operation failed for good: `path`, `offset` (bytes, or None) and `errno` say where."""
 

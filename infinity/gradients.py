@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from infinity import cpu_adam
-from infinity.device_gradients import DeviceGradients
+from infinity.device_units import DeviceUnits
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradient_page import ChunkState, GradientPage, Stage
 from infinity.layout import Chunk, Piece
@@ -34,8 +34,14 @@ class Gradients:
     """All gradient pages, and the factor that belongs to them."""
 
     def __init__(
-        self, pages: dict[int, GradientPage], store: Store, threads: cpu_adam.ThreadPool, scale: LossScale
+        self,
+        pages: dict[int, GradientPage],
+        store: Store,
+        threads: cpu_adam.ThreadPool,
+        scale: LossScale,
+        on_device: DeviceUnits | None = None,
     ) -> None:
+        """on_device: the units that the device updates, where there are any."""
         self.pages = pages
         self._store = store
         self._threads = threads
@@ -55,7 +61,7 @@ class Gradients:
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
-        self._on_device = None if store.workspace is None else DeviceGradients(pages, store)
+        self._on_device = on_device
         self._most_kept = store.plan.slots // 2
         """Stages that wait for nothing and stay all the same; the other slots keep things moving."""
         self._names = sorted(

@@ -17,8 +17,8 @@ from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predic
 from infinity.rules import Rule, StateFormat, state_format
 from infinity.table import render
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-from infinity.twin_flow import blocks_of, updated_there
-from infinity.workspace import workspace_bytes
+from infinity.twin_flow import updated_there
+from infinity.workspace import workspace_of
 
 _SECONDS_PER_DAY = 86_400
 
@@ -62,8 +62,8 @@ class Plan:
     """When a step's updates run, as infinity.predict has it."""
     accumulation: int | None = None
     """Backwards of a step, as declared; None: unknown."""
-    window_elements: int = 0
-    """Elements that an update on the device works on at a time; 0: none runs there."""
+    updates_there: bool = False
+    """Whether the device updates the units whose pages all rest on it."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
@@ -86,11 +86,8 @@ class Plan:
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:
-        """Units that the device updates, where all of their pages rest; see infinity/twin_flow.py.
-
-        Their bits may differ from those of the CPU's updates: the one exception to that no placement matters.
-        """
-        return updated_there(self.homes) if self.window_elements else frozenset()
+        """Units that the device updates, where all of their pages rest; see infinity/twin_flow.py."""
+        return updated_there(self.homes) if self.updates_there else frozenset()
 
     @functools.cached_property
     def deferred(self) -> frozenset[int]:
@@ -99,17 +96,12 @@ class Plan:
             return frozenset()
         return deferred(self.homes, self.page_sizes[Kind.OPTIMIZER])
 
-    @property
+    @functools.cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of the device tier that updates there work in; 0 without such."""
+        """Bytes of the device tier that updates there take beside the pages; 0 without such."""
         if not self.updated_on_device:
             return 0
-        return workspace_bytes(self.window_elements, self.measured_blocks)
-
-    @functools.cached_property
-    def measured_blocks(self) -> int:
-        """Blocks of gradients whose squares are summed on the device."""
-        return sum(blocks_of(self.layout.units[unit]) for unit in self.updated_on_device)
+        return workspace_of(self.layout.units[unit] for unit in self.updated_on_device).nbytes
 
     @functools.cached_property
     def home_bytes(self) -> dict[Tier, int]:
@@ -223,7 +215,7 @@ class Plan:
             return ""
         trained = self.page_sizes[Kind.GRADIENT]
         share = sum(trained[unit] for unit in self.updated_on_device) / sum(trained)
-        return f"updates: {share:.0%} on the device, whose last bits may differ from the CPU's\n"
+        return f"updates: {share:.0%} on the device\n"
 
     @property
     def _in_heap(self) -> int | None:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from infinity import machine, twin_flow
-from infinity.config import Budget, Precision, round_up
-from infinity.cpu_adam import BLOCK
+from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.layout import build
 from infinity.placement import Kind, Placement, Room, Search, line_of
@@ -23,7 +22,7 @@ from infinity.rules import Rule
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.units import Survey, survey
-from infinity.workspace import MOST_ELEMENTS, workspace_bytes
+from infinity.workspace import largest_workspace
 
 _MARGIN = 512 << 20
 """Bytes left to others where no budget is given, or 5% where that is more."""
@@ -35,9 +34,6 @@ _UNKNOWN_SHARE = 4
 _UNFORESEEN = 1.05
 """What a step takes against its prediction at the least where the CPU limits it: 1.05 to 1.2 was seen. Where
 the disk does and nobody else uses it, 1.0."""
-
-_WINDOWS = 8
-"""One in so many trained elements is the most that updates on the device have room to work on at a time."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +168,16 @@ class _Draft:
         """The plan with a workspace on the device, where updates run there and that pays; else `plan`."""
         assert room.device is not None
         trained = [parameter.numel for parameter in self.surveyed.parameters if parameter.trainable]
-        share = round_up(sum(trained) // _WINDOWS, BLOCK)
-        elements = min(MOST_ELEMENTS, plan.layout.chunk_elements, max(share, BLOCK))
-        most = workspace_bytes(elements, sum(-(-numel // BLOCK) for numel in trained))
-        placement = self.search.place(replace(room, device=room.device - most))
-        if placement is None:
-            return plan
-        shared = planned(placement, window_elements=min(elements, placement.chunk_elements))
+        elements = plan.layout.chunk_elements
+        while True:
+            most = largest_workspace(trained, elements).nbytes
+            placement = self.search.place(replace(room, device=room.device - most))
+            if placement is None:
+                return plan
+            if placement.chunk_elements >= elements:
+                break
+            elements = placement.chunk_elements  # of which there are more: they need more room
+        shared = planned(placement, updates_there=True)
         host_free = shared.budgets[Tier.HOST] - shared.host_bytes
         shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
         spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)

@@ -24,13 +24,14 @@ import torch
 
 from infinity.aio import Faults
 from infinity.config import Budget, round_up
+from infinity.device_kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import BudgetError, InfinityError
+from infinity.moments import DTYPES
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.driver import Event
 from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User, open_link
-from infinity.workspace import Workspace
 
 _injection = threading.local()
 
@@ -169,8 +170,8 @@ class Store:
             self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])
             self.slots: Pool = self.host.pool("staging", plan.slots * plan.slot_bytes)
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
-            self.workspace = self._make_workspace()
-            """For updates on the device, where the plan has such."""
+            self.workspace, self.kernels = self._open_workspace()
+            """For updates on the device, where the plan has such: uint8 (plan.workspace_bytes,) there."""
             self.nvme: NvmeTier | None = None
             if plan.home_bytes[Tier.NVME]:
                 self.nvme = cleanup.enter_context(
@@ -199,12 +200,13 @@ class Store:
         self._opened.append(home)
         return home
 
-    def _make_workspace(self) -> Workspace | None:
+    def _open_workspace(self) -> tuple[torch.Tensor | None, Kernels | None]:
         plan = self.plan
         if not plan.workspace_bytes:
-            return None
+            return None, None
+        kernels = Kernels(plan.device, _kinds(plan))
         with self.device.pool("workspace", plan.workspace_bytes).lease(plan.workspace_bytes) as lease:
-            return Workspace(lease.residency(), plan.window_elements, plan.measured_blocks)
+            return lease.residency(), kernels
 
     def slot(self) -> torch.Tensor:
         """A slot: uint8 (slot_bytes,), the caller's until its last view is gone.
@@ -357,7 +359,7 @@ class Store:
         self.reclaimers.clear()
         for home in self._opened:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
-        self.workspace = None
+        self.workspace = self.kernels = None
         self._cleanup.close()
 
     def _finish_oldest_write(self) -> bool:
@@ -383,3 +385,18 @@ class Store:
             upto = min(end, start + self.slot_bytes)
             yield start, upto
             start = upto
+
+
+def _kinds(plan: Plan) -> set[UpdateKind]:
+    """What kernels the plan's updates on the device take, as far as options do not change."""
+    assert plan.rule is not None
+    moments = DTYPES[plan.rule.states] if plan.rule.moments else torch.float32
+    regions = {
+        layout.regions[chunk.region].dtype
+        for layout in (plan.layout.units[unit] for unit in plan.updated_on_device)
+        for chunk in layout.chunks
+    }
+    found: set[UpdateKind] = set()
+    for dtype in regions:
+        found |= kinds_of(plan.rule.name, plan.precision.accumulate_dtype(dtype), dtype, moments)
+    return found

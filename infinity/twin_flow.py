@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from infinity.cpu_adam import BLOCK
-from infinity.layout import UnitLayout
+from infinity import device_kernels
 from infinity.placement import Homes, Kind
 from infinity.tiers import Tier
 
@@ -29,10 +28,10 @@ _DISK_AGAINST_LINK = 16
 def has_kernels(device: torch.device) -> bool:
     """Whether a device of its own memory updates what rests there.
 
-    The CPU does not: its updates are those of infinity.cpu_adam, whose bits depend on no placement. Tests put
-    a function here that says yes, so that the path runs without a GPU.
+    The CPU does not: there is nothing to gain. Tests put a function here that says yes, so that the path runs
+    without a GPU.
     """
-    return device.type == "cuda"
+    return device.type == "cuda" and device_kernels.can_compile()
 
 
 def updated_there(homes: Homes) -> frozenset[int]:
@@ -73,11 +72,6 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
     for unit, kind in chosen:
         moved[unit][kind] = Tier.DEVICE
     return tuple(moved)
-
-
-def blocks_of(unit: UnitLayout) -> int:
-    """Blocks of gradients that are measured by themselves."""
-    return sum(-(-piece.count // BLOCK) for chunk in unit.chunks for piece in chunk.pieces)
 
 
 def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> bool:

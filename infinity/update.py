@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from infinity import cpu_adam
-from infinity.chunk_update import ChunkUpdate, Due, Incoming, gather, segments_of, update_on_device
+from infinity.chunk_update import ChunkUpdate, Due, Incoming, gather, segments_of
+from infinity.device_units import DeviceUnits
+from infinity.device_update import Turn
 from infinity.errors import InfinityError
 from infinity.gradients import Gradients
 from infinity.page import ParameterPage, Presence
@@ -50,11 +52,15 @@ class Updater:
         store: Store,
         *,
         threads: cpu_adam.ThreadPool,
+        on_device: DeviceUnits | None,
         incoming: Callable[[int], Incoming | None],
         ahead: ReadAhead | None,
         lazy: bool,
     ) -> None:
-        """incoming: of a unit, see chunk_update.gather. lazy: whether updates may end after `step`."""
+        """on_device: the units that the device updates. incoming: of a unit, see chunk_update.gather.
+
+        lazy: whether updates may end after `step`.
+        """
         self.lazy = lazy
         self.failure: InfinityError | None = None
         """Why there are parameters that nobody has any more."""
@@ -64,6 +70,7 @@ class Updater:
         self._states = states
         self._store = store
         self._threads = threads
+        self._on_device = on_device
         self._ahead = ahead
         self._shares_cpu = store.plan.device.type == "cpu"
         self._due: dict[int, deque[Due]] = {}
@@ -244,10 +251,9 @@ class Updater:
 
     def _make_due(self, page: ParameterPage, group_of: GroupOf) -> None:
         """From here on every count says that the unit's step was."""
-        due = self._due_of(page, group_of)
-        if self._gradients.on_device(page.index):
-            self._update_on_device(due)
-        elif due:
+        if self._on_device is not None and page.index in self._on_device:
+            self._update_on_device(self._on_device, page.index, group_of)
+        elif due := self._due_of(page, group_of):
             self._due[page.index] = deque(due)
             self._left[page.index] = len(due)
         content = self._gradients.pages[page.index].content
@@ -256,12 +262,22 @@ class Updater:
             with torch._C.DisableTorchFunctionSubclass():
                 self._count(page, self._states.pages[page.index], updated, group_of)
 
-    def _update_on_device(self, due: Sequence[Due]) -> None:
-        """Queue updates behind what the device computes, and before all that will use their outcome."""
-        assert self._store.workspace is not None
+    def _update_on_device(self, units: DeviceUnits, unit: int, group_of: GroupOf) -> None:
+        """Queue a unit's update behind what the device computes, and before all that will use its outcome."""
         started = time.perf_counter()
-        for each in due:
-            update_on_device(each, self._states, self._store.workspace, self._store.link)
+        state, rule = self._states.pages[unit], self._states.rule
+        known: dict[tuple[int, int, bool], cpu_adam.Hyper] = {}
+        turns = {}
+        for parameter in self._gradients.pages[unit].content:
+            group = group_of(unit, parameter)
+            if group is None:
+                continue
+            step, first = state.steps[parameter] + 1, parameter not in state.has_moments
+            key = (id(group), step, first)
+            if key not in known:
+                known[key] = rule.hyper(group, step, first)
+            turns[parameter] = Turn(known[key], state.seed(parameter, step))
+        units.update(unit, turns, self._gradients.unscale)
         self._store.meter.updating(time.perf_counter() - started)
 
     def _count(self, page: ParameterPage, state: StatePage, updated: list[int], group_of: GroupOf) -> None:

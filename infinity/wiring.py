@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity import cpu_adam, machine
 from infinity.config import Budget
+from infinity.device_units import DeviceUnits
 from infinity.gradient_page import GradientPage
 from infinity.gradients import Gradients
 from infinity.heap import HeapGuard
@@ -140,7 +141,9 @@ class _Builder:
         scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
         gradients, updater, ahead = None, None, None
         if states is not None:
-            gradients = Gradients(self._gradient_pages(), store, threads, scale)
+            gradient_pages = self._gradient_pages()
+            on_device = DeviceUnits(pages, gradient_pages, states, store) if plan.updated_on_device else None
+            gradients = Gradients(gradient_pages, store, threads, scale, on_device)
             ahead = _read_ahead(pages, gradients, states, store)
             updater = Updater(
                 pages,
@@ -148,6 +151,7 @@ class _Builder:
                 states,
                 store,
                 threads=threads,
+                on_device=on_device,
                 incoming=engine.incoming,
                 ahead=ahead,
                 lazy=plan.update != "sync",

@@ -1,86 +1,70 @@
-"""The workspace of updates on the device: memory that the plan has reserved, a window of elements at a time.
+"""The workspace of updates on the device: memory that the plan has reserved there beside the pages.
 
-Operations write into it (`out=`) or in place, so that a step takes nothing from torch's allocator: budgets
-are hard. Beside the arrays that a window needs lie the gradients' sums of squares, one a block, until the
-host asks for them.
-
-[Note: one workspace]
-Every update and gradient uses the same bytes, one after the other: what orders them is the stream that they
-are queued on. A backward may run on several, and `order` has the one that comes next wait for the one before.
+It has the table of where pieces of parameters lie (infinity/device_table.py), the sums of squares of the
+gradients' blocks, and their totals. Pure.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from infinity.config import round_up
-from infinity.cpu_adam import BLOCK, CODE_BLOCK
+from infinity.cpu_adam import BLOCK
+from infinity.layout import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
-MOST_ELEMENTS = 1 << 20
-"""Of a window: many enough that launching kernels costs little, few enough for a GPU's L2 cache."""
-
-_ARRAYS = 6
-_ARRAYS_OF_BLOCKS = 3
-
-
-def workspace_bytes(elements: int, blocks: int) -> int:
-    """Bytes of a workspace for windows of `elements`, a multiple of BLOCK, and sums of `blocks` blocks."""
-    return _scratch_bytes(elements) + round_up(blocks * 8, PAGE_ALIGNMENT)
+PIECE_BYTES = 96
+"""Of a piece in the table."""
+_LENGTH = 256
+"""Bytes of which every part is a multiple."""
 
 
-def _scratch_bytes(elements: int) -> int:
-    return round_up(4 * (_ARRAYS * elements + _ARRAYS_OF_BLOCKS * (elements // CODE_BLOCK)), PAGE_ALIGNMENT)
+@dataclass(frozen=True, slots=True)
+class WorkspaceSize:
+    """What there is room for."""
+
+    pieces: int
+    blocks: int
+    """Of gradients, whose squares are summed one by one."""
+    parameters: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Bytes of the totals, the sums, the pieces, what comes before each piece in tiles and in blocks, and
+        what comes before each parameter in blocks."""
+        counts = (
+            8 * self.parameters,
+            8 * self.blocks,
+            PIECE_BYTES * self.pieces,
+            4 * (self.pieces + 1),
+            4 * (self.pieces + 1),
+            4 * (self.parameters + 1),
+        )
+        return tuple(round_up(each, _LENGTH) for each in counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all; a multiple of 4096."""
+        return round_up(sum(self.lengths), PAGE_ALIGNMENT)
 
 
-class Workspace:
-    """Arrays on the device for windows of up to `elements` elements. What they hold is nobody's."""
-
-    def __init__(self, memory: torch.Tensor, elements: int, blocks: int) -> None:
-        """memory: uint8 (workspace_bytes(elements, blocks),) on the device, the workspace's alone."""
-        assert elements % BLOCK == 0 and memory.nbytes == workspace_bytes(elements, blocks)
-        self.device = memory.device
-        self.elements = elements
-        arrays = memory[: 4 * _ARRAYS * elements].view(torch.float32).view(_ARRAYS, elements)
-        self.gradient, self.parameter, self.first, self.second, self.one, self.other = arrays.unbind()
-        """float32 (elements,): of a window's states, and two for what lies between operations."""
-        of_blocks = memory[4 * _ARRAYS * elements : _scratch_bytes(elements)].view(torch.int32)
-        count = elements // CODE_BLOCK
-        self.exponent, self.unit, masks = of_blocks[: _ARRAYS_OF_BLOCKS * count].view(-1, count).unbind()
-        """int32 (elements // CODE_BLOCK,)."""
-        self.mask = masks.view(torch.bool)[:count]
-        """bool (elements // CODE_BLOCK,)."""
-        self.doubles = memory[: 8 * elements].view(torch.float64)
-        """float64 (elements,), over `gradient` and `parameter`."""
-        self.sums = memory[_scratch_bytes(elements) :].view(torch.float64)[:blocks]
-        """float64 (blocks,): kept from one use to the next."""
-        self._stream: torch.cuda.Stream | None = None
-
-    def order(self) -> None:
-        """Have what is queued from now on follow whatever used the workspace before; see the note."""
-        if self.device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
+    """Of updates of these units."""
+    pieces = [piece for unit in units for chunk in unit.chunks for piece in chunk.pieces]
+    return WorkspaceSize(
+        pieces=len(pieces),
+        blocks=sum(-(-piece.count // BLOCK) for piece in pieces),
+        # Each has one piece that is its first.
+        parameters=sum(piece.start == 0 for piece in pieces),
+    )
 
 
-def integers(values: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 values, int32, in place."""
-    return values.view(torch.int32)
-
-
-def low_halves(values: torch.Tensor) -> torch.Tensor:
-    """The 16 low bits of each of contiguous 32-bit values, int16, in place (little-endian)."""
-    return values.view(torch.int16)[::2]
-
-
-def high_halves(values: torch.Tensor) -> torch.Tensor:
-    """The 16 high bits of each of contiguous 32-bit values, int16, in place (little-endian)."""
-    return values.view(torch.int16)[1::2]
-
-
-def quiet(values: torch.Tensor) -> None:
-    """Make every NaN of float32 values the same one, 0x7FC00000: a payload would carry into the rounding."""
-    values.nan_to_num_(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))
+def largest_workspace(sizes: Iterable[int], chunk_elements: int) -> WorkspaceSize:
+    """Of parameters of so many elements, however chunks of `chunk_elements` cut them."""
+    counts = list(sizes)
+    return WorkspaceSize(
+        pieces=sum(-(-numel // chunk_elements) + 1 for numel in counts),
+        blocks=sum(-(-numel // BLOCK) for numel in counts),
+        parameters=len(counts),
+    )

@@ -18,9 +18,10 @@ from small_runtime import TIED, loss_of
 from torch import nn
 
 import infinity
-from infinity import device_update, twin_flow
+from infinity import twin_flow
 from infinity.aio import Faults
 from infinity.config import Budget
+from infinity.device_units import DeviceUnits
 from infinity.store import injected
 
 
@@ -34,15 +35,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def updated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Elements of every chunk that the device was given to update."""
+    """Parameters of every unit that the device was given to update."""
     seen: list[int] = []
-    update = device_update.update
+    update = DeviceUnits.update
 
-    def counted(work: Any, space: Any) -> None:
-        seen.append(sum(each.count for each in work.segments))
-        update(work, space)
+    def counted(units: DeviceUnits, unit: int, turns: Any, scale: float) -> None:
+        seen.append(len(turns))
+        update(units, unit, turns, scale)
 
-    monkeypatch.setattr(device_update, "update", counted)
+    monkeypatch.setattr(DeviceUnits, "update", counted)
     return seen
 
 

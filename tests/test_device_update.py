@@ -1,44 +1,118 @@
-"""Updates by torch's operations on a device: every rule and format, against fp64 and the CPU's kernels.
+"""Updates by the device's kernels: the bits of the CPU's, for every rule and format, and how many launches.
 
-With the CPU as the device here; on a GPU where there is one. test_twin_flow.py and
-test_twin_flow_training.py have whole runtimes.
+With the CPU as the device, whose kernels are the same source compiled for it (tests/test_device_kernels.py
+has the compiler); on a GPU where there is one. test_twin_flow.py and test_twin_flow_training.py have whole
+runtimes.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cpu_adam_cases import RULES as CASES
-from cpu_adam_cases import clones, floats, join, same_bits, split, states
+from cpu_adam_cases import clones, floats, split, states
+from emulated_device import EmulatedDevice
 from homes import each_device
-from test_cpu_adam import reference_blocks
-from test_cpu_adam_accuracy import RULES, adversarial, errors, in_chunks, oracle
+from test_cpu_adam_accuracy import adversarial
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.cpu_adam import BLOCK, CODE_BLOCK, SGD, AdamW, Segment, ThreadPool, Update
-from infinity.device_update import sum_squares, update
+from infinity import _cpu_adam
+from infinity.cpu_adam import (
+    BLOCK,
+    CODE_BLOCK,
+    SGD,
+    AdamW,
+    Gradient,
+    Segment,
+    ThreadPool,
+    Update,
+    sum_in_order,
+)
+from infinity.device_kernels import (
+    DTYPES,
+    KERNELS,
+    MOMENTS,
+    PARAMETERS,
+    RULES,
+    Kernels,
+    UpdateKind,
+    host_library,
+)
+from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk, size_of
+from infinity.device_update import DeviceUpdates, Turn
 from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
-from infinity.workspace import Workspace, workspace_bytes
+from infinity.tiers.driver import Driver, Stream
 
-MOMENTS = ("fp32", "bf16", "int8")
+FORMS = ("fp32", "bf16", "int8")
 MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 Arrays = dict[str, torch.Tensor]
 
 
-def workspace(device: str, elements: int = 2 * BLOCK, blocks: int = 0) -> Workspace:
-    """Filled with NaN: nothing may rest on what it held."""
-    nbytes = workspace_bytes(elements, blocks)
-    return Workspace(torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device), elements, blocks)
+class Counted(Kernels):
+    """Kernels that keep the names of what was launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, ())
+        self.launched: list[str] = []
+
+    def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
+        self.launched.append(name)
+        assert len(arguments) <= 4096  # what every device takes by value
+        super().launch(name, warps, arguments, kinds)
 
 
-def on_device(arrays: Arrays, space: Workspace, **work: Any) -> Arrays:
-    """The arrays as an update on the workspace's device leaves them, on the CPU."""
-    there = {name: each.to(space.device, copy=True) for name, each in arrays.items()}
-    update(Update(**there, **work), space)
+class Queued(Kernels):
+    """Kernels that run when a stream of the test driver comes to them."""
+
+    def __init__(self, driver: Driver, stream: Stream) -> None:
+        super().__init__(torch.device("cpu"), ())
+        self._stream = stream
+        module = driver.module(b"infinity-host-kernels:" + str(host_library()).encode())
+        self._queued = {name: module.function(name) for name in KERNELS}
+
+    def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
+        self._queued[name].launch(self._stream, -(-warps // 8), 256, arguments)
+
+
+@functools.cache
+def kernels(device: str) -> Counted:
+    return Counted(torch.device(device))
+
+
+def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
+    """In memory filled with ones: nothing may rest on what it held."""
+    nbytes = size_of(chunks).nbytes
+    kernels(device).launched.clear()
+    memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
+    return DeviceUpdates(chunks, memory, kernels(device)), memory
+
+
+def on_device(
+    arrays: Arrays,
+    device: str,
+    *,
+    segments: Sequence[Segment],
+    hypers: Sequence[Any],
+    scale: float = 1.0,
+    parameters: Sequence[Hashable] = (),
+) -> Arrays:
+    """The arrays as an update on the device leaves them, on the CPU. parameters: of each segment."""
+    there = {name: each.to(device, copy=True) for name, each in arrays.items()}
+    whose = parameters or range(len(segments))
+    updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), whose)], device)
+    turns = {
+        each: Turn(hypers[segment.hyper], segment.seed) for each, segment in zip(whose, segments, strict=True)
+    }
+    updates.update(turns, scale)
     return {name: each.cpu() for name, each in there.items()}
 
 
@@ -48,6 +122,13 @@ def on_cpu(arrays: Arrays, **work: Any) -> Arrays:
     with ThreadPool(threads=1) as pool:
         pool.run(Update(**there, **work))
     return there
+
+
+def check(now: Arrays, expected: Arrays) -> None:
+    """Every array bit for bit."""
+    for name, each in expected.items():
+        one, other = now[name].view(torch.uint8), each.view(torch.uint8)
+        assert torch.equal(one, other), f"{name}: {int((one != other).sum())} bytes differ"
 
 
 def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
@@ -66,201 +147,197 @@ def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
     return found
 
 
-def masters(arrays: Arrays) -> torch.Tensor:
-    return join(arrays["parameter"], arrays["remainder"]) if "remainder" in arrays else arrays["parameter"]
+# ---- Bits ----
 
 
-# ---- Against fp64 ----
-
-
-@each_device
-@pytest.mark.parametrize("rule", RULES)
-def test_every_update_is_within_8_ulp_of_fp64(rule: str, device: str) -> None:
-    """The bound of the CPU's kernels, over all magnitudes; test_cpu_adam_accuracy.py says of what."""
-    given, g = adversarial(300_000)
-    n = g.numel()
-    work: dict[str, Any] = {"segments": [Segment(0, n)], "hypers": [RULES[rule]]}
-    now = on_device({"grad": g, **given}, workspace(device, 16 * BLOCK), **work)
-    for part in in_chunks(n, 100_000):
-        expected = oracle(RULES[rule], {name: each[part] for name, each in given.items()}, g[part])
-        for name, exact in expected.exact.items():
-            worst = errors(now[name][part], exact, expected.unit[name]).max().item()
-            assert worst <= 8, f"{name}: {worst} ULP"
-
-
-@each_device
-@pytest.mark.parametrize("rule", RULES)
-def test_nan_and_infinity_go_where_the_oracle_sends_them(rule: str, device: str) -> None:
-    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 1.0, -2.0])
-    p, m, v, g = torch.cartesian_prod(values, values, values, values).unbind(1)
-    given = {"parameter": p.clone(), "first_moment": m.clone(), "second_moment": v.abs().clone()}
-    expected = oracle(RULES[rule], given, g).exact
-    work: dict[str, Any] = {"segments": [Segment(0, len(g))], "hypers": [RULES[rule]]}
-    now = on_device({"grad": g.clone(), **given}, workspace(device), **work)
-    for name, exact in expected.items():
-        assert torch.equal(now[name].isfinite(), exact.isfinite()), name
-        infinite = now[name].isinf()
-        assert torch.equal(now[name][infinite].double(), exact[infinite]), name
-
-
-# ---- Formats ----
+def check_bits(plain: Arrays, device: str, rule: Any, *, dtype: torch.dtype, master: str, form: str) -> None:
+    n = plain["grad"].numel()
+    given = stored({**plain, "grad": plain["grad"].to(dtype)}, form, master)
+    work: dict[str, Any] = {"segments": [Segment(0, n, seed=11)], "hypers": [rule], "scale": 0.7}
+    check(on_device(given, device, **work), on_cpu(given, **work))
 
 
 @each_device
 @pytest.mark.parametrize("rule", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_master_has_the_bits_of_a_plain_one(dtype: torch.dtype, rule: str, device: str) -> None:
-    n = 2 * BLOCK + 1003
-    plain = {"grad": floats(9, n).to(dtype), **states(n)}
-    work: dict[str, Any] = {"segments": [Segment(0, n)], "hypers": [CASES[rule]], "scale": 0.3}
-    expected = on_device(stored(plain, "fp32"), workspace(device), **work)
-    for master in MASTERS:
-        now = on_device(stored(plain, "fp32", master), workspace(device), **work)
-        assert same_value(masters(now), expected["parameter"])
-        for name in ("first_moment", "second_moment"):
-            assert same_value(now[name], expected[name]), name
-        if master in ("split", "bf16 copy"):
-            high = now["copy"] if master == "bf16 copy" else now["parameter"]
-            assert same_bits(high, split(quieted(expected["parameter"]))[0])
-        elif master != "fp32":
-            assert same_value(now["copy"], expected["parameter"].to(now["copy"].dtype))
-
-
-def quieted(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32).view(torch.float32), x)
-
-
-def same_value(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits, or NaN on both sides."""
-    return torch.equal(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(0.0), b.nan_to_num(0.0))
+@pytest.mark.parametrize("form", FORMS)
+def test_every_update_has_the_bits_of_the_cpus(form: str, rule: str, device: str) -> None:
+    """Ordinary numbers, denormals, zeros of both signs, infinities and NaNs with payloads."""
+    number = _cpu_adam.fold(CASES[rule].native(), 1.0)[0]
+    every = product(range(len(DTYPES)), range(len(PARAMETERS)))
+    # Compiled together: a kind alone would take half of the time of all.
+    kernels(device).require(UpdateKind(number, *each, FORMS.index(form)) for each in every)
+    n = 5 * TILE + 77
+    plain = {"grad": floats(9, n), **states(n)}
+    finite = {"grad": floats(8, n, finite=True).clamp(-9, 9), **states(n, 3, finite=True)}
+    for dtype, master in product(GRADIENTS, MASTERS):
+        check_bits(plain, device, CASES[rule], dtype=dtype, master=master, form=form)
+        check_bits(finite, device, CASES[rule], dtype=dtype, master=master, form=form)
 
 
 @each_device
-@pytest.mark.parametrize("rule", [name for name in CASES if name != "sgd"])
-@pytest.mark.parametrize("master", ["fp32", "split"])
-@pytest.mark.parametrize("form", MOMENTS)
-def test_it_is_the_kernels_update_but_for_last_bits(form: str, master: str, rule: str, device: str) -> None:
-    """Parameters within 2**-20 of the largest term; moments within one step of their format."""
-    n = BLOCK + 1500
-    random = torch.Generator().manual_seed(4)
-    plain = {
-        "grad": torch.randn(n, generator=random) * 1e-2,
-        "parameter": torch.randn(n, generator=random),
-        "first_moment": torch.randn(n, generator=random) * 1e-2,
-        "second_moment": (torch.randn(n, generator=random) * 1e-2).square() + 1e-6,
-    }
-    work: dict[str, Any] = {"segments": [Segment(0, n, seed=11)], "hypers": [CASES[rule]], "scale": 0.7}
-    given = stored(plain, form, master)
-    now, expected = on_device(given, workspace(device), **work), on_cpu(given, **work)
-    difference = (masters(now).double() - masters(expected).double()).abs()
-    assert float(difference.max()) <= 2.0**-20 * float(masters(expected).abs().max())
-    same = {name: (now[name] == expected[name]).double().mean().item() for name in now}
-    # Values that differ in their last bit seldom round to another neighbour.
-    least = 0.3 if form == "fp32" else 0.99
-    assert all(same[name] >= least for name in ("first_moment", "second_moment")), same
-    if form == "int8":
-        assert same["first_scale"] >= 0.98 and same["second_scale"] >= 0.98
+@pytest.mark.parametrize("rule", CASES)
+def test_edges_against_each_other_have_the_bits_of_the_cpus(rule: str, device: str) -> None:
+    given, g = adversarial(60_000)
+    for form, master in (("fp32", "fp32"), ("bf16", "split"), ("int8", "fp16")):
+        check_bits({"grad": g, **given}, device, CASES[rule], dtype=torch.float32, master=master, form=form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", CASES)
+@pytest.mark.parametrize("form", FORMS)
+def test_ten_million_values_have_the_bits_of_the_cpus(form: str, rule: str) -> None:
+    """Of every rule and format of moments, over all formats of parameters and gradients together."""
+    kinds = list(product(GRADIENTS, MASTERS))
+    given, g = adversarial(10_000_000 // len(kinds) // 2)
+    n = g.numel()
+    for number, (dtype, master) in enumerate(kinds):
+        wild = {"grad": floats(number, n), **states(n, number + 1)}
+        check_bits(wild, "cpu", CASES[rule], dtype=dtype, master=master, form=form)
+        check_bits({"grad": g, **given}, "cpu", CASES[rule], dtype=dtype, master=master, form=form)
 
 
 @each_device
-@pytest.mark.parametrize("cut", [0, 1, 17, BLOCK // CODE_BLOCK])
-@pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_what_is_rounded_has_the_bits_of_the_kernels(form: str, cut: int, device: str) -> None:
-    """Of values that no operation rounds, so that the formats alone decide; over windows and cuts."""
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parameter_in_pieces_has_the_bits_of_one(form: str, device: str) -> None:
+    """Whatever chunks they lie in, in whatever order, and however few elements a piece has."""
     n = 3 * BLOCK + 37
-    random = torch.Generator().manual_seed(3)
-    few = torch.randint(128, 256, (4, n), generator=random) / 128.0  # 8 bits each, in [1, 2)
-    sign = torch.randint(0, 2, (2, n), generator=random) * 2.0 - 1.0
-    plain = {
-        "grad": few[0] * sign[0],
-        "parameter": few[1],
-        "first_moment": few[2] * sign[1],
-        "second_moment": few[3],
-    }
-    first = cut * CODE_BLOCK
-    segments = [Segment(0, first, 0, 0, 99), Segment(first, n - first, 0, first, 99)]
-    work: dict[str, Any] = {"segments": segments, "hypers": [AdamW(lr=1e-3, betas=(0.5, 0.5), step=3)]}
+    plain = {"grad": floats(3, n, finite=True).clamp(-2, 2), **states(n, finite=True)}
     given = stored(plain, form, "split")
-    now, expected = on_device(given, workspace(device, BLOCK), **work), on_cpu(given, **work)
-    names = ["first_moment", "second_moment"]
-    names += [name.replace("moment", "scale") for name in names] if form == "int8" else []
-    for name in names:
-        assert torch.equal(now[name].view(torch.uint8), expected[name].view(torch.uint8)), name
-        assert not torch.equal(now[name], given[name]) or "scale" in name
+    whole: dict[str, Any] = {"segments": [Segment(0, n, seed=99)], "hypers": [CASES["adamw"]]}
+    expected = on_cpu(given, **whole)
+    for cuts in ([CODE_BLOCK], [CODE_BLOCK * 17, BLOCK], [BLOCK, 2 * BLOCK, n - n % CODE_BLOCK]):
+        edges = [0, *cuts, n]
+        parts = [Segment(start, end - start, 0, start, 99) for start, end in pairwise(edges)]
+        for segments in (parts, parts[::-1]):
+            now = on_device(
+                given, device, segments=segments, hypers=whole["hypers"], parameters=["p"] * len(parts)
+            )
+            check(now, expected)
 
 
 @each_device
-def test_blocks_with_what_is_not_finite_become_nan_as_the_kernels_have_them(device: str) -> None:
-    n = 8 * CODE_BLOCK + 5
-    plain = {"grad": torch.ones(n), **{name: torch.ones(n) for name in states(1)}}
-    for at, value in ((3, torch.inf), (CODE_BLOCK + 1, torch.nan), (n - 1, 3.3e38)):
-        plain["grad"][at] = value
-    plain["second_moment"][6 * CODE_BLOCK :] = 0.0
-    work: dict[str, Any] = {"segments": [Segment(0, n)], "hypers": [AdamW(lr=1e-3, betas=(0.5, 0.5), step=3)]}
-    given = stored(plain, "int8")
-    now, expected = on_device(given, workspace(device), **work), on_cpu(given, **work)
-    for name in ("first_moment", "second_moment", "first_scale", "second_scale"):
-        assert torch.equal(now[name], expected[name]), name
-    assert int((now["second_scale"] == 255).sum()) == 3
-    # And from there again: what such a block holds is read as NaN.
-    again, expected = on_device(now, workspace(device), **work), on_cpu(now, **work)
-    for name in ("first_moment", "second_moment", "first_scale", "second_scale"):
-        assert torch.equal(again[name], expected[name]), name
-    assert torch.equal(again["parameter"].isnan(), expected["parameter"].isnan())
-
-
-@each_device
-@pytest.mark.parametrize("form", MOMENTS)
+@pytest.mark.parametrize("form", FORMS)
 def test_only_segments_are_touched_each_with_its_hypers(form: str, device: str) -> None:
     n = 3 * BLOCK
     plain = {"grad": floats(3, n, finite=True).clamp(-2, 2), **states(n, finite=True)}
-    segments = [Segment(CODE_BLOCK, 100, 1), Segment(4 * CODE_BLOCK, BLOCK + 3, 0), Segment(n - 64, 1, 2)]
-    rules = [CASES["adamw"], CASES["momentum"], dataclasses.replace(CASES["sgd"])]
+    segments = [
+        Segment(CODE_BLOCK, 100, 1),
+        Segment(4 * CODE_BLOCK, BLOCK + 3, 0, seed=5),
+        Segment(n - 64, 1, 2),
+    ]
+    rules = [CASES["adamw"], CASES["momentum"], replace(CASES["sgd"], lr=0.5)]
     given = stored(plain, form)
-    now = on_device(given, workspace(device), segments=segments, hypers=rules)
+    now = on_device(given, device, segments=segments, hypers=rules)
+    check(now, on_cpu(given, segments=segments, hypers=rules))
     untouched = torch.ones(n, dtype=torch.bool)
     for each in segments:
         untouched[each.start : each.start + each.count] = False
-        alone = on_device(given, workspace(device), segments=[each], hypers=rules)
-        part = slice(each.start, each.start + each.count)
-        assert same_bits(now["parameter"][part], alone["parameter"][part])
     for name in ("parameter", "first_moment", "second_moment"):
         assert torch.equal(now[name][untouched], given[name][untouched]), name
-        assert same_bits(now[name][n - 64 :], given[name][n - 64 :]) == (name != "parameter")
 
 
-@each_device
-def test_maximize_is_descent_on_the_negative(device: str) -> None:
+def test_parameters_without_a_turn_stay_as_they_are() -> None:
+    n = 4 * CODE_BLOCK
+    given = stored({"grad": torch.ones(n), **states(n, finite=True)}, "int8", "split")
+    there = clones(given)
+    segments = [Segment(CODE_BLOCK * each, CODE_BLOCK) for each in range(4)]
+    updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), "abcd")], "cpu")
+    updates.update({"a": Turn(CASES["adamw"], 1), "c": Turn(CASES["adamw"], 2)}, 1.0)
+    updated = [replace(segments[0], seed=1), replace(segments[2], seed=2)]
+    check(there, on_cpu(given, segments=updated, hypers=[CASES["adamw"]]))
+    updates.update({}, 1.0)
+    assert kernels("cpu").launched == ["infinity_update"]
+
+
+def test_hyper_parameters_are_folded_as_for_the_cpu() -> None:
+    """At steps and scales at which their constants are rounded."""
     n = 1000
-    plain = {"grad": floats(3, n, finite=True), **states(n, finite=True)}
-    work: dict[str, Any] = {"segments": [Segment(0, n)], "scale": 0.5}
-    for rule in CASES.values():
-        up = on_device(plain, workspace(device), hypers=[dataclasses.replace(rule, maximize=True)], **work)
-        negative = {**plain, "grad": -plain["grad"]}
-        down = on_device(negative, workspace(device), hypers=[rule], **work)
-        assert all(same_bits(up[name], down[name]) for name in up if name != "grad")
-
-
-@each_device
-@pytest.mark.parametrize("form", MOMENTS)
-def test_bits_do_not_depend_on_the_window(form: str, device: str) -> None:
-    n = 5 * BLOCK + 77
     plain = {"grad": floats(3, n, finite=True).clamp(-2, 2), **states(n, finite=True)}
-    for rule in (CASES["adamw"], CASES["nesterov"]):
-        work: dict[str, Any] = {"segments": [Segment(0, n, seed=5)], "hypers": [rule]}
-        given = stored(plain, form, "split")
-        one = on_device(given, workspace(device, BLOCK), **work)
-        other = on_device(given, workspace(device, 8 * BLOCK), **work)
-        assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
+    for rule, scale in product(CASES.values(), (1.0, 1 / 3, -1e-9)):
+        for hyper in (rule, replace(rule, maximize=True)):
+            work: dict[str, Any] = {"segments": [Segment(0, n)], "hypers": [hyper], "scale": scale}
+            check(on_device(plain, "cpu", **work), on_cpu(plain, **work))
 
 
 def test_a_rule_without_momentum_leaves_the_buffer_alone() -> None:
     n = 1000
-    for form in MOMENTS:
+    for form in FORMS:
         given = stored({"grad": torch.ones(n), **states(n, finite=True)}, form)
         work: dict[str, Any] = {"segments": [Segment(0, n)], "hypers": [SGD(lr=0.1, first_step=False)]}
-        now = on_device(given, workspace("cpu"), **work)
+        now = on_device(given, "cpu", **work)
+        check(now, on_cpu(given, **work))
         assert torch.equal(now["first_moment"], given["first_moment"])
+
+
+# ---- Launches ----
+
+
+def many(count: int, hypers: int) -> tuple[Arrays, dict[str, Any]]:
+    """So many parameters of a block each, in turns with so many hyper-parameters."""
+    n = count * CODE_BLOCK
+    given = stored(
+        {"grad": floats(1, n, finite=True).clamp(-2, 2), **states(n, finite=True)}, "bf16", "split"
+    )
+    rules = [AdamW(lr=1e-3 * (each + 1), step=each + 1) for each in range(hypers)]
+    segments = [
+        Segment(each * CODE_BLOCK, CODE_BLOCK - each % 3, each % hypers, seed=each) for each in range(count)
+    ]
+    return given, {"segments": segments, "hypers": rules}
+
+
+@pytest.mark.parametrize(
+    ("count", "hypers", "launches"),
+    [
+        (1, 1, 1),
+        (MOST_PARAMETERS, MOST_HYPERS, 1),
+        (MOST_PARAMETERS + 1, 1, 2),
+        (3 * MOST_PARAMETERS, 2, 3),
+        (3 * MOST_HYPERS, 3 * MOST_HYPERS, 3),
+    ],
+)
+def test_a_unit_is_updated_by_one_launch_unless_it_is_very_large(
+    count: int, hypers: int, launches: int
+) -> None:
+    given, work = many(count, hypers)
+    check(on_device(given, "cpu", **work), on_cpu(given, **work))
+    assert kernels("cpu").launched == ["infinity_update"] * launches
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
+    """On a stream that runs later, through the driver's table: nothing of a launch has to be kept."""
+    device = EmulatedDevice(3, threads=threads)
+    stream = device.driver.stream()
+    given, work = many(3 * MOST_PARAMETERS, 2)
+    expected = on_cpu(given, **work)
+    chunk = Chunk(Update(**given, segments=work["segments"], hypers=[]), range(3 * MOST_PARAMETERS))
+    memory = torch.zeros(size_of([chunk]).nbytes, dtype=torch.uint8)
+    updates = DeviceUpdates([chunk], memory, Queued(device.driver, stream))
+    device.hold(stream)
+    before = clones(given)
+    updates.update(
+        {each: Turn(work["hypers"][part.hyper], part.seed) for each, part in enumerate(work["segments"])}, 1.0
+    )
+    updates.measure()
+    assert device.count("cuLaunchKernel") == 5
+    check(given, before)
+    device.let_go(stream)
+    stream.synchronize()
+    check(given, expected)
+    gradients = given["grad"].view(-1, CODE_BLOCK)
+    counts = [part.count for part in work["segments"]]
+    expected_totals = [total([row[:count]]) for row, count in zip(gradients, counts, strict=True)]
+    assert updates.table.totals(memory).tolist() == expected_totals
+
+
+def test_the_structs_are_those_of_the_native_code() -> None:
+    """What is asserted of layouts where the module is compiled, and the enumerations."""
+    for hyper in CASES.values():
+        folded = _cpu_adam.fold(hyper.native(), 1.0)
+        assert len(folded) == 44 and folded[0] < len(RULES)
+    assert len(DTYPES) == len(_cpu_adam.Dtype) and len(MOMENTS) == len(_cpu_adam.MomentFormat)
+    assert len(PARAMETERS) == len(_cpu_adam.ParameterFormat)
+    assert len(KERNELS) == 3
 
 
 # ---- Memory ----
@@ -287,45 +364,76 @@ class Allocations(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("rule", CASES)
-@pytest.mark.parametrize("form", MOMENTS)
-def test_an_update_allocates_nothing(form: str, rule: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_an_update_and_a_measurement_allocate_nothing(form: str) -> None:
     n = BLOCK + 100
-    for dtype in (torch.float32, torch.bfloat16):
-        plain = {"grad": floats(9, n).to(dtype), **states(n)}
-        for master in MASTERS:
-            given, space = stored(plain, form, master), workspace("cpu", BLOCK)
-            with Allocations() as made:
-                update(Update(**given, segments=[Segment(0, n)], hypers=[CASES[rule]], scale=0.5), space)
-            assert made.found == []
+    given = stored({"grad": floats(9, n), **states(n)}, form, "split")
+    updates, _memory = opened([Chunk(Update(**given, segments=[Segment(0, n)], hypers=[]), ["p"])], "cpu")
+    with Allocations() as made:
+        updates.update({"p": Turn(CASES["adamw"], 1)}, 0.5)
+        updates.measure()
+    assert made.found == []
 
 
 # ---- Sums of squares ----
 
 
+def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, float]:
+    """The totals of parameters in pieces of whole blocks, each in a chunk of its own."""
+    chunks = []
+    for name, pieces in values.items():
+        index = 0
+        for each in pieces:
+            work = Update(
+                grad=each.to(device),
+                parameter=torch.zeros(each.numel(), device=device),
+                segments=[Segment(0, each.numel(), index=index)],
+                hypers=[],
+            )
+            chunks.append(Chunk(work, [name]))
+            index += each.numel()
+    updates, memory = opened(chunks, device)
+    updates.measure()
+    totals = updates.table.totals(memory).tolist()
+    assert kernels(device).launched == ["infinity_squares", "infinity_totals"]
+    return {name: totals[updates.row(name)] for name in values}
+
+
+def total(pieces: Sequence[torch.Tensor]) -> float:
+    """As the runtime takes it on the CPU."""
+    found = 0.0
+    with ThreadPool(threads=1) as pool:
+        for each in pieces:
+            work = Gradient(grad=each, squares=True, segments=[Segment(0, each.numel())])
+            found = sum_in_order(pool.run(work).blocks[0], found)
+    return found
+
+
 @each_device
-@pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 37])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_squares_are_summed_over_blocks_in_fp64(dtype: torch.dtype, n: int, device: str) -> None:
-    values = floats(6, n, finite=True).clamp(-1e18, 1e18).to(dtype)
-    blocks = -(-n // BLOCK)
-    space = workspace(device, 2 * BLOCK, blocks)
-    there = values.to(device)
-    sum_squares(there, space.sums, space)
-    expected = torch.tensor(reference_blocks(values.float()), dtype=torch.float64)
-    assert torch.allclose(space.sums.cpu(), expected, rtol=1e-13, atol=0)
-    with Allocations() as made:
-        sum_squares(there, space.sums, space)
-    assert made.found == []
+@pytest.mark.parametrize("dtype", GRADIENTS)
+def test_sums_of_squares_have_the_bits_of_the_cpus(dtype: torch.dtype, device: str) -> None:
+    def piece(seed: int, n: int) -> torch.Tensor:
+        return floats(seed, n, finite=True).clamp(-1e4, 1e4).to(dtype)
+
+    values = {
+        "one": [piece(1, 1)],
+        "short": [piece(2, BLOCK - 1)],
+        "cut": [piece(3, BLOCK), piece(4, 2 * BLOCK), piece(5, 37)],
+        "long": [piece(6, 100 * BLOCK + 33)],
+        "wild": [floats(7, 5 * BLOCK).nan_to_num(posinf=3e38, neginf=-3e38).to(dtype).nan_to_num(0, 1, -1)],
+    }
+    found = measured(values, device)
+    for name, pieces in values.items():
+        assert np.float64(found[name]).tobytes() == np.float64(total(pieces)).tobytes(), name
 
 
 @each_device
 def test_squares_are_finite_if_and_only_if_the_elements_are(device: str) -> None:
-    values = torch.full((2 * BLOCK,), 3e38, device=device)
-    space = workspace(device, BLOCK, 2)
-    sum_squares(values, space.sums, space)
-    assert bool(space.sums.isfinite().all())
+    fine = torch.full((2 * BLOCK,), 3e38)
+    values = {"fine": [fine]}
     for bad in (torch.inf, -torch.inf, torch.nan):
-        values[BLOCK + 17] = bad
-        sum_squares(values, space.sums, space)
-        assert space.sums.isfinite().tolist() == [True, False]
+        broken = fine.clone()
+        broken[BLOCK + 17] = bad
+        values[str(bad)] = [broken]
+    found = measured(values, device)
+    assert {name for name, each in found.items() if np.isfinite(each)} == {"fine"}

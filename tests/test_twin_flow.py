@@ -5,6 +5,7 @@ test_twin_flow_training.py has what they train, test_device_update.py the arithm
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,19 @@ import pytest
 import torch
 from device_units import adamw, kernels, opened, part_of, step
 from hard_budgets import check_budgets, offload, smallest
+from homes import ROOMY
 from parity import tensors_copied
 from small_runtime import TIED, loss_of
-from test_device_update import Allocations, workspace
+from test_device_update import Allocations
+from test_device_update import opened as updates_of
 from test_plan import MiB, check, planned, stack
 
 import infinity
-from infinity import twin_flow
+from infinity import device_kernels, twin_flow
 from infinity.config import Budget
-from infinity.cpu_adam import BLOCK
+from infinity.cpu_adam import Segment, Update
+from infinity.device_kernels import Kernels, UpdateKind
+from infinity.device_table import Chunk
 from infinity.placement import Kind
 from infinity.planning import Available, make_plan
 from infinity.predict import Phase
@@ -47,8 +52,9 @@ def test_what_rests_on_the_device_is_updated_there(kernels: None) -> None:
     check(made, Budget(device="64MiB", host="64MiB"))
 
 
-def test_a_gpu_is_told_to_update_and_its_room_is_kept() -> None:
+def test_a_gpu_is_told_to_update_and_its_room_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
+    monkeypatch.setattr(device_kernels, "can_compile", lambda: True)
     assert twin_flow.has_kernels(device)
     model = stack([64] * 4)
     rule = Rule.of(torch.optim.AdamW(model.parameters()))
@@ -63,7 +69,7 @@ def test_only_what_the_cpu_updates_moves(kernels: None, tmp_path: Path) -> None:
     model = TIED.make()
     budget = part_of(model, tmp_path, infinity.Precision())
     made = infinity.plan(model, adamw(model), budget=budget, device="cpu")
-    without = replace(made, window_elements=0)
+    without = replace(made, updates_there=False)
     there = made.updated_on_device
     states = sum(made.page_bytes(unit, Kind.OPTIMIZER) for unit in there)
     gradients = sum(made.page_bytes(unit, Kind.GRADIENT) for unit in there)
@@ -79,7 +85,10 @@ def test_without_kernels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> Non
     made = planned(stack([64] * 4), device="64MiB", host="64MiB")
     assert not made.updated_on_device and made.workspace_bytes == 0
     assert "updates:" not in str(made)
-    assert not twin_flow.has_kernels(torch.device("cpu")) and twin_flow.has_kernels(torch.device("cuda"))
+    for compiler in (True, False):
+        monkeypatch.setattr(device_kernels, "can_compile", lambda found=compiler: found)
+        assert not twin_flow.has_kernels(torch.device("cpu"))
+        assert twin_flow.has_kernels(torch.device("cuda")) == compiler
 
 
 def test_memory_that_is_the_hosts_is_updated_by_the_cpu(kernels: None) -> None:
@@ -100,7 +109,7 @@ def test_any_budget_is_kept_and_none_is_refused(monkeypatch: pytest.MonkeyPatch)
         assert made.smallest == plain.smallest
         for unit in range(len(made.homes)):
             there = all(home in (Tier.DEVICE, None) for home in made.homes[unit].values())
-            assert (unit in made.updated_on_device) == (there and made.window_elements > 0)
+            assert (unit in made.updated_on_device) == (there and made.updates_there)
         if not made.updated_on_device:
             assert made == plain
         shares.add(len(made.updated_on_device))
@@ -134,7 +143,7 @@ def test_the_devices_room_goes_to_whole_units(monkeypatch: pytest.MonkeyPatch) -
     others = sum(whole.home_bytes.values()) - parameters
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
     for accumulation in (1, None):
-        budget: dict[str, Any] = {"device": parameters + others // 2 + 400_000, "host": "64MiB"}
+        budget: dict[str, Any] = {"device": parameters + others // 2 + 40_000, "host": "64MiB"}
         made = planned(model, accumulation=accumulation, **budget)
         check(made, Budget(**budget))
         assert 5 <= len(made.updated_on_device) < 12
@@ -187,9 +196,9 @@ def moved(runtime: Any) -> tuple[int, int]:
 def test_nothing_crosses_the_link_but_sums_of_squares(
     accumulation: int, kernels: None, tmp_path: Path
 ) -> None:
-    """8 bytes for each block of gradients, once a step however many backwards it has."""
+    """8 bytes for each parameter, once a step however many backwards it has."""
     with opened(tmp_path, accumulation=accumulation) as (model, runtime):
-        blocks = sum(-(-each.numel() // BLOCK) for each in model.parameters())
+        parameters = len(list(model.parameters()))
         for number in range(3):
             for micro in range(accumulation):
                 loss_of(model, number + micro).backward()
@@ -197,7 +206,72 @@ def test_nothing_crosses_the_link_but_sums_of_squares(
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
             if number:  # the first step has what filled the pages
-                assert moved(runtime) == (0, 8 * blocks)
+                assert moved(runtime) == (0, 8 * parameters)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_is_a_launch_a_unit_two_for_all_squares_and_one_copy(
+    accumulation: int, kernels: None, tmp_path: Path
+) -> None:
+    with opened(tmp_path, accumulation=accumulation) as (model, runtime):
+        store, parts = runtime._parts.store, runtime._parts
+        units = sum(any(each.trainable for each in page.layout.parameters) for page in parts.pages)
+        launched = []
+        launch = store.kernels.launch
+
+        def noted(name: str, *arguments: Any) -> None:
+            launched.append(name)
+            launch(name, *arguments)
+
+        store.kernels.launch = noted
+        store.link = recorded = Recorded(store.link)
+        for number in range(3):
+            for micro in range(accumulation):
+                loss_of(model, number + micro).backward()
+            assert launched == []  # nothing is measured before somebody asks
+            runtime.clip_grad_norm_(1.0)
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            assert launched == ["infinity_squares", "infinity_totals"] + ["infinity_update"] * units
+            assert recorded.calls.count("to_host") == number + 1
+            launched.clear()
+        store.link = recorded._link
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_no_kernel_is_compiled_in_a_step(
+    compute: str, optimizer: str, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step launches was named when the runtime was opened, for whatever groups."""
+    required: list[set[UpdateKind]] = []
+    launched: list[set[UpdateKind]] = []
+    require, launch = Kernels.require, Kernels.launch
+
+    def noted_require(self: Kernels, kinds: Any) -> None:
+        required.append(set(kinds))
+        require(self, required[-1])
+
+    def noted_launch(self: Kernels, name: str, warps: int, arguments: bytes, kinds: Any = ()) -> None:
+        launched.append(set(kinds))
+        launch(self, name, warps, arguments, frozenset(kinds))
+
+    monkeypatch.setattr(Kernels, "require", noted_require)
+    monkeypatch.setattr(Kernels, "launch", noted_launch)
+    for number, states in enumerate(("fp32", "bf16", "int8")):
+        model = TIED.make()
+        made = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
+        precision = infinity.Precision(compute=compute, states=states)
+        budget = Budget(device=ROOMY, host=ROOMY)
+        with infinity.offload(model, made, budget=budget, precision=precision, device="cpu") as runtime:
+            for betas in ((0.9, 0.999), (0.3, 0.4)):
+                for group in runtime.optimizer.param_groups:
+                    if "betas" in group:
+                        group["betas"] = betas
+                step(model, runtime, 0)
+        assert len(required) == number + 1 and any(launched)
+        assert all(kinds <= required[-1] for kinds in launched)
+        launched.clear()
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
@@ -254,15 +328,17 @@ class Stream:
 
 
 def test_the_workspace_is_used_by_one_stream_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = workspace("cpu")
+    work = Update(grad=torch.ones(1), parameter=torch.ones(1), segments=[Segment(0, 1)], hypers=[])
+    updates, _memory = updates_of([Chunk(work, "p")], "cpu")
     one, other = Stream(), Stream()
     now = [one]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
-    space.order()
-    space.device = torch.device("cuda", 0)
+    updates.order()
+    updates.kernels = copy(updates.kernels)
+    updates.kernels.device = torch.device("cuda", 0)
     for stream in (one, one, other, one):
         now.append(stream)
-        space.order()
+        updates.order()
     assert one.waits_for == [other] and other.waits_for == [one]
 
 

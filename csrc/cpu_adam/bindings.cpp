@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "device.hpp"
 #include "errors.hpp"
 #include "isa.hpp"
 #include "jobs.hpp"
@@ -216,6 +217,13 @@ void translate(const std::exception_ptr& caught, void*) {
     }
 }
 
+// As infinity/device_table.py packs them.
+static_assert(sizeof(UpdateLaunch) == 3936 && offsetof(UpdateLaunch, hypers) == 28 &&
+              offsetof(UpdateLaunch, seeds) == 732 && offsetof(UpdateLaunch, hyper) == 3292);
+static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&
+              offsetof(DevicePiece, gradient) == 88);
+static_assert(sizeof(SquaresLaunch) == 32 && sizeof(TotalsLaunch) == 32);
+
 void bind_hypers(nb::module_& m) {
     nb::class_<AdamHyper>(m, "AdamHyper")
         .def(nb::init<bool, double, double, double, double, double, int64_t, bool>(), "decoupled"_a,
@@ -291,6 +299,18 @@ NB_MODULE(_cpu_adam, m) {
         [](const nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>& sums,
            double start) { return sum_in_order(sums.data(), sums.size(), start); },
         "sums"_a, "start"_a);
+    // The bytes of a Folded, for launches on a device; the first one is its rule.
+    m.def(
+        "fold",
+        [](const Hyper& hyper, double scale) {
+            const Folded folded = fold(hyper, scale);
+            return nb::bytes(&folded, sizeof(folded));
+        },
+        "hyper"_a, "scale"_a);
+    m.attr("TILE") = kTile;
+    m.attr("MOST_HYPERS") = kMostHypers;
+    m.attr("MOST_PARAMETERS") = kMostParameters;
+    m.attr("NO_UPDATE") = kNoUpdate;
     m.attr("BLOCK") = kBlock;
     m.attr("CODE_BLOCK") = kCodeBlock;
     m.attr("DEFAULT_CHUNK") = kDefaultChunk;

@@ -5,8 +5,23 @@
 // picked by the linker for everybody.
 #pragma once
 
+#if defined(__CUDACC_RTC__)  // NVRTC has no standard library
+namespace infinity::cpu_adam {
+using size_t = decltype(sizeof(0));
+using uintptr_t = unsigned long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int8_t = signed char;
+using int16_t = short;
+using int32_t = int;
+using int64_t = long long;
+}  // namespace infinity::cpu_adam
+#else
 #include <cstddef>
 #include <cstdint>
+#endif
 
 namespace infinity::cpu_adam {
 

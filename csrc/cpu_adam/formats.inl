@@ -63,11 +63,13 @@ struct Parameters {
     }
     // Elements from i until the copy is aligned for streaming stores.
     size_t until_aligned(size_t i) const {
-        if constexpr (kCopyBytes == 0) return 0;
-        constexpr uintptr_t kLine = 64;  // no store is longer
-        const uintptr_t step = kWidth * kCopyBytes < kLine ? kWidth * kCopyBytes : kLine;
-        const uintptr_t at = reinterpret_cast<uintptr_t>(narrow_copy) + i * kCopyBytes;
-        return (step - at % step) % step / kCopyBytes;
+        if constexpr (kCopyBytes != 0) {
+            constexpr uintptr_t kLine = 64;  // no store is longer
+            const uintptr_t step = kWidth * kCopyBytes < kLine ? kWidth * kCopyBytes : kLine;
+            const uintptr_t at = reinterpret_cast<uintptr_t>(narrow_copy) + i * kCopyBytes;
+            return (step - at % step) % step / kCopyBytes;
+        }
+        return 0;
     }
 
     float* master;

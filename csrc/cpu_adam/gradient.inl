@@ -37,12 +37,7 @@ double square_block(const GradientArrays& a, size_t begin, size_t count) {
             i = end;
         }
     }
-    double lane[kLanes];
-    squares.read(lane);
-    for (size_t half = kLanes / 2; half > 0; half /= 2) {
-        for (size_t l = 0; l < half; ++l) lane[l] += lane[l + half];
-    }
-    return lane[0];
+    return squares.sum();
 }
 
 template <Dtype D>

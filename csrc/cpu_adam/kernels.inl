@@ -1,5 +1,5 @@
 // The kernels, written once over the type Vec and compiled once per ISA: a kernels_<isa>.cpp
-// includes its Vec, then this file, and exports one table.
+// includes its Vec, then this file, and exports one table. So does device.inl, for GPUs.
 //
 // [Note: equal bits] Every operation is elementwise, correctly rounded and written out (fma where
 // fused, -ffp-contract=off where not), and every NaN that is stored is the same NaN. So a result
@@ -23,7 +23,13 @@ using Full = Vec::Full;
 using Part = Vec::Part;
 constexpr size_t kWidth = Vec::kWidth;
 
+#if defined(__CUDACC_RTC__)
+#define INFINITY_INLINE __forceinline__
+#elif defined(INFINITY_HOST_KERNELS)  // for tests: small rather than fast
+#define INFINITY_INLINE inline
+#else
 #define INFINITY_INLINE __attribute__((always_inline)) inline
+#endif
 
 template <Dtype D>
 struct Element {
@@ -50,16 +56,45 @@ INFINITY_INLINE F load_gradient(const void* base, size_t i, L lanes) {
 // One cache line of a 16-bit array, two of an fp32 one: what is prefetched at a time, and how far
 // ahead (in elements). Six streams are more than the hardware follows across page boundaries.
 constexpr size_t kGroup = 32;
-constexpr size_t kAhead = 256;
+#if defined(__CUDACC_RTC__)
+constexpr size_t kAhead = 128;  // times all warps, this is to stay in the second-level cache
+
+// Whether what lies so far ahead of i is of the range: a device may have nothing beyond it.
+INFINITY_INLINE bool prefetches(size_t i, size_t end) { return i + kAhead + kCodeBlock <= end; }
+
+// kElements for each lane.
+template <size_t kElements, class T>
+INFINITY_INLINE void prefetch_lanes(const T* base, size_t i) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(base + i + kAhead + kElements * Vec::lane(0)));
+}
 
 template <class T>
 INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
-    // May point past the array, where a prefetch does nothing; hence integers, not pointers.
+    prefetch_lanes<1>(base, i);
+}
+
+INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
+    prefetch_lanes<kCodeBlock / kWidth>(base, i);
+}
+#else
+constexpr size_t kAhead = 256;
+
+// What may point past the array, where a prefetch does nothing; hence integers, not pointers.
+INFINITY_INLINE bool prefetches(size_t, size_t) { return true; }
+
+template <class T>
+INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(base) + (i + kAhead) * sizeof(T);
     for (size_t byte = 0; byte < kGroup * sizeof(T); byte += 64) {
         __builtin_prefetch(reinterpret_cast<const void*>(at + byte));
     }
 }
+
+INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(base) + i + kAhead;
+    __builtin_prefetch(reinterpret_cast<const void*>(at));
+}
+#endif
 
 }  // namespace
 }  // namespace infinity::cpu_adam
@@ -71,55 +106,4 @@ INFINITY_INLINE void prefetch_group(const T* base, size_t i) {
 #include "rules.inl"
 #include "update.inl"
 #include "gradient.inl"
-#include "stream.inl"
 // clang-format on
-
-namespace infinity::cpu_adam {
-namespace {
-
-template <class R, Dtype D, ParameterFormat P>
-constexpr void fill_moments(UpdateKernel (&row)[kMomentFormats]) {
-    row[0] = update<R, D, P, MomentsF32>;
-    if constexpr (R::kFirst || R::kSecond) {
-        row[1] = update<R, D, P, MomentsBf16>;
-        row[2] = update<R, D, P, MomentsInt8>;
-    } else {  // nothing to keep, in whatever format
-        row[1] = row[2] = row[0];
-    }
-}
-
-template <class R, Dtype D>
-constexpr void fill_formats(UpdateKernel (&rows)[kParameterFormats][kMomentFormats]) {
-    fill_moments<R, D, ParameterFormat::kPlain>(rows[0]);
-    fill_moments<R, D, ParameterFormat::kPlainF32>(rows[1]);
-    fill_moments<R, D, ParameterFormat::kPlainBf16>(rows[2]);
-    fill_moments<R, D, ParameterFormat::kPlainF16>(rows[3]);
-    fill_moments<R, D, ParameterFormat::kSplit>(rows[4]);
-}
-
-template <class R>
-constexpr void fill_dtypes(UpdateKernel (&rows)[kDtypes][kParameterFormats][kMomentFormats]) {
-    fill_formats<R, Dtype::kF32>(rows[0]);
-    fill_formats<R, Dtype::kBf16>(rows[1]);
-    fill_formats<R, Dtype::kF16>(rows[2]);
-}
-
-constexpr KernelTable make_table(const char* name) {
-    KernelTable table{};
-    table.name = name;
-    fill_dtypes<Adam<true, false>>(table.update[static_cast<int>(Rule::kAdamW)]);
-    fill_dtypes<Adam<true, true>>(table.update[static_cast<int>(Rule::kAdamWSmallBeta)]);
-    fill_dtypes<Adam<false, false>>(table.update[static_cast<int>(Rule::kAdam)]);
-    fill_dtypes<Adam<false, true>>(table.update[static_cast<int>(Rule::kAdamSmallBeta)]);
-    fill_dtypes<Sgd<false>>(table.update[static_cast<int>(Rule::kSgd)]);
-    fill_dtypes<Sgd<true>>(table.update[static_cast<int>(Rule::kSgdMomentum)]);
-    fill_dtypes<Adagrad>(table.update[static_cast<int>(Rule::kAdagrad)]);
-    table.gradient[0] = gradient<Dtype::kF32>;
-    table.gradient[1] = gradient<Dtype::kBf16>;
-    table.gradient[2] = gradient<Dtype::kF16>;
-    table.stream = stream;
-    return table;
-}
-
-}  // namespace
-}  // namespace infinity::cpu_adam

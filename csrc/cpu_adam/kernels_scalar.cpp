@@ -2,9 +2,11 @@
 #include "vec_scalar.hpp"
 // Needs Vec.
 #include "kernels.inl"
+#include "stream.inl"
+#include "table.inl"
 
 namespace infinity::cpu_adam {
 
-constinit const KernelTable kScalarKernels = make_table("scalar");
+constinit const KernelTable kScalarKernels = make_table("scalar", stream);
 
 }  // namespace infinity::cpu_adam

@@ -34,7 +34,9 @@ constexpr uint32_t kMix = 0x85EBCA6BU;
 // A constant that the compiler does not recognise as one: it is kept in a register or read as an
 // operand, rather than broadcast anew in every block.
 inline uint32_t kept_constant(uint32_t x) {
+#if !defined(__CUDACC_RTC__)  // whose instructions have constants in them
     __asm__("" : "+r"(x));
+#endif
     return x;
 }
 
@@ -134,11 +136,7 @@ struct MomentsBf16 {
 constexpr uint32_t kTwoBits = 0x40000000U;
 constexpr uint32_t kNanBits = 0x7FC00000U;
 
-inline float float_of(uint32_t bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, 4);
-    return x;
-}
+inline float float_of(uint32_t bits) { return Scalar::from_bits(bits); }
 
 constexpr int kCodeBit = 20;  // of an fp32: where a code begins
 
@@ -295,6 +293,7 @@ struct MomentsInt8 {
                                       uint32_t e) {
         scale[i / kCodeBlock] = static_cast<uint8_t>(e);
         if (e == First::kNotFinite) {
+            Vec::fence();  // whoever stored them
             for (size_t k = 0; k < n; ++k) codes[i + k] = 0;
         }
     }
@@ -311,10 +310,6 @@ struct MomentsInt8 {
     static INFINITY_INLINE U magnitude(F x) { return Vec::and_u(Vec::as_u(x), Vec::set_u(~kSign)); }
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_codes(first, i); }
     INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_codes(second, i); }
-    static INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
-        const uintptr_t at = reinterpret_cast<uintptr_t>(base) + i + kAhead;
-        __builtin_prefetch(reinterpret_cast<const void*>(at));
-    }
 
     uint8_t* first;
     uint8_t* second;

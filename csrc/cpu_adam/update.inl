@@ -116,7 +116,7 @@ INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& ran
         i += head;
     }
     for (; i + kGroup <= end; i += kGroup) {
-        prefetch(i);
+        if (prefetches(i, end)) prefetch(i);
         for (size_t k = 0; k < kGroup; k += kWidth) whole(i + k);
     }
     for (; i + kWidth <= end; i += kWidth) whole(i);
@@ -166,9 +166,11 @@ INFINITY_INLINE void each_block(Body& pass, const M& moments, const Range& range
     const size_t end = range.begin + range.count;
     size_t i = range.begin;
     for (; i + kCodeBlock <= end; i += kCodeBlock) {
-        for (size_t k = 0; k < kCodeBlock; k += kGroup) pass.prefetch(i + k);
-        if constexpr (R::kFirst) moments.prefetch_first(i);
-        if constexpr (R::kSecond) moments.prefetch_second(i);
+        if (prefetches(i, end)) {
+            for (size_t k = 0; k < kCodeBlock; k += kGroup) pass.prefetch(i + k);
+            if constexpr (R::kFirst) moments.prefetch_first(i);
+            if constexpr (R::kSecond) moments.prefetch_second(i);
+        }
         one_block<R>(pass, moments, i, kCodeBlock, streaming);
     }
     if (i < end) one_block<R>(pass, moments, i, end - i, streaming);

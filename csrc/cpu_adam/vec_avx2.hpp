@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "scalar.hpp"
+
 namespace infinity::cpu_adam {
 namespace {
 
@@ -220,8 +222,10 @@ struct Vec {
             const __m256d d = _mm256_cvtps_pd(x);
             lane[at] = _mm256_fmadd_pd(d, d, lane[at]);
         }
-        void read(double* out) const {
-            for (size_t i = 0; i < kLanes / 4; ++i) _mm256_storeu_pd(out + 4 * i, lane[i]);
+        double sum() const {
+            double apart[kLanes];
+            for (size_t i = 0; i < kLanes / 4; ++i) _mm256_storeu_pd(apart + 4 * i, lane[i]);
+            return Scalar::sum(apart);
         }
     };
 

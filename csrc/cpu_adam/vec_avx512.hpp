@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "scalar.hpp"
+
 namespace infinity::cpu_adam {
 namespace {
 
@@ -248,10 +250,12 @@ struct Vec {
             const __m512d d = _mm512_cvtps_pd(half);
             lane[at] = _mm512_fmadd_pd(d, d, lane[at]);
         }
-        void read(double* out) const {
+        double sum() const {
             double apart[kLanes];
+            double in_order[kLanes];
             for (size_t i = 0; i < 4; ++i) _mm512_storeu_pd(apart + 8 * i, lane[i]);
-            for (size_t i = 0; i < kLanes; ++i) out[i] = apart[i / 2 + i % 2 * (kLanes / 2)];
+            for (size_t i = 0; i < kLanes; ++i) in_order[i] = apart[i / 2 + i % 2 * (kLanes / 2)];
+            return Scalar::sum(in_order);
         }
     };
 

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "scalar.hpp"
+
 namespace infinity::cpu_adam {
 namespace {
 
@@ -169,8 +171,10 @@ struct Vec {
             add_half(vcvt_high_f64_f32(x), position / 2 + 1);
         }
         void add_half(float64x2_t d, int at) { lane[at] = vfmaq_f64(lane[at], d, d); }
-        void read(double* out) const {
-            for (size_t i = 0; i < kLanes / 2; ++i) vst1q_f64(out + 2 * i, lane[i]);
+        double sum() const {
+            double apart[kLanes];
+            for (size_t i = 0; i < kLanes / 2; ++i) vst1q_f64(apart + 2 * i, lane[i]);
+            return Scalar::sum(apart);
         }
     };
 

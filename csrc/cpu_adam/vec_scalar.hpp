@@ -1,9 +1,10 @@
 // One element at a time, for any CPU, and the definition of what the wider ones must compute.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "scalar.hpp"
 
 namespace infinity::cpu_adam {
 namespace {
@@ -17,27 +18,16 @@ struct Vec {
         explicit Part(size_t) {}
     };
 
-    static uint32_t bits(F x) {
-        uint32_t u;
-        std::memcpy(&u, &x, 4);
-        return u;
-    }
-    static F from_bits(uint32_t u) {
-        F x;
-        std::memcpy(&x, &u, 4);
-        return x;
-    }
-
     static F set(float x) { return x; }
-    static F add(F a, F b) { return a + b; }
-    static F sub(F a, F b) { return a - b; }
-    static F mul(F a, F b) { return a * b; }
-    static F div(F a, F b) { return a / b; }
-    static F fma(F a, F b, F c) { return std::fma(a, b, c); }
-    static F sqrt(F x) { return std::sqrt(x); }
+    static F add(F a, F b) { return Scalar::add(a, b); }
+    static F sub(F a, F b) { return Scalar::sub(a, b); }
+    static F mul(F a, F b) { return Scalar::mul(a, b); }
+    static F div(F a, F b) { return Scalar::div(a, b); }
+    static F fma(F a, F b, F c) { return Scalar::fma(a, b, c); }
+    static F sqrt(F x) { return Scalar::sqrt(x); }
     // Smaller of a constant and x; NaN if x is.
-    static F at_most(F bound, F x) { return bound < x ? bound : x; }
-    static F quiet(F x) { return x != x ? from_bits(0x7FC00000U) : x; }
+    static F at_most(F bound, F x) { return Scalar::at_most(bound, x); }
+    static F quiet(F x) { return Scalar::quiet(x); }
     // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
     struct Finite {
         float x = 0;
@@ -51,20 +41,15 @@ struct Vec {
     }
     template <class L>
     static F load_bf16(const uint16_t* p, L) {
-        return from_bits(static_cast<uint32_t>(*p) << 16);
+        return Scalar::from_bf16(*p);
     }
     template <class L>
     static F load_f16(const uint16_t* p, L) {
-        const uint32_t sign = static_cast<uint32_t>(*p & 0x8000U) << 16;
-        const uint32_t magnitude = *p & 0x7FFFU;
-        if (magnitude >= 0x7C00U) return from_bits(sign | 0x7F800000U | (magnitude << 13));
-        if (magnitude >= 0x0400U) return from_bits(sign | ((magnitude << 13) + 0x38000000U));
-        const float subnormal = static_cast<float>(magnitude) * 0x1p-24F;
-        return from_bits(sign | bits(subnormal));
+        return Scalar::from_f16(*p);
     }
     template <class L>
     static F load_split(const uint16_t* high, const int16_t* low, L) {
-        return from_bits((static_cast<uint32_t>(*high) << 16) + static_cast<uint32_t>(*low));
+        return Scalar::from_split(*high, *low);
     }
 
     template <class L>
@@ -74,26 +59,15 @@ struct Vec {
     // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
     template <class L>
     static void store_bf16(uint16_t* p, F x, L) {
-        *p = static_cast<uint16_t>((bits(x) + 0x8000U) >> 16);
+        *p = Scalar::to_bf16(x);
     }
     template <class L>
     static void store_f16(uint16_t* p, F x, L) {
-        const uint32_t sign = (bits(x) >> 16) & 0x8000U;
-        uint32_t u = bits(x) & 0x7FFFFFFFU;
-        if (u > 0x7F800000U) {
-            u = 0x7E00U;
-        } else if (u >= 0x47800000U) {  // 65536
-            u = 0x7C00U;
-        } else if (u < 0x38800000U) {  // below the smallest normal half: let an fp32 add round
-            u = bits(from_bits(u) + 0.5F) - bits(0.5F);
-        } else {
-            u = (u + 0x0FFFU + ((u >> 13) & 1U) - 0x38000000U) >> 13;
-        }
-        *p = static_cast<uint16_t>(sign | u);
+        *p = Scalar::to_f16(x);
     }
     template <class L>
     static void store_split(uint16_t* high, int16_t* low, F x, L lanes) {
-        *low = static_cast<int16_t>(bits(x) & 0xFFFFU);
+        *low = Scalar::to_remainder(x);
         store_bf16(high, x, lanes);
     }
     static void stream(float* p, F x) { *p = x; }
@@ -102,16 +76,16 @@ struct Vec {
     static void fence() {}
 
     static U set_u(uint32_t x) { return x; }
-    static U as_u(F x) { return bits(x); }
-    static F as_f(U x) { return from_bits(x); }
+    static U as_u(F x) { return Scalar::bits(x); }
+    static F as_f(U x) { return Scalar::from_bits(x); }
     static U add_u(U a, U b) { return a + b; }
     static U mul_u(U a, U b) { return a * b; }
     static U and_u(U a, U b) { return a & b; }
     static U xor_u(U a, U b) { return a ^ b; }
-    static U max_u(U a, U b) { return a < b ? b : a; }
+    static U max_u(U a, U b) { return Scalar::larger(a, b); }
     static U and_or(U x, U mask, U y) { return (x & mask) | y; }
     // Larger of x and a constant where `test` is not zero, x elsewhere.
-    static U at_least_if(U test, U bound, U x) { return test != 0 && x < bound ? bound : x; }
+    static U at_least_if(U test, U bound, U x) { return Scalar::at_least_if(test, bound, x); }
     template <int kBits>
     static U shl(U x) {
         return x << kBits;
@@ -142,9 +116,8 @@ struct Vec {
     static bool store_codes(uint8_t* p, const U* codes, size_t n) {
         bool zero = false;
         for (size_t k = 0; k < n; ++k) {
-            uint32_t byte = codes[k] >> kBit & 0xFFU;
-            if (kSigned) byte = (byte & 0x7FU) | (codes[k] >> 24 & 0x80U);
-            p[k] = static_cast<uint8_t>(byte);
+            const uint8_t byte = Scalar::code<kBit, kSigned>(codes[k]);
+            p[k] = byte;
             zero |= byte == 0;
         }
         return zero;
@@ -158,11 +131,8 @@ struct Vec {
     // See [Note: fixed lanes].
     struct Squares {
         double lane[kLanes] = {};
-        void add(F x, int position) {
-            const double d = x;
-            lane[position] += d * d;
-        }
-        void read(double* out) const { std::memcpy(out, lane, sizeof(lane)); }
+        void add(F x, int position) { lane[position] = Scalar::add_square(lane[position], x); }
+        double sum() { return Scalar::sum(lane); }
     };
 
     // Opaque bytes, for the stream kernel.

@@ -1,0 +1,54 @@
+// The kernels as NVRTC compiles them for a device. INFINITY_UPDATES names the updates that it may be
+// asked for, each as INFINITY_UPDATE(Rule, Dtype, ParameterFormat, MomentFormat): all that there are
+// would take minutes.
+#include "vec_warp.hpp"
+// Needs Vec.
+#include "kernels.inl"
+#include "updates.inl"
+// Needs these.
+#include "device.inl"
+
+namespace infinity::cpu_adam {
+namespace {
+
+constexpr int code_of(Rule rule, Dtype gradient, ParameterFormat format, MomentFormat moments) {
+    return static_cast<int>(rule) << 24 | static_cast<int>(gradient) << 16 |
+           static_cast<int>(format) << 8 | static_cast<int>(moments);
+}
+
+void run_update(const DevicePiece& piece, const Folded& folded, const Range& range) {
+    switch (code_of(folded.rule, piece.gradient, piece.format, piece.moments)) {
+#define INFINITY_UPDATE(K, D, P, M)                                                         \
+    case code_of(Rule::K, Dtype::D, ParameterFormat::P, MomentFormat::M):                   \
+        UpdateOf<Rule::K, Dtype::D, ParameterFormat::P, MomentFormat::M>::run(piece.arrays, \
+                                                                              folded, range); \
+        break;
+        INFINITY_UPDATES
+#undef INFINITY_UPDATE
+        default:
+            __trap();  // an update that nobody named
+    }
+}
+
+inline uint32_t warp_of_launch() {
+    return blockIdx.x * (blockDim.x / Vec::kWidth) + threadIdx.x / Vec::kWidth;
+}
+
+}  // namespace
+}  // namespace infinity::cpu_adam
+
+using namespace infinity::cpu_adam;
+
+// Four blocks a multiprocessor: what a few spilled bytes cost, more loads under way repay.
+extern "C" __global__ __launch_bounds__(256, 4) void infinity_update(
+    const __grid_constant__ UpdateLaunch launch) {
+    update_tile(launch, warp_of_launch());
+}
+
+extern "C" __global__ void infinity_squares(const __grid_constant__ SquaresLaunch launch) {
+    square_blocks(launch, warp_of_launch());
+}
+
+extern "C" __global__ void infinity_totals(const __grid_constant__ TotalsLaunch launch) {
+    add_totals(launch, warp_of_launch());
+}

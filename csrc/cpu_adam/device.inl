@@ -1,0 +1,83 @@
+// What one warp of a launch does. Needs vec_warp.hpp and kernels.inl.
+
+#include "device.hpp"
+
+namespace infinity::cpu_adam {
+namespace {
+
+// Runs the update that the piece and the rule call for.
+void run_update(const DevicePiece& piece, const Folded& folded, const Range& range);
+
+// The last of [first, end) that begins at `at` or before: the one that `at` is in.
+inline uint32_t find(const uint32_t* before, uint32_t first, uint32_t end, uint32_t at) {
+    while (end - first > 1) {
+        const uint32_t middle = first + (end - first) / 2;
+        if (before[middle] <= at) {
+            first = middle;
+        } else {
+            end = middle;
+        }
+    }
+    return first;
+}
+
+inline void update_tile(const UpdateLaunch& launch, uint32_t warp) {
+    const uint32_t tile = launch.tiles_before[launch.first_piece] + warp;
+    if (tile >= launch.tiles_before[launch.end_piece]) return;
+    const uint32_t at = find(launch.tiles_before, launch.first_piece, launch.end_piece, tile);
+    const DevicePiece& piece = launch.pieces[at];
+    const uint32_t parameter = piece.parameter - launch.first_parameter;
+    const uint8_t hyper = launch.hyper[parameter];
+    if (hyper == kNoUpdate) return;
+    const uint32_t done = (tile - launch.tiles_before[at]) * kTile;
+    const uint32_t left = piece.count - done;
+    const Range range{size_t{piece.start} + done, left < kTile ? left : kTile, piece.index + done,
+                      launch.seeds[parameter]};
+    run_update(piece, launch.hypers[hyper], range);
+}
+
+inline void square_blocks(const SquaresLaunch& launch, uint32_t warp) {
+    if (warp >= launch.blocks_before[launch.pieces_count]) return;
+    const uint32_t at = find(launch.blocks_before, 0, launch.pieces_count, warp);
+    const DevicePiece& piece = launch.pieces[at];
+    const size_t done = (warp - launch.blocks_before[at]) * kBlock;
+    const size_t left = piece.count - done;
+    const size_t begin = piece.start + done;
+    const size_t count = left < kBlock ? left : kBlock;
+    GradientArrays arrays;
+    arrays.grad = piece.arrays.grad;
+    double sum = 0;
+    switch (piece.gradient) {
+        case Dtype::kF32:
+            sum = square_block<Dtype::kF32>(arrays, begin, count);
+            break;
+        case Dtype::kBf16:
+            sum = square_block<Dtype::kBf16>(arrays, begin, count);
+            break;
+        case Dtype::kF16:
+            sum = square_block<Dtype::kF16>(arrays, begin, count);
+            break;
+    }
+    if (Vec::lane(0) == 0) launch.sums[warp] = sum;
+}
+
+inline void add_totals(const TotalsLaunch& launch, uint32_t warp) {
+    if (warp >= launch.parameters) return;
+    const uint32_t end = launch.blocks_before[warp + 1];
+    double total = 0;
+    for (uint32_t block = launch.blocks_before[warp]; block < end; block += Vec::kWidth) {
+        const uint32_t left = end - block;
+        const uint32_t count = left < Vec::kWidth ? left : Vec::kWidth;
+        double held[Vec::kHeld];
+        for (int h = 0; h < Vec::kHeld; ++h) {
+            held[h] = Vec::lane(h) < count ? launch.sums[block + Vec::lane(h)] : 0.0;
+        }
+        for (uint32_t l = 0; l < count; ++l) {
+            total = Scalar::add(total, Vec::of_lane(held, static_cast<int>(l)));
+        }
+    }
+    if (Vec::lane(0) == 0) launch.totals[warp] = total;
+}
+
+}  // namespace
+}  // namespace infinity::cpu_adam

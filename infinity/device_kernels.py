@@ -1,0 +1,202 @@
+"""The device's kernels: compiled for what a run needs, kept in the user's cache, and launched.
+
+Their source is that of the CPU's kernels (csrc/cpu_adam/device.cu), so their bits are the CPU's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from infinity import _driver
+from infinity.cache import cache_file, read_bytes, write_bytes
+from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS
+from infinity.nvrtc import Nvrtc, find_nvrtc
+from infinity.tiers.driver import cuda_driver
+
+RULES = ("kAdamW", "kAdamWSmallBeta", "kAdam", "kAdamSmallBeta", "kSgd", "kSgdMomentum", "kAdagrad")
+DTYPES = ("kF32", "kBf16", "kF16")
+PARAMETERS = ("kPlain", "kPlainF32", "kPlainBf16", "kPlainF16", "kSplit")
+MOMENTS = ("kF32", "kBf16", "kInt8")
+"""The enumerations of csrc/cpu_adam/formats.hpp, by value."""
+
+KERNELS = ("infinity_update", "infinity_squares", "infinity_totals")
+
+_SOURCE = "device.cu"
+_WARP = 32
+_BLOCK = 256
+"""Threads of a block."""
+_OPTIONS = (
+    "--std=c++17",
+    "--device-as-default-execution-space",
+    # Rounded as IEEE 754 has it, denormals kept, and fused where the source says so: the CPU's bits.
+    "--fmad=false",
+    "--ftz=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+)
+_INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
+
+
+class UpdateKind(NamedTuple):
+    """An update that kernels are compiled for: an index each into RULES, DTYPES, PARAMETERS and MOMENTS."""
+
+    rule: int
+    gradient: int
+    parameter: int
+    moments: int
+
+    def __str__(self) -> str:
+        names = RULES[self.rule], DTYPES[self.gradient], PARAMETERS[self.parameter], MOMENTS[self.moments]
+        return f"INFINITY_UPDATE({', '.join(names)})"
+
+
+_RULES_OF = {"AdamW": (0, 1), "Adam": (0, 1, 2, 3), "SGD": (4, 5), "Adagrad": (6,)}
+"""The rules that a group of torch's optimizer may ask for."""
+_MASTERS = {torch.float32: 0, torch.float16: 3, torch.bfloat16: 4}
+"""How a parameter of that dtype keeps its master, see infinity.rules."""
+
+
+def kinds_of(
+    optimizer: str, gradient: torch.dtype, parameter: torch.dtype, moments: torch.dtype
+) -> set[UpdateKind]:
+    """The updates of torch's optimizer of this name over pages of these dtypes."""
+    formats = GRAD_DTYPES[gradient].value, _MASTERS[parameter], MOMENT_FORMATS[moments].value
+    return {UpdateKind(rule, *formats) for rule in _RULES_OF[optimizer]}
+
+
+class Kernels:
+    """Kernels on one device, of the kinds of updates that were asked for so far."""
+
+    def __init__(self, device: torch.device, kinds: Iterable[UpdateKind]) -> None:
+        """The CPU as the device has those that were compiled with the package, of every kind.
+
+        Raises as `require`.
+        """
+        self.device = device
+        self._modules: dict[frozenset[UpdateKind], dict[str, _Function]] = {}
+        self.require(kinds)
+
+    def require(self, kinds: Iterable[UpdateKind]) -> None:
+        """See that one launch can do updates of all these kinds.
+
+        Raises KernelError where they cannot be compiled, DeviceError where the device does not take them.
+        """
+        self._functions(frozenset(kinds))
+
+    def launch(
+        self, name: str, warps: int, arguments: bytes, kinds: frozenset[UpdateKind] = frozenset()
+    ) -> None:
+        """Queue a kernel of KERNELS on torch's current stream. Raises as `require`.
+
+        arguments: its struct, by value. kinds: of the updates in it.
+        """
+        self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
+
+    def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
+        """The kernels of a module that has all of these kinds, by name."""
+        for known, functions in self._modules.items():
+            if kinds <= known or self.device.type == "cpu":
+                return functions
+        self._modules[kinds] = self._loaded(kinds)
+        return self._modules[kinds]
+
+    def _loaded(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
+        if self.device.type == "cpu":
+            return {name: _HostFunction(name) for name in KERNELS}
+        major, minor = torch.cuda.get_device_capability(self.device)
+        module = cuda_driver(_number(self.device)).module(image(kinds, f"sm_{major}{minor}"))
+        return {name: _CudaFunction(module.function(name), self.device) for name in KERNELS}
+
+
+def can_compile() -> bool:
+    """Whether there is a compiler for devices' kernels."""
+    return find_nvrtc() is not None
+
+
+def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
+    """The kernels as a cubin for an architecture ("sm_90"), from the user's cache if they are there.
+
+    Raises KernelError.
+    """
+    nvrtc = find_nvrtc()
+    assert nvrtc is not None, "the plan asks first"
+    text, headers = source(kinds)
+    options = (f"--gpu-architecture={architecture}", *_OPTIONS)
+    digest = hashlib.sha256(repr((text, sorted(headers.items()), options, nvrtc.version)).encode())
+    path = cache_file(f"kernels-{digest.hexdigest()[:32]}.cubin")
+    found = read_bytes(path)
+    if found is None:
+        found = nvrtc.compile(text, headers, options)
+        write_bytes(path, found)
+    return found
+
+
+def assembly(kinds: Iterable[UpdateKind], architecture: str, nvrtc: Nvrtc) -> str:
+    """The kernels as PTX for a virtual architecture ("compute_90"). Raises KernelError."""
+    text, headers = source(kinds)
+    options = (f"--gpu-architecture={architecture}", *_OPTIONS)
+    return nvrtc.compile(text, headers, options, ptx=True).decode()
+
+
+def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
+    """The source of kernels for these updates, and the files that it includes by name."""
+    headers: dict[str, str] = {}
+    waiting = [_SOURCE]
+    while waiting:
+        name = waiting.pop()
+        if name not in headers:
+            headers[name] = (_folder() / name).read_text()
+            waiting += _INCLUDE.findall(headers[name])
+    wanted = " \\\n    ".join(str(kind) for kind in sorted(kinds))
+    return f"#define INFINITY_UPDATES \\\n    {wanted}\n{headers.pop(_SOURCE)}", headers
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where the sources are: in an installed package, or in the tree that it is developed in."""
+    installed = Path(__file__).parent / "kernels"
+    return installed if installed.is_dir() else Path(__file__).parents[1] / "csrc" / "cpu_adam"
+
+
+def host_library() -> Path:
+    """The kernels as they were compiled for the CPU."""
+    return Path(__file__).parent / "libinfinity_host_kernels.so"
+
+
+class _Function(Protocol):
+    def launch(self, grid: int, block: int, arguments: bytes) -> None: ...
+
+
+class _HostFunction:
+    """A kernel of the host library, run at once."""
+
+    def __init__(self, name: str) -> None:
+        self._function = getattr(ctypes.CDLL(str(host_library())), name)
+        self._function.argtypes = (ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
+        self._function.restype = None
+
+    def launch(self, grid: int, block: int, arguments: bytes) -> None:
+        self._function(arguments, grid, block)
+
+
+class _CudaFunction:
+    def __init__(self, function: _driver.Function, device: torch.device) -> None:
+        self._function = function
+        self._device = device
+
+    def launch(self, grid: int, block: int, arguments: bytes) -> None:
+        queue = torch.cuda.current_stream(self._device).cuda_stream
+        stream = cuda_driver(_number(self._device)).foreign(queue)
+        self._function.launch(stream, grid, block, arguments)
+
+
+def _number(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

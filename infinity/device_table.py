@@ -1,0 +1,178 @@
+"""Where the device finds what it updates: pieces of parameters, written down once for a run.
+
+The structs of csrc/cpu_adam/device.hpp as numpy has them; see [Note: device tables] there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity import _cpu_adam
+from infinity.cpu_adam import BLOCK, Array, Update
+from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, parameter_format
+from infinity.workspace import PIECE_BYTES, WorkspaceSize
+
+TILE: int = _cpu_adam.TILE
+"""Elements that a warp updates."""
+MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
+MOST_PARAMETERS: int = _cpu_adam.MOST_PARAMETERS
+"""Of one launch."""
+FOLDED_BYTES = 44
+
+_Struct: TypeAlias = "npt.NDArray[np.void]"
+_Counts: TypeAlias = "npt.NDArray[np.int64]"
+
+_PIECE = np.dtype(
+    {
+        "names": ["arrays", "start", "count", "index", "parameter", "gradient", "format", "moments"],
+        "formats": ["9<u8", "<u4", "<u4", "<u4", "<u4", "u1", "u1", "u1"],
+        "offsets": [0, 72, 76, 80, 84, 88, 89, 90],
+        "itemsize": PIECE_BYTES,
+    }
+)
+UPDATE_LAUNCH = np.dtype(
+    {
+        "names": ["pieces", "tiles", "first", "end", "parameter", "hypers", "seeds", "hyper"],
+        "formats": [
+            *("<u8", "<u8", "<u4", "<u4", "<u4"),
+            f"{MOST_HYPERS}V{FOLDED_BYTES}",
+            f"{MOST_PARAMETERS}<u4",
+            f"{MOST_PARAMETERS}u1",
+        ],
+        "offsets": [0, 8, 16, 20, 24, 28, 732, 3292],
+        "itemsize": 3936,
+    }
+)
+SQUARES_LAUNCH = np.dtype(
+    {
+        "names": ["pieces", "blocks", "count", "sums"],
+        "formats": ["<u8", "<u8", "<u4", "<u8"],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 32,
+    }
+)
+TOTALS_LAUNCH = np.dtype(
+    {
+        "names": ["blocks", "parameters", "sums", "totals"],
+        "formats": ["<u8", "<u4", "<u8", "<u8"],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 32,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Arrays on the device, and the pieces of parameters in them."""
+
+    work: Update
+    """Its arrays, of at most 2**32 - 1 elements, and a segment for each piece: start, count and index. No
+    accumulated gradient; hyper-parameters and seeds come with every update."""
+    parameters: Sequence[Hashable]
+    """Of each segment: whose it is."""
+
+
+class DeviceTable:
+    """The table of some chunks, in memory of the device."""
+
+    def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
+        """memory: uint8 (size_of(chunks).nbytes,), the table's alone as long as that is used: nothing here
+        keeps it. Returns when it has been written."""
+        self.rows: dict[Hashable, int] = {}
+        """Whose a parameter is -> which of `totals` is its."""
+        for chunk in chunks:
+            for whose in chunk.parameters:
+                self.rows.setdefault(whose, len(self.rows))
+        pieces = np.zeros(sum(len(chunk.parameters) for chunk in chunks), _PIECE)
+        start = 0
+        for chunk in chunks:
+            start, before = start + len(chunk.parameters), start
+            self._describe(chunk, pieces[before:start])
+        index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
+        pieces = pieces[np.lexsort((index, pieces["parameter"]))]
+        self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
+        """int64 (pieces + 1,): of an update, before each piece and in all."""
+        self.pieces = np.searchsorted(pieces["parameter"], np.arange(len(self.rows) + 1))
+        """int64 (parameters + 1,): before each parameter and in all."""
+        blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
+        self.blocks = int(blocks[-1])
+        self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
+        """What UpdateKind says of the pieces."""
+        contents = (
+            pieces,
+            self.tiles.astype(np.uint32),
+            blocks.astype(np.uint32),
+            blocks[self.pieces].astype(np.uint32),
+        )
+        size = WorkspaceSize(len(pieces), self.blocks, len(self.rows))
+        parts = memory[: sum(size.lengths)].split(size.lengths)
+        for part, content in zip(parts[2:], contents, strict=True):
+            data = torch.from_numpy(content.view(np.uint8).reshape(-1))
+            part[: data.numel()].copy_(data)
+        self._addresses = [part.data_ptr() for part in parts]
+
+    def totals(self, memory: torch.Tensor) -> torch.Tensor:
+        """float64 (parameters,) in the table's memory: sums of squares, once `totals_launch` ran."""
+        return memory[: 8 * len(self.rows)].view(torch.float64)
+
+    def update_launch(self, first: int, end: int) -> _Struct:
+        """UPDATE_LAUNCH (): of the parameters [first, end), none of which has an update yet."""
+        launch = np.zeros((), UPDATE_LAUNCH)
+        launch["pieces"], launch["tiles"] = self._addresses[2], self._addresses[3]
+        launch["first"], launch["end"], launch["parameter"] = self.pieces[first], self.pieces[end], first
+        launch["hyper"] = _cpu_adam.NO_UPDATE
+        return launch
+
+    def squares_launch(self) -> _Struct:
+        """SQUARES_LAUNCH (): of every block, a warp each."""
+        launch = np.zeros((), SQUARES_LAUNCH)
+        launch["pieces"], launch["blocks"] = self._addresses[2], self._addresses[4]
+        launch["count"], launch["sums"] = self.pieces[-1], self._addresses[1]
+        return launch
+
+    def totals_launch(self) -> _Struct:
+        """TOTALS_LAUNCH (): of every parameter, a warp each."""
+        launch = np.zeros((), TOTALS_LAUNCH)
+        launch["blocks"], launch["parameters"] = self._addresses[5], len(self.rows)
+        launch["sums"], launch["totals"] = self._addresses[1], self._addresses[0]
+        return launch
+
+    def _describe(self, chunk: Chunk, pieces: _Struct) -> None:
+        """Fill in the pieces of a chunk."""
+        work = chunk.work
+        arrays = (
+            *(work.grad, work.accumulated, work.parameter, work.remainder, work.copy),
+            *(work.first_moment, work.second_moment, work.first_scale, work.second_scale),
+        )
+        pieces["arrays"] = [0 if each is None else _address(each) for each in arrays]
+        pieces["start"] = [each.start for each in work.segments]
+        pieces["count"] = [each.count for each in work.segments]
+        pieces["index"] = [each.index & 0xFFFFFFFF for each in work.segments]
+        pieces["parameter"] = [self.rows[whose] for whose in chunk.parameters]
+        pieces["gradient"] = GRAD_DTYPES[work.grad.dtype].value
+        pieces["format"] = parameter_format(work).value
+        pieces["moments"] = MOMENT_FORMATS[moment_dtype(work)].value
+
+
+def size_of(chunks: Sequence[Chunk]) -> WorkspaceSize:
+    """Of the table of these chunks."""
+    segments = [each for chunk in chunks for each in chunk.work.segments]
+    return WorkspaceSize(
+        pieces=len(segments),
+        blocks=sum(-(-each.count // BLOCK) for each in segments),
+        parameters=len({whose for chunk in chunks for whose in chunk.parameters}),
+    )
+
+
+def _before(counts: _Counts) -> _Counts:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def _address(array: Array) -> int:
+    return array.data_ptr() if isinstance(array, torch.Tensor) else array.address

@@ -1,0 +1,173 @@
+"""Units that the device updates: their gradients are accumulated, measured and used where they rest.
+
+Nothing is measured before somebody asks: then the sums of squares of all gradients are taken, over the same
+blocks and in the same order as on the CPU, and one copy of a float64 for each parameter brings them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.cpu_adam import Segment, Update
+from infinity.device_table import Chunk
+from infinity.device_update import DeviceUpdates, Turn
+from infinity.gradient_page import GradientPage
+from infinity.page import ParameterPage
+from infinity.states import States
+from infinity.store import Store
+from infinity.tiers.link import User
+
+
+class DeviceUnits:
+    """The units that the plan has updated on the device. Called under the runtime's lock."""
+
+    def __init__(
+        self,
+        pages: Sequence[ParameterPage],
+        gradients: Mapping[int, GradientPage],
+        states: States,
+        store: Store,
+    ) -> None:
+        """All of the runtime's, by unit; those that the device updates are taken. There is at least one."""
+        self._pages = pages
+        self._gradients = {unit: gradients[unit] for unit in sorted(store.plan.updated_on_device)}
+        self._states = states
+        self._store = store
+        self._changed = True
+        """Whether gradients may be others than those that were measured."""
+        assert store.workspace is not None and store.kernels is not None
+        chunks = [
+            self._chunk(unit, number)
+            for unit, page in self._gradients.items()
+            for number in range(len(page.layout.chunks))
+        ]
+        self._updates = DeviceUpdates(chunks, store.workspace, store.kernels)
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._gradients
+
+    def add(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
+        """Queue the addition of a fresh gradient, flat in memory order, to a parameter's."""
+        page = self._gradients[unit]
+        self._changed = True
+        self._updates.order()
+        with torch.no_grad():
+            for start, target in _runs(page, parameter):
+                part = fresh[start : start + target.numel()]
+                self._store.link.uses(User.COMPUTE, target, writes=True, label="gradient")
+                if parameter in page.content:
+                    target.add_(part)
+                else:
+                    target.copy_(part)
+
+    def bring_down(self) -> None:
+        """Give the host the sums of squares of all gradients that there are, once the device has come to
+        them."""
+        if not self._changed:
+            return
+        assert self._store.workspace is not None
+        self._updates.measure()
+        there = self._updates.table.totals(self._store.workspace)
+        here = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+        self._store.link.uses(User.COMPUTE, there, writes=True, label="sums of squares")
+        self._store.copy_down(here, there).wait()
+        self._store.link.uses(User.HOST, here, writes=False, label="sums of squares")
+        self._changed = False
+        totals = here.numpy()
+        for unit, page in self._gradients.items():
+            for number, chunk in enumerate(page.layout.chunks):
+                for piece in chunk.pieces:
+                    # A parameter's total stands for all of its blocks, in its first piece.
+                    row = self._updates.row((unit, piece.parameter))
+                    place = slice(row, row + 1 if piece.start == 0 else row)
+                    page.states[number].blocks[piece.parameter, piece.start] = totals[place]
+
+    def update(self, unit: int, turns: Mapping[int, Turn], scale: float) -> None:
+        """Queue the update of these parameters of a unit: what is queued on the device later sees it.
+
+        turns: by parameter. scale: from gradients as they are stored to what the rules see.
+        """
+        if not turns:
+            return
+        for parameter in turns:
+            self._prepare(unit, parameter)
+        self._note_uses(unit)
+        self._updates.update({(unit, parameter): turn for parameter, turn in turns.items()}, scale)
+
+    def _note_uses(self, unit: int) -> None:
+        """What an update of the unit reads and writes where it rests."""
+        homes = (self._pages[unit].home, self._states.pages[unit].home)
+        written = [home.memory for home in homes if home.memory is not None]
+        gradient = self._gradients[unit].home.memory
+        assert gradient is not None
+        self._store.link.uses(User.COMPUTE, gradient, writes=False, label="update")
+        self._store.link.uses(User.COMPUTE, *written, writes=True, label="update")
+
+    def _prepare(self, unit: int, parameter: int) -> None:
+        """Moments that begin now, and masters that follow an edit."""
+        state = self._states.pages[unit]
+        for number, piece in self._gradients[unit].layout.pieces(parameter):
+            if not state.begun[number]:
+                self._states.fill(state, number, self._content(unit, number))
+                state.begun[number] = True
+            if parameter in state.edited:
+                arrays = state.arrays(number, self._content(unit, number))
+                place = slice(piece.offset, piece.offset + piece.count)
+                if "remainder" in arrays:
+                    arrays["remainder"][place] = 0
+                elif "master" in arrays:
+                    arrays["master"][place] = self._parameters(unit, number)[place]
+
+    def _chunk(self, unit: int, number: int) -> Chunk:
+        """A chunk's arrays where they rest, and the pieces in it."""
+        page = self._gradients[unit]
+        arrays = self._states.pages[unit].arrays(number, self._content(unit, number))
+        parameter = self._parameters(unit, number)
+        master = arrays.get("master")
+        moments: dict[str, Any] = self._states.rule.moments_of(arrays)
+        pieces = page.layout.chunks[number].pieces
+        work = Update(
+            grad=page.typed(number, page.home.view(page.offset(number), page.nbytes(number))),
+            segments=[Segment(each.offset, each.count, index=each.start) for each in pieces],
+            hypers=[],
+            parameter=parameter if master is None else master,
+            copy=None if master is None else parameter,
+            remainder=arrays.get("remainder"),
+            **moments,
+        )
+        return Chunk(work, [(unit, each.parameter) for each in pieces])
+
+    def _content(self, unit: int, number: int) -> torch.Tensor:
+        """A chunk's part of the optimizer page."""
+        state = self._states.pages[unit]
+        return state.home.view(state.offset(number), state.formats[number].nbytes)
+
+    def _parameters(self, unit: int, number: int) -> torch.Tensor:
+        """A chunk's part of the parameter page."""
+        page = self._pages[unit]
+        chunk = page.layout.chunks[number]
+        dtype = page.layout.regions[chunk.region].dtype
+        return page.home.view(page.layout.chunk_start(number), chunk.count * dtype.itemsize).view(dtype)
+
+
+def _runs(page: GradientPage, parameter: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first element, gradient) of the parts of a parameter's gradient that lie in one piece of memory.
+
+    Chunks of one region follow each other without a gap, so as a rule that is all of it.
+    """
+    start = offset = nbytes = 0
+    pieces = page.layout.pieces(parameter)
+    for number, piece in pieces:
+        size = page.dtype(number).itemsize
+        begin = page.offset(number) + piece.offset * size
+        if nbytes and begin != offset + nbytes:
+            yield start, page.home.view(offset, nbytes).view(page.dtype(number))
+            start, nbytes = piece.start, 0
+        if not nbytes:
+            offset = begin
+        nbytes += piece.count * size
+    if nbytes:
+        yield start, page.home.view(offset, nbytes).view(page.dtype(pieces[0][0]))

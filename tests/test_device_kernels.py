@@ -1,0 +1,169 @@
+"""Kernels for devices, compiled by NVRTC, without a GPU: what it makes of the sources, and where it is kept.
+
+test_device_update.py runs the same sources.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from homes import needs_cuda
+
+from infinity import cache, device_kernels
+from infinity.device_kernels import KERNELS, RULES, Kernels, UpdateKind, assembly, image, kinds_of, source
+from infinity.errors import KernelError
+from infinity.nvrtc import Nvrtc, find_nvrtc
+
+NVRTC = find_nvrtc()
+needs_nvrtc = pytest.mark.skipif(NVRTC is None, reason="no NVRTC: pip install nvidia-cuda-nvrtc")
+ADAMW = kinds_of("AdamW", torch.bfloat16, torch.bfloat16, torch.uint8)
+ARCHITECTURES = ("80", "90")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "infinity"
+
+
+@pytest.fixture
+def nvrtc() -> Nvrtc:
+    assert NVRTC is not None
+    return NVRTC
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_is_in_the_image(architecture: str, kept: Path) -> None:
+    made = image(ADAMW, f"sm_{architecture}")
+    assert made[:4] == b"\x7fELF"
+    assert all(f".text.{name}\0".encode() in made for name in KERNELS)
+
+
+@needs_nvrtc
+def test_an_image_is_compiled_once_for_each_architecture_and_set(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = image(ADAMW, "sm_90")
+    asked: list[str] = []
+
+    def compiled(self: Nvrtc, text: str, headers: object, options: list[str], *, ptx: bool = False) -> bytes:
+        asked.append(options[0])
+        return b"another"
+
+    monkeypatch.setattr(Nvrtc, "compile", compiled)
+    assert image(ADAMW, "sm_90") == first and asked == []
+    assert image(ADAMW, "sm_80") == b"another"
+    assert image([*ADAMW, UpdateKind(4, 0, 0, 0)], "sm_90") == b"another"
+    assert [each.removeprefix("--gpu-architecture=") for each in asked] == ["sm_80", "sm_90"]
+    assert len(list(kept.iterdir())) == 3
+    next(kept.iterdir()).write_bytes(b"")  # not whole: as if it were not there
+    for architecture in ("sm_80", "sm_90"):
+        image(ADAMW, architecture)
+    monkeypatch.setattr(cache.Path, "write_bytes", _refused)
+    assert image(ADAMW, "sm_70") == b"another"
+
+
+def _refused(self: Path, content: bytes) -> int:
+    raise PermissionError(13, "no")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_is_fused_approximated_or_flushed(architecture: str, nvrtc: Nvrtc) -> None:
+    """All of fp32 and fp64 that the kernels compute is rounded to nearest, denormals kept."""
+    kinds = {
+        UpdateKind(rule, gradient, parameter, moments)
+        for rule, (gradient, parameter, moments) in product(
+            range(len(RULES)), ((0, 0, 0), (1, 4, 2), (2, 3, 1))
+        )
+    }
+    text = assembly(kinds, f"compute_{architecture}", nvrtc)
+    assert all(f".entry {name}(" in text for name in KERNELS)
+    arithmetic = set(re.findall(r"\b((?:add|sub|mul|div|fma|mad|sqrt|rcp|rsqrt)\.[\w.]*f(?:32|64))\b", text))
+    assert arithmetic == {
+        *("add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "fma.rn.f32", "sqrt.rn.f32"),
+        *("add.rn.f64", "mul.rn.f64"),
+    }
+    assert not re.search(r"\.(ftz|approx|full)\b", text)
+
+
+@needs_nvrtc
+def test_a_kernel_of_a_run_keeps_its_values_in_registers(nvrtc: Nvrtc, kept: Path) -> None:
+    """The arrays of a launch are read where they are: no thread has a copy of the 4 KB."""
+    text = assembly(ADAMW, "compute_90", nvrtc)
+    entry = text[text.index(".entry infinity_update(") :]
+    local = [int(size) for size in re.findall(r"\.local .*?\[(\d+)\];", entry)]
+    assert sum(local) < 1024
+
+
+@needs_nvrtc
+def test_what_cannot_be_compiled_is_told_with_the_compilers_words(nvrtc: Nvrtc) -> None:
+    with pytest.raises(KernelError, match="could not compile") as caught:
+        nvrtc.compile("__global__ void broken() { nonsense; }", {}, ["--gpu-architecture=sm_90"])
+    assert "nonsense" in caught.value.log and "nonsense" in str(caught.value)
+    with pytest.raises(KernelError):
+        nvrtc.compile("", {}, ["--gpu-architecture=sm_1"])
+
+
+@needs_nvrtc
+def test_the_newest_of_torchs_version_is_found(nvrtc: Nvrtc) -> None:
+    assert re.fullmatch(r"\d+\.\d+", nvrtc.version)
+    assert find_nvrtc() is nvrtc and device_kernels.can_compile()
+
+
+def test_a_source_is_assembled_from_files_without_a_library() -> None:
+    text, headers = source(ADAMW)
+    assert "INFINITY_UPDATE(kAdamW, kBf16, kSplit, kInt8)" in text
+    assert {"rules.inl", "moments.inl", "vec_warp.hpp", "formats.hpp"} <= set(headers)
+    assert not {"table.inl", "stream.inl", "vec_scalar.hpp"} & set(headers)
+    assert text.index("kAdamW,") < text.index("kAdamWSmallBeta,")
+
+
+def test_each_optimizer_has_the_rules_that_its_groups_may_ask_for() -> None:
+    def rules(name: str) -> set[str]:
+        return {RULES[each.rule] for each in kinds_of(name, torch.float32, torch.float16, torch.float32)}
+
+    assert rules("AdamW") == {"kAdamW", "kAdamWSmallBeta"}
+    assert rules("Adam") == {"kAdamW", "kAdamWSmallBeta", "kAdam", "kAdamSmallBeta"}
+    assert rules("SGD") == {"kSgd", "kSgdMomentum"} and rules("Adagrad") == {"kAdagrad"}
+    assert str(UpdateKind(6, 2, 3, 1)) == "INFINITY_UPDATE(kAdagrad, kF16, kPlainF16, kBf16)"
+
+
+class FakeDriver:
+    """A driver that takes any image."""
+
+    def module(self, image: bytes) -> FakeDriver:
+        return self
+
+    def function(self, name: str) -> str:
+        return name
+
+
+def test_updates_that_nobody_foresaw_are_compiled_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group may ask for another rule at any step; one launch may have several."""
+    asked: list[tuple[set[UpdateKind], str]] = []
+
+    def compiled(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
+        asked.append((set(kinds), architecture))
+        return b""
+
+    monkeypatch.setattr(device_kernels, "image", compiled)
+    monkeypatch.setattr(device_kernels, "cuda_driver", lambda number: FakeDriver())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernels = Kernels(torch.device("cuda", 0), ADAMW)
+    one, other = UpdateKind(6, 0, 0, 0), UpdateKind(6, 1, 0, 0)
+    for kinds in (list(ADAMW)[:1], {one, other}, {other}, ADAMW, {one}):
+        kernels.require(kinds)
+    assert asked == [(ADAMW, "sm_90"), ({one, other}, "sm_90")]
+
+
+@needs_cuda
+def test_the_device_takes_what_was_compiled() -> None:
+    Kernels(torch.device("cuda"), ADAMW).require({UpdateKind(6, 0, 0, 0)})
