@@ -28,6 +28,7 @@ from infinity.errors import BudgetError, InfinityError
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
+from infinity.tiers.cap import Share, capped
 from infinity.tiers.link import ARRIVED, Transfer, open_link
 from infinity.workspace import Workspace
 
@@ -43,17 +44,6 @@ def injected(faults: Faults) -> Iterator[Faults]:
         yield faults
     finally:
         _injection.faults = before
-
-
-@contextlib.contextmanager
-def _capped(device: torch.device, budget: int) -> Iterator[None]:
-    """Inside, torch's allocator ends with OutOfMemoryError at `budget` bytes: pages and all else together."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @dataclass(slots=True)
@@ -147,7 +137,8 @@ class Store:
     Raises what the tiers raise: BudgetError, StorageError, StorageFull, ConfigError; nothing is left then.
     """
 
-    def __init__(self, plan: Plan, budget: Budget, meter: Meter) -> None:
+    def __init__(self, plan: Plan, budget: Budget, meter: Meter, *, others: int = 0) -> None:
+        """others: bytes that this process has on the device and keeps, beside the budget."""
         self.plan = plan
         self.meter = meter
         self.slot_bytes = plan.slot_bytes
@@ -161,7 +152,8 @@ class Store:
             self.device = open_device(plan.device, None if plan.unified else device_bytes, self.host)
             cleanup.callback(self.device.close)
             if plan.device.type == "cuda":
-                cleanup.enter_context(_capped(plan.device, plan.budgets[Tier.DEVICE]))
+                share = Share(plan.budgets[Tier.DEVICE], device_bytes)
+                cleanup.enter_context(capped(plan.device, share, others=others))
             self.link = open_link(plan.device)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])
