@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from held_link import HeldLink
 from homes import budget_for
 from parity import differences
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from infinity.prefetch.trace import AccessKind
 from infinity.scaling import LossScale
 from infinity.store import Store, injected
 from infinity.telemetry import Edge
+from infinity.tiers.link import CpuLink
 
 WIDTH = 64
 UNITS = 6
@@ -317,3 +319,33 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
     assert all(differences(first, other) == [] for other in others)
     for half, full in zip(first["losses"], exact["losses"], strict=True):
         assert half == pytest.approx(full, rel=1e-2)
+
+
+def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """Losses and misses of steps over a link, in an order that changes."""
+    monkeypatch.setattr("infinity.store.open_link", lambda device: link)
+    directory.mkdir()
+    found = []
+    with opened(directory, home="nvme", **options) as (model, runtime):
+        for number in range(6):
+            model.order = [3, 5, 0, 4] if number == 1 else [0, 1, 2, 3]
+            loss = model(inputs()).square().mean().item()
+            found.append((loss, step(model, runtime).misses))
+    return found
+
+
+@pytest.mark.parametrize("update", ["sync", "lazy"])
+@pytest.mark.parametrize("units", [1, 2, 3])
+def test_copies_under_way_keep_no_page_from_its_room(
+    update: str, units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update's outcome is on its way into a resident page, which is to give way to another."""
+    held = HeldLink()
+    found, expected = (
+        with_link(link, tmp_path / type(link).__name__, monkeypatch, update=update, units=units)
+        for link in (held, CpuLink())
+    )
+    assert held.asked
+    assert [loss for loss, _ in found] == [loss for loss, _ in expected]
+    if update == "sync":  # lazily, what is begun when it is asked for depends on the disk
+        assert found == expected

@@ -48,7 +48,8 @@ class Updates(Protocol):
         """Make the unit's parameters what they should be. Raises StorageError."""
 
     def release(self, unit: int) -> None:
-        """Bring to an end what runs in the unit's present bytes."""
+        """Bring to an end what runs in the unit's present bytes, and copies into them: who is under way keeps
+        the bytes, which are to be another's."""
 
     def advance(self) -> None:
         """Move on what needs no waiting."""
