@@ -222,12 +222,15 @@ class Store:
         except BudgetError:  # another thread took it
             return None
 
-    def read(self, home: Home, offset: int, into: torch.Tensor) -> Transfer:
-        """Bring bytes of a home from `offset` (bytes) into host memory (uint8, contiguous)."""
+    def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
+        """Bring bytes of a home from `offset` (bytes) into host memory (uint8, contiguous).
+
+        deadline: a time.monotonic() time; what is due earlier goes to the disk first. None: now.
+        """
         home.settle(offset, offset + into.nbytes, writing=False)
         if home.extent is not None:
             assert self.nvme is not None
-            transfer: Transfer = self.nvme.read(home.extent, into, offset=offset)
+            transfer: Transfer = self.nvme.read(home.extent, into, offset=offset, deadline=deadline)
             home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
             self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
