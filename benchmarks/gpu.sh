@@ -131,7 +131,7 @@ print(json.dumps(machine_facts() | {"gpu": gpu.name, "gpu_gib": round(gpu.total_
 tests parity 40 "$PWD/tests/test_parity.py" -k cuda
 # ZeRO-Offload's placement: parameters on the device, states in RAM.
 part step-926m 60 "$python" "$here/gpu_idle.py" --model 926m --batch 4 --seq 1024 --directory "$swap" \
-    --host 24GiB --device-budget 16GiB --timeline "$results/step-926m.timeline.json" \
+    --host 24GiB --device-budget 12GiB --timeline "$results/step-926m.timeline.json" \
     --trace "$results/step-926m.kernels.json"
 
 offload=()
@@ -179,7 +179,7 @@ fi
 # 1B against all: once with everything in RAM, as ZeRO-Offload and FSDP2 have it, and once with most of it on NVMe,
 # as ZeRO-Infinity has it.
 train train-926m 130 --model 926m --batch 4 --seq 1024 --rounds 2 --steps 2 --warm-up 1 --processes kept \
-    --ours host=24GiB,device=16GiB,nvme=none --ours host=4GiB,device=16GiB \
+    --ours host=24GiB,device=12GiB,nvme=none --ours host=4GiB,device=12GiB \
     "${offload[@]}" "${infinite[@]}" --peer fsdp2 --peer torch:fused
 # 7B with every page on NVMe, as ZeRO-Infinity has it: 12 bytes a parameter of states and gradients, and its 2.
 if fits train-7b-nvme 24 100; then

@@ -259,18 +259,18 @@ if not given:
     least = max(least, 4 * infinity.plan(
         model, optimizer, device=device, budget=infinity.Budget(host="4GiB"), example_inputs=(tokens, tokens)
     ).reserved)
-torch.cuda.reset_peak_memory_stats()
 with infinity.offload(
     model, optimizer, device=device, budget=infinity.Budget(device=least, host="4GiB"), **given
 ) as runtime:
-    before = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()  # of what the plan timed
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         loss = model(tokens, tokens)
         loss.backward()
         runtime.optimizer.step()
         runtime.optimizer.zero_grad()
     torch.cuda.synchronize()
-    print(runtime.plan, torch.cuda.max_memory_reserved(), least, before)
+    print(runtime.plan, torch.cuda.max_memory_reserved(), least)
     assert loss.isfinite()
     assert torch.cuda.max_memory_allocated() <= least
 """
