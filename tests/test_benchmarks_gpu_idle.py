@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import gpu_idle
 from gpu_idle import Interval, gaps, gpu_work, length, report, union
+from peers import pattern
 from peers.pattern import fill_by_pattern
 
 from infinity.lm.decoder import Decoder, DecoderConfig
+from infinity.lm.presets import PRESETS
 
 
 def test_the_union_of_intervals_is_that_of_their_moments() -> None:
@@ -59,6 +62,7 @@ def test_of_a_trace_only_the_gpu_s_work_counts() -> None:
         {"ph": "X", "cat": "gpu_user_annotation", "ts": 0, "dur": 90000, "name": "step"},
         {"ph": "M", "name": "process_name"},
         {"ph": "s", "cat": "ac2g", "ts": 3},
+        {"ph": "i", "cat": "kernel", "ts": 5},
     ]
     found = gpu_work(events)
     assert {kind: len(each) for kind, each in found.items()} == {"kernels": 1, "copies": 1, "fills": 1}
@@ -103,8 +107,14 @@ def patterned() -> dict[str, torch.Tensor]:
         return {name: each.clone() for name, each in model.state_dict().items()}
 
 
-def test_a_pattern_fills_a_model_like_its_own_initialiser() -> None:
+@pytest.mark.parametrize("width", [each.decoder.width for each in PRESETS.values()])
+def test_a_pattern_meets_itself_in_no_matrix(width: int) -> None:
+    assert math.gcd(pattern._LENGTH, width) == 1
+
+
+def test_a_pattern_fills_a_model_like_its_own_initialiser(monkeypatch: pytest.MonkeyPatch) -> None:
     """In distribution, and with no two rows alike; the same each time."""
+    monkeypatch.setattr(pattern, "_LENGTH", 4001)  # shorter than a matrix, as the real one is of large models
     found, again = patterned(), patterned()
     torch.manual_seed(0)
     own = Decoder(CONFIG).state_dict()

@@ -102,6 +102,18 @@ def test_a_device_without_a_budget_gives_all_but_a_margin() -> None:
     assert left_of(100 * MIB, 0) == 0
 
 
+class CpuAsCuda:
+    """The device that tensors in RAM are on, for code that asks about a GPU's."""
+
+    type = "cuda"
+
+    def __eq__(self, other: object) -> bool:
+        return other == torch.device("cpu")
+
+    def __hash__(self) -> int:
+        return 0
+
+
 def test_what_others_have_is_neither_parameters_nor_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model.register_parameter("tied", model[0].weight)
@@ -109,6 +121,7 @@ def test_what_others_have_is_neither_parameters_nor_buffers(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: own + 1000)
     assert _kept_by_others(model, torch.device("cpu")) == 0
     assert _kept_by_others(model, torch.device("cuda", 0)) == own + 1000, "it is in RAM"
+    assert _kept_by_others(model, CpuAsCuda()) == 1000  # type: ignore[arg-type]
 
 
 @needs_cuda
