@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that only a machine with a CUDA GPU can tell, within nine minutes: tests on the device, then training
-# against peers, then the largest model.
+# Everything that only a machine with a CUDA GPU can tell, within nine minutes. The first two give parity on the
+# device, one step of a 926M model with its timeline, and the share of it in which the GPU idles; then come the
+# other tests on the device, and training of 7B, 1B and 14B models, against peers where there are such.
 #
 #     pip install --no-build-isolation --no-index . && benchmarks/gpu.sh [RESULTS]
 #
@@ -11,7 +12,8 @@
 # PYTHON: the interpreter (python3). SWAP: a directory on the disk to use (a new one under the results' directory).
 # PEERS: a directory of wheels, deepspeed's and what of its needs PYTHON lacks, where it is not installed; its
 # include/ and lib/, if there are such, are searched for libaio.h and libaio.so, which DeepSpeed's NVMe needs. A
-# peer that is not there is left out. SECONDS_IN_ALL: instead of 540.
+# peer that is not there is left out. SECONDS_IN_ALL: instead of 540. RAM_GIB, DISK_GIB: instead of what is free;
+# a part that needs more is left out, which is no failure.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -74,6 +76,13 @@ part() {
     tail -n 1 "$results/$name.out" | grep '^{' >"$results/$name.json" || rm -f "$results/$name.json"
 }
 
+# fits NAME RAM DISK: whether there is that much RAM and disk, in GiB; says so if not.
+fits() {
+    [ "$ram" -ge "$2" ] && [ "$disk" -ge "$3" ] && return
+    say "left out  $1: it takes $2 GiB of RAM and $3 GiB of disk; $ram and $disk are free"
+    return 1
+}
+
 # train NAME LIMIT ARGUMENT...: no turn begins in the last seconds, so that there is a report in any case.
 train() {
     local name=$1 limit=$2
@@ -81,6 +90,9 @@ train() {
     part "$name" "$limit" "$python" "$here/train.py" --device cuda --directory "$swap" --seconds {} \
         --peer-python "$peer_python" --json "$@"
 }
+
+ram=${RAM_GIB:-$(awk '/^MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo)}
+disk=${DISK_GIB:-$(df --output=avail -k "$swap" | awk 'NR == 2 { print int($1 / 1048576) }')}
 
 # The peers' interpreter: $python, with what $PEERS holds. What DeepSpeed compiles stays in $swap.
 peer_python=$swap/peer-python
@@ -101,10 +113,31 @@ exec "$python" "\$@"
 END
 chmod +x "$peer_python"
 
+tests() {
+    local name=$1 limit=$2
+    shift 2
+    part "$name" "$limit" "$python" -m pytest -v -rfE --maxfail=20 -p no:cacheprovider --rootdir "$PWD" \
+        -c "$PWD/pyproject.toml" "$@"
+}
+
+part facts 20 "$python" -c '
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from machine_facts import machine_facts
+gpu = torch.cuda.get_device_properties(0)
+print(json.dumps(machine_facts() | {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / 2**30, 1)}))' "$here"
+# Line by line, so that what has passed is known if the time runs out.
+tests parity 40 "$PWD/tests/test_parity.py" -k cuda
+# ZeRO-Offload's placement: parameters on the device, states in RAM.
+part step-926m 60 "$python" "$here/gpu_idle.py" --model 926m --batch 4 --seq 1024 --directory "$swap" \
+    --host 24GiB --device-budget 12GiB --timeline "$results/step-926m.timeline.json" \
+    --trace "$results/step-926m.kernels.json"
+
 offload=()
 infinite=()
 if "$peer_python" -c 'import deepspeed' >/dev/null 2>&1; then
-    # Compiled while the tests run, so that no start of a contender waits for a compiler.
+    # Compiled while the other tests run, so that no start of a contender waits for a compiler.
     timeout 150 "$peer_python" -c '
 import traceback
 from deepspeed.accelerator import get_accelerator
@@ -119,15 +152,7 @@ else
     say "deepspeed is not to be had here: peers are FSDP2 and plain PyTorch"
 fi
 
-part facts 40 "$python" -c '
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from machine_facts import machine_facts
-gpu = torch.cuda.get_device_properties(0)
-print(json.dumps(machine_facts() | {"gpu": gpu.name, "gpu_gib": round(gpu.total_memory / 2**30, 1)}))' "$here"
-part tests 130 "$python" -m pytest -q -rfE --maxfail=20 -p no:cacheprovider --rootdir "$PWD" \
-    -c "$PWD/pyproject.toml" "$PWD/tests" \
+tests tests 110 "$PWD/tests" --ignore "$PWD/tests/test_parity.py" \
     -k "cuda or gpu or test_link or (test_where_tensors_are and device)"
 if [ -n "$compiling" ]; then
     wait "$compiling"
@@ -143,17 +168,29 @@ if [ -n "$compiling" ]; then
     fi
 fi
 
+# 7B with parameters on the device (13 GiB, and 34 GiB for what a step of 4 x 1024 tokens takes there), and
+# gradients and states in RAM (77 GiB). With kept processes no two of them would fit.
+alone=(--capacity)
+[ "${#offload[@]}" = 0 ] || alone=("${offload[@]}")
+if fits train-7b-offload 92 0; then
+    train train-7b-offload 110 --model 7b --batch 4 --seq 1024 --rounds 1 --steps 1 --warm-up 1 \
+        --processes fresh --ours host=84GiB,device=48GiB,nvme=none "${alone[@]}"
+fi
 # 1B against all: once with everything in RAM, as ZeRO-Offload and FSDP2 have it, and once with most of it on NVMe,
 # as ZeRO-Infinity has it.
-train train-926m 160 --model 926m --batch 4 --seq 1024 --rounds 2 --steps 2 --warm-up 1 --processes kept \
-    --ours host=24GiB,device=16GiB,nvme=none --ours host=4GiB,device=8GiB \
+train train-926m 130 --model 926m --batch 4 --seq 1024 --rounds 2 --steps 2 --warm-up 1 --processes kept \
+    --ours host=24GiB,device=12GiB,nvme=none --ours host=4GiB,device=12GiB \
     "${offload[@]}" "${infinite[@]}" --peer fsdp2 --peer torch:fused
-# 4B does not leave room for two contenders at a time, nor on a small disk for a swap of each.
-train train-4b 130 --model 4b --batch 4 --seq 1024 --rounds 1 --steps 2 --warm-up 1 --processes fresh \
-    --ours host=80GiB,device=24GiB,nvme=none "${offload[@]}" --peer fsdp2
-# The largest: what RAM does not hold is on the disk.
-train train-7b 110 --model 7b --batch 4 --seq 1024 --rounds 1 --steps 1 --warm-up 1 --processes fresh --capacity \
-    --ours host=80GiB,device=24GiB,nvme=40GiB
+# 7B with every page on NVMe, as ZeRO-Infinity has it: 12 bytes a parameter of states and gradients, and its 2.
+if fits train-7b-nvme 24 100; then
+    train train-7b-nvme 80 --model 7b --batch 4 --seq 1024 --rounds 1 --steps 1 --warm-up 1 \
+        --processes fresh --capacity --ours all-nvme,device=48GiB
+fi
+# 14B: what the device and RAM do not hold of 183 GiB is on the disk.
+if fits train-14b 92 40; then
+    train train-14b 110 --model 14b --batch 1 --seq 1024 --rounds 1 --steps 1 --warm-up 1 \
+        --processes fresh --capacity --ours host=84GiB,device=96GiB,nvme=36GiB
+fi
 part doctor 30 "$python" -m infinity doctor --json --path "$swap"
 if "$python" -m infinity tune --help >/dev/null 2>&1; then
     part tune 60 "$python" -m infinity tune --json --path "$swap"

@@ -36,6 +36,7 @@ BUDGETS = {
     "926m": "host=2GiB,device=1GiB",
     "4b": "host=4GiB,device=2GiB",
     "7b": "host=6GiB,device=3GiB",
+    "14b": "host=8GiB,device=5GiB",
 }
 """What ours has where nothing is said: budgets that leave most of the model to the disk."""
 OTHERS = "host=256MiB"

@@ -86,6 +86,12 @@ def fresh_directory(parent: Path) -> Iterator[Path]:
             signal.signal(number, handler)
 
 
+def the_text() -> bytes:
+    """What contenders train on: a MiB of Python's own sources."""
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))
+    return b"".join(path.read_bytes() for path in sources)[: 1 << 20]
+
+
 class Bench:
     """One run: its contenders, and what it has measured so far."""
 
@@ -94,8 +100,7 @@ class Bench:
         self.job = job
         self._directory = directory
         self._text = directory / "text"
-        sources = sorted(Path(os.__file__).parent.glob("*.py"))
-        self._text.write_bytes(b"".join(path.read_bytes() for path in sources)[: 1 << 20])
+        self._text.write_bytes(the_text())
         small = {"nbytes": 64 << 20, "seconds": 0.1} if job.quick else {}
         self.speeds = Speeds(
             directory, job.device, quick=job.quick, fio=Fio(directory, **small) if job.fio else None

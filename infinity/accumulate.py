@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
 from infinity.gradients import Gradients
+from infinity.headroom import Headroom
 from infinity.hooks import Hook
 from infinity.microbatches import Group, LossFunction, Mixed
 from infinity.paging import Paging
@@ -113,7 +114,8 @@ class Accumulator:
             return None
         computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
         free = next(row["free"] for row in self.plan.rows() if row["tier"] == computes_in.value)
-        return 1 + max(0, int(free)) // self.plan.activations
+        activations = self.plan.activations
+        return 1 + max(0, int(free)) // (activations + Headroom.of(self.plan.device).one_more(activations))
 
     def _run_group(
         self, batches: Sequence[Any], loss_fn: LossFunction, blocks: list[nn.Module]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _UNKNOWABLE = (
     fake_tensor.UnsupportedOperatorException,
 )
 """What a run without data meets where the next operation depends on it."""
+
+
+_ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention_backward")
+"""Kernels on CUDA that sum in fp32 beside what they return."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,21 @@ class _Watch(TorchDispatchMode):
         for storage in _storages(pytree.tree_leaves(result)):
             if storage not in self._seen:
                 self._seen[storage] = None
-                self._grow(storage.nbytes())
-                weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
+                self._made(storage)
+        self._scratch(func, result)
         return result
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        self._grow(storage.nbytes())
+        weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
+
+    def _scratch(self, func: Any, result: Any) -> None:
+        """What a kernel allocates and frees within its call: of attention's gradients, as much in fp32."""
+        if _ATTENTION.fullmatch(func.overloadpacket.__name__):
+            gradients = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+            nbytes = 4 * sum(each.numel() for each in gradients if each.device.type == "cuda")
+            self._grow(nbytes)
+            self._grow(-nbytes)
 
     def _grow(self, nbytes: int) -> None:
         self.now += nbytes

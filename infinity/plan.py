@@ -51,6 +51,8 @@ class Plan:
     """Bytes of the computing tier's budget that are left to activations and buffers."""
     holes: int = 0
     """Of these, bytes for the holes between activations in the heap (infinity/heap.py)."""
+    headroom: int = 0
+    """Of these, bytes that torch takes on a CUDA device beside live tensors (infinity/headroom.py)."""
     prediction: Prediction | None = None
     """Of a step of one micro-batch; None: unknown."""
     speeds: Bandwidths | None = None
@@ -169,7 +171,10 @@ class Plan:
         return predict(self.traffic, self.speeds, operations, micro_batches, per_chunk=self.per_chunk)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table: a dict per tier with its name and bytes. `activations` is None where unknown."""
+        """The table: a dict per tier with its name and bytes. `activations` is None where unknown.
+
+        working: slots, the pool of residents, the workspace of updates, and `headroom`.
+        """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
         slots = self.slots * self.slot_bytes
         near = self.resident_bytes + self.workspace_bytes
@@ -181,6 +186,7 @@ class Plan:
             kinds[tier, kind] += nbytes
         computes_in = Tier.HOST if self.unified else Tier.DEVICE
         used[computes_in] += self.reserved
+        working[computes_in] += self.headroom
         return [
             {
                 "tier": tier.value,
@@ -207,7 +213,11 @@ class Plan:
         line = speed if Tier.NVME not in self.budgets else f"{speed} · {writes}"
         smallest = " · ".join(f"{tier.value} {format_size(n)}" for tier, n in self.smallest.items())
         share = self._share()
-        return f"{render(self.rows())}\n{line}\n{share}smallest budgets that would do: {smallest}"
+        beside = ""
+        if self.headroom:
+            own = format_size(self.headroom)
+            beside = f"working on the device: {own} are torch's, for cuBLAS and segments that are not full\n"
+        return f"{render(self.rows())}\n{line}\n{share}{beside}smallest budgets that would do: {smallest}"
 
     def _share(self) -> str:
         """A line on what the device updates; empty where that is nothing."""

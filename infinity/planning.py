@@ -13,6 +13,7 @@ from torch import nn
 from infinity import machine, twin_flow
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
+from infinity.headroom import NO_HEADROOM, Headroom
 from infinity.layout import build
 from infinity.placement import Kind, Placement, Room, Search, line_of
 from infinity.plan import Plan
@@ -21,11 +22,12 @@ from infinity.reserve import Reserve
 from infinity.rules import Rule
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.tiers.device import available_bytes
 from infinity.units import Survey, survey
 from infinity.workspace import largest_workspace
 
 _MARGIN = 512 << 20
-"""Bytes left to others where no budget is given, or 5% where that is more."""
+"""Bytes of RAM left to others where no budget is given, or 5% where that is more."""
 
 _UNKNOWN_SHARE = 4
 """One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""
@@ -42,12 +44,14 @@ class Available:
 
     device: int
     host: int
+    headroom: Headroom = NO_HEADROOM
+    """What torch takes on the device beside live tensors, out of any budget."""
 
     @staticmethod
     def now(device: torch.device) -> Available:
         """What `device` and this machine have free."""
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-        return Available(_less_margin(free), _less_margin(machine.memory().usable))
+        near = available_bytes(device) if device.type == "cuda" else 0
+        return Available(near, _less_margin(machine.memory().usable), Headroom.of(device))
 
 
 def make_plan(
@@ -67,8 +71,9 @@ def make_plan(
 ) -> Plan:
     """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
 
-    available: what stands in for a budget that is None. activations: bytes at the peak of a step; they count
-    against the tier that computes; where they are unknown, a CUDA device keeps a quarter free for them.
+    available: what stands in for a budget that is None, and what torch takes on the device besides.
+    activations: bytes at the peak of a step; they count against the tier that computes; where they are
+    unknown, a CUDA device keeps a quarter free for them.
     compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
     per_chunk: see Plan. Raises BudgetError where a budget is too small (`needed`: the smallest that would
     do), and ConfigError as `infinity.units.survey` does.
@@ -77,7 +82,10 @@ def make_plan(
     surveyed = survey(model, precision)
     budgets = _budgets(budget, available, unified=unified)
     reserve = Reserve.of(
-        activations, _buffer_bytes(model), unknown=_UNKNOWN_SHARE if device.type == "cuda" else None
+        activations,
+        _buffer_bytes(model),
+        unknown=_UNKNOWN_SHARE if device.type == "cuda" else None,
+        headroom=available.headroom,
     )
     search = Search(surveyed, precision, rule, line=line_of(accumulation), flowing=update == "eager")
     draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes), unified)
@@ -145,6 +153,7 @@ class _Draft:
             device=device,
             reserved=reserve.within(self.budgets[self.computes_in]),
             holes=reserve.holes,
+            headroom=reserve.headroom,
             **others,
         )
         found = planned(placement)

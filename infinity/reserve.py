@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from infinity.config import round_up
+from infinity.headroom import NO_HEADROOM, Headroom
 from infinity.tiers import PAGE_ALIGNMENT
 
 
@@ -20,11 +21,18 @@ class Reserve:
     holes: int = 0
     """Of `nbytes`: what the C library's heap takes besides, between saved activations."""
 
+    headroom: int = 0
+    """Of `nbytes`: what torch takes on a CUDA device beside them; see infinity/headroom.py."""
+
     @staticmethod
-    def of(activations: int | None, buffers: int, *, unknown: int | None) -> Reserve:
-        """unknown: `kept_out_of` where `activations` is None."""
-        known = Reserve(round_up((activations or 0) + buffers, PAGE_ALIGNMENT))
-        return known if activations is not None else Reserve(known.nbytes, unknown)
+    def of(
+        activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
+    ) -> Reserve:
+        """unknown: `kept_out_of` where `activations` is None. headroom: of the device that computes."""
+        live = (activations or 0) + buffers
+        beside = headroom.beside(live)
+        nbytes = round_up(live + beside, PAGE_ALIGNMENT)
+        return Reserve(nbytes, unknown if activations is None else None, headroom=beside)
 
     def with_holes(self, activations: int) -> Reserve:
         """The same and room for the holes between so many bytes of activations: a third of them was seen."""

@@ -30,6 +30,7 @@ from infinity.moments import DTYPES
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
+from infinity.tiers.cap import Share, capped
 from infinity.tiers.driver import Event
 from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User, open_link
 
@@ -45,17 +46,6 @@ def injected(faults: Faults) -> Iterator[Faults]:
         yield faults
     finally:
         _injection.faults = before
-
-
-@contextlib.contextmanager
-def _capped(device: torch.device, budget: int) -> Iterator[None]:
-    """Inside, torch's allocator ends with OutOfMemoryError at `budget` bytes: pages and all else together."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @dataclass(slots=True)
@@ -149,7 +139,8 @@ class Store:
     Raises what the tiers raise: BudgetError, StorageError, StorageFull, ConfigError; nothing is left then.
     """
 
-    def __init__(self, plan: Plan, budget: Budget, meter: Meter) -> None:
+    def __init__(self, plan: Plan, budget: Budget, meter: Meter, *, others: int = 0) -> None:
+        """others: bytes that this process has on the device and keeps, beside the budget."""
         self.plan = plan
         self.meter = meter
         self.slot_bytes = plan.slot_bytes
@@ -163,7 +154,8 @@ class Store:
             self.device = open_device(plan.device, None if plan.unified else device_bytes, self.host)
             cleanup.callback(self.device.close)
             if plan.device.type == "cuda":
-                cleanup.enter_context(_capped(plan.device, plan.budgets[Tier.DEVICE]))
+                share = Share(plan.budgets[Tier.DEVICE], device_bytes)
+                cleanup.enter_context(capped(plan.device, share, others=others))
             self.link: DeviceLink = CpuLink() if self.device.shares_host else open_link(plan.device)
             cleanup.callback(self.link.close)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
@@ -234,13 +226,16 @@ class Store:
         except BudgetError:  # another thread took it
             return None
 
-    def read(self, home: Home, offset: int, into: torch.Tensor) -> Transfer:
-        """Bring bytes of a home from `offset` (bytes) into host memory (uint8, contiguous)."""
+    def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
+        """Bring bytes of a home from `offset` (bytes) into host memory (uint8, contiguous).
+
+        deadline: a time.monotonic() time; what is due earlier goes to the disk first. None: now.
+        """
         home.settle(offset, offset + into.nbytes, writing=False)
         if home.extent is not None:
             assert self.nvme is not None
             self.link.uses(User.HOST, into, writes=True, label="read")
-            transfer: Transfer = self.nvme.read(home.extent, into, offset=offset)
+            transfer: Transfer = self.nvme.read(home.extent, into, offset=offset, deadline=deadline)
             home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
             self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:

@@ -154,12 +154,16 @@ class Updater:
             self.complete(unit)
 
     def release(self, unit: int) -> None:
-        """The unit's page is about to leave or to come anew: nothing runs in its present bytes afterwards.
+        """The unit's page is about to leave or come anew: afterwards nothing runs in its present bytes, nor
+        is copied into them.
 
         Reads that fail raise nothing here.
         """
         for running in [each for each in self._running if each.due.unit == unit]:
             self._end_quietly(running)
+        for copied in [each for each in self._copies if each.due.unit == unit]:
+            copied.end()
+            self._copies.remove(copied)
 
     def advance(self) -> None:
         """Move on what needs no waiting, and begin what has room."""

@@ -57,7 +57,7 @@ def carry_out(
     heap = _guard(plan)
     with ExitStack() as cleanup:
         meter = Meter()
-        store = Store(plan, budget, meter)
+        store = Store(plan, budget, meter, others=_kept_by_others(model, plan.device))
         cleanup.callback(store.close)
         builder = _Builder(model, plan, store)
         builder.fill(weights, heap)
@@ -225,6 +225,19 @@ class _Builder:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.plan.device:
                     module._buffers[name] = buffer.to(self.plan.device)
+
+
+def _kept_by_others(model: nn.Module, device: torch.device) -> int:
+    """Bytes of torch's on a CUDA device that are neither the model's parameters, which give way to pages, nor
+    its buffers, which the plan knows."""
+    if device.type != "cuda":
+        return 0
+    here = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.device == device
+    }
+    return max(0, torch.cuda.memory_allocated(device) - sum(here.values()))
 
 
 def _read_ahead(

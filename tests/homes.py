@@ -11,10 +11,18 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.headroom import Headroom
 from infinity.tiers import Tier
+from infinity.tiers.tier import usable_device
 
 ROOMY = 64 << 20
 """Bytes. More than any model of the tests needs in any tier."""
+
+
+def room_on(device: str | torch.device) -> int:
+    """ROOMY bytes for a model on this device, and what torch takes there besides."""
+    return ROOMY + Headroom.of(usable_device(device)).beside(ROOMY)
+
 
 CUDA_HOMES = ("device", "host", "nvme", "mixed")
 """Those of them with a device of its own memory."""
@@ -54,7 +62,7 @@ def budget_for(
     nvme = {str(directory): ROOMY}
     if home == "unified":
         return infinity.Budget(host=ROOMY)
-    apart = None if home == "unified-nvme" else ROOMY
+    apart = None if home == "unified-nvme" else room_on(device)
     roomy = infinity.Budget(device=apart, host=ROOMY, nvme=nvme)
     smallest = infinity.plan(model, optimizer, budget=roomy, precision=precision, device=device).smallest
     host = smallest[Tier.HOST]
@@ -62,7 +70,7 @@ def budget_for(
         return infinity.Budget(host=host, nvme=nvme)
     near = smallest[Tier.DEVICE]
     if home == "device":
-        return infinity.Budget(device=ROOMY, host=host)
+        return infinity.Budget(device=apart, host=host)
     if home == "host":
         return infinity.Budget(device=near, host=ROOMY)
     tight = infinity.Budget(device=near, host=host, nvme=nvme)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,13 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+from infinity.config import Budget, Precision
+from infinity.estimate import estimate_step
+from infinity.headroom import Headroom
+from infinity.lm.decoder import Decoder
+from infinity.lm.presets import PRESETS
+from infinity.placement import Kind
+from infinity.planning import Available, make_plan
+from infinity.rules import Rule
+from infinity.tiers import Tier
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.sh"
 sys.path.insert(0, str(SCRIPT.parent))
 
+import gpu_idle  # noqa: E402
 import train  # noqa: E402
 
-PARTS = ["facts", "tests", "train-926m", "train-4b", "train-7b", "doctor", "tune", "cpu_adam"]
+PARTS = [
+    "facts",
+    "parity",
+    "step-926m",
+    "tests",
+    "train-7b-offload",
+    "train-926m",
+    "train-7b-nvme",
+    "train-14b",
+    "doctor",
+    "tune",
+    "cpu_adam",
+]
+"""In the order of their value."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,9 @@ echo '{{"figures": 1}}'
     python.chmod(0o755)
     done = subprocess.run(
         ["bash", str(SCRIPT), str(results)],
-        env=os.environ | {"PYTHON": str(python), "SWAP": str(swap)} | environment,
+        env=os.environ
+        | {"PYTHON": str(python), "SWAP": str(swap), "RAM_GIB": "500", "DISK_GIB": "500"}
+        | environment,
         capture_output=True,
         text=True,
         timeout=60,
@@ -79,18 +107,116 @@ def test_all_parts_pass_and_leave_their_results_alone(tmp_path: Path) -> None:
     assert all((done.results / f"{part}.json").read_text() == '{"figures": 1}\n' for part in PARTS)
     trained = [line for line in done.calls if "train.py" in line]
     jobs = [train.parse(shlex.split(line)[1:])[0] for line in trained]
-    assert [(job.model, job.seconds) for job in jobs] == [("926m", 115), ("4b", 85), ("7b", 65)]
-    peers = [spec.name for spec in jobs[0].specs if not spec.ours]
-    assert peers == ["deepspeed:cpu", "deepspeed:nvme", "fsdp2", "torch:fused"]
+    seconds = [("7b", 65), ("926m", 85), ("7b", 35), ("14b", 65)]
+    assert [(job.model, job.seconds) for job in jobs] == seconds
+    peers = [[spec.name for spec in job.specs if not spec.ours] for job in jobs]
+    every = ["deepspeed:cpu", "deepspeed:nvme", "fsdp2", "torch:fused"]
+    assert peers == [["deepspeed:cpu"], every, [], []]
     assert list(done.swap.iterdir()) == []
 
 
+def limits(results: Path) -> dict[str, int]:
+    """The limit of each part, as the script gives it."""
+    text = SCRIPT.read_text()
+    return {
+        name: int(limit) for name, limit in re.findall(r"^ *(?:part|train|tests) ([\w-]+) (\d+) ", text, re.M)
+    }
+
+
+def test_the_first_two_minutes_give_parity_a_step_and_its_idle_share(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    first = PARTS[: PARTS.index("step-926m") + 1]
+    assert sum(limits(done.results)[name] for name in first) <= 120
+    assert set(limits(done.results)) >= set(PARTS)
+    begun = [line for line in done.calls if "test_parity.py" in line or "gpu_idle.py" in line]
+    assert "pytest" in begun[0] and "-k cuda" in begun[0] and "--ignore" not in begun[0]
+    options = gpu_idle.parse(shlex.split(begun[1])[1:])
+    assert (options.model, options.device) == ("926m", "cuda")
+    # What is to be looked at is kept, and not in the swap directory.
+    assert options.timeline.parent == options.trace.parent == done.results
+    every = done.calls.index(begun[2])
+    assert "--ignore" in begun[2] and every > done.calls.index(begun[1])
+    # Nobody compiles while a step is measured.
+    assert next(index for index, line in enumerate(done.calls) if "op_builder" in line) > done.calls.index(
+        begun[1]
+    )
+
+
+def test_all_cuda_tests_are_asked_for(tmp_path: Path) -> None:
+    """By their names: a test that needs a GPU and is not chosen would never run."""
+    done = run(tmp_path)
+    chosen = [line.partition("-k ")[2] for line in done.calls if "-m pytest" in line]
+    known = {word for each in chosen for word in re.findall(r"\w+", each)} - {"or", "and", "device"}
+    assert len(chosen) == 2 and "cuda" in known
+    marked = re.compile(
+        r"(?:@needs_cuda|@pytest\.mark\.skipif\(not torch\.cuda\.is_available\(\).*?\))\n"
+        r"(?:@.*\n)*(?:def|class) (\w+)"
+    )
+    names = {
+        f"{path.stem}::{name}"
+        for path in Path(__file__).parent.glob("test_*.py")
+        for name in marked.findall(path.read_text())
+    }
+    assert len(names) > 10
+    assert [name for name in sorted(names) if not any(word in name.lower() for word in known)] == []
+
+
 def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
-    done = run(tmp_path, failing="--model 4b")
+    done = run(tmp_path, failing="--model 14b")
     assert done.code == 1
-    assert any(line.startswith("failed    train-4b with 1") for line in done.summary)
+    assert any(line.startswith("failed    train-14b with 1") for line in done.summary)
     assert sum(line.startswith("passed") for line in done.summary) >= len(PARTS) - 1
-    assert not (done.results / "train-4b.json").exists()
+    assert not (done.results / "train-14b.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ram", "disk", "missing"),
+    [
+        ("64", "64", ["train-7b-offload", "train-7b-nvme", "train-14b"]),
+        ("128", "64", ["train-7b-nvme"]),
+        ("128", "16", ["train-7b-nvme", "train-14b"]),
+    ],
+)
+def test_what_the_machine_has_no_room_for_is_left_out(
+    ram: str, disk: str, missing: list[str], tmp_path: Path
+) -> None:
+    done = run(tmp_path, RAM_GIB=ram, DISK_GIB=disk)
+    assert done.code == 0
+    left = [line.split()[2].rstrip(":") for line in done.summary if line.startswith("left out")]
+    assert [name for name in left if name.startswith("train")] == missing
+
+
+@pytest.mark.parametrize(("name", "batch"), [("7b", 4), ("14b", 1), ("926m", 4)])
+def test_the_budgets_of_the_parts_hold_their_models_on_a_hopper(
+    name: str, batch: int, tmp_path: Path
+) -> None:
+    """By the plan, on a Hopper of 139 GiB: no part ends before it trains."""
+    jobs = [train.parse(shlex.split(line)[1:])[0] for line in run(tmp_path).calls if "train.py" in line]
+    with torch.device("meta"):
+        model = Decoder(PRESETS[name].decoder)
+        tokens = torch.zeros(batch, 1024, dtype=torch.int64)
+    precision = Precision(compute="bf16", accumulate="compute")
+    found = estimate_step(
+        model, (tokens, tokens), precision=precision, device=torch.device("cpu"), train=True
+    )
+    assert found is not None
+    specs = [spec for job in jobs if job.model == name for spec in job.specs if spec.ours]
+    assert specs
+    for spec in specs:
+        nvme = None if spec.nvme == "none" else {"/swap": spec.nvme or "400GiB"}
+        plan = make_plan(
+            model,
+            Rule.of(torch.optim.AdamW(model.parameters()), "fp32"),
+            budget=Budget(device=spec.device, host=spec.host or "24GiB", nvme=nvme),
+            precision=precision,
+            device=torch.device("cuda", 0),
+            available=Available(139 << 30, 120 << 30, Headroom.for_cuda((9, 0), {})),
+            activations=found.activations,
+            accumulation=1,
+        )
+        if spec.nvme == "none":  # ZeRO-Offload's placement
+            assert {homes[Kind.PARAMETER] for homes in plan.homes} == {Tier.DEVICE}
+            assert {homes[Kind.OPTIMIZER] for homes in plan.homes} <= {Tier.HOST, Tier.DEVICE}
 
 
 def test_without_deepspeed_and_tune_the_rest_is_run(tmp_path: Path) -> None:

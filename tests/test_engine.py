@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from held_link import HeldLink
 from homes import budget_for
 from parity import differences
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from infinity.prefetch.trace import AccessKind
 from infinity.scaling import LossScale
 from infinity.store import Store, injected
 from infinity.telemetry import Edge
+from infinity.tiers import NvmeTier, nvme
+from infinity.tiers.link import CpuLink
 
 WIDTH = 64
 UNITS = 6
@@ -194,10 +198,10 @@ def test_nothing_is_read_ahead_over_a_write_in_flight(
         finally:
             looking = False
 
-    def watched_read(self: Store, home: Any, offset: int, into: Tensor) -> Any:
+    def watched_read(self: Store, home: Any, offset: int, into: Tensor, **options: Any) -> Any:
         if looking:
             ahead.append(home.busy(offset, offset + into.nbytes, writing=False))
-        return read(self, home, offset, into)
+        return read(self, home, offset, into, **options)
 
     monkeypatch.setattr("infinity.prefetch.engine.Engine._look_ahead", watched_look_ahead)
     monkeypatch.setattr(Store, "read", watched_read)
@@ -317,3 +321,79 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
     assert all(differences(first, other) == [] for other in others)
     for half, full in zip(first["losses"], exact["losses"], strict=True):
         assert half == pytest.approx(full, rel=1e-2)
+
+
+def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """Losses and misses of steps over a link, in an order that changes."""
+    monkeypatch.setattr("infinity.store.open_link", lambda device: link)
+    directory.mkdir()
+    found = []
+    with opened(directory, home="nvme", **options) as (model, runtime):
+        for number in range(6):
+            model.order = [3, 5, 0, 4] if number == 1 else [0, 1, 2, 3]
+            loss = model(inputs()).square().mean().item()
+            found.append((loss, step(model, runtime).misses))
+    return found
+
+
+@pytest.mark.parametrize("update", ["sync", "lazy"])
+@pytest.mark.parametrize("units", [1, 2, 3])
+def test_copies_under_way_keep_no_page_from_its_room(
+    update: str, units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update's outcome is on its way into a resident page, which is to give way to another."""
+    held = HeldLink()
+    found, expected = (
+        with_link(link, tmp_path / type(link).__name__, monkeypatch, update=update, units=units)
+        for link in (held, CpuLink())
+    )
+    assert held.asked
+    assert [loss for loss, _ in found] == [loss for loss, _ in expected]
+    if update == "sync":  # lazily, what is begun when it is asked for depends on the disk
+        assert found == expected
+
+
+def test_a_page_that_somebody_waits_for_overtakes_those_fetched_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block of 4 KiB at a time, the first held: two pages queue up, and then one is demanded."""
+    real_engine, real_read = nvme.open_engine, NvmeTier.read
+    monkeypatch.setattr(
+        nvme,
+        "open_engine",
+        lambda path, **options: real_engine(path, **options | {"depth": 1, "block_bytes": 4096}),
+    )
+    asked: list[tuple[int, Any]] = []
+    demanded = threading.Event()
+    faults = Faults()
+    with opened(tmp_path, faults=faults, update="sync") as (model, runtime):
+        model.order = [0, 1]
+        for _ in range(2):
+            step(model, runtime)
+        engine = runtime._parts.engine
+        homes = {page.home.extent: page.index for page in engine.pages}
+
+        def read(tier: NvmeTier, lease: Any, into: Tensor, **options: Any) -> Any:
+            future = real_read(tier, lease, into, **options)
+            asked.append((homes[lease], future))
+            if homes[lease] == engine.pages[5].index:
+                demanded.set()
+            return future
+
+        engine.abandon()
+        engine.evict_all()
+        monkeypatch.setattr(NvmeTier, "read", read)
+        faults.hold("read", 1, times=None)
+        user = threading.Thread(target=torch.no_grad()(model), args=(inputs(),))
+        try:
+            engine.look_ahead()
+            model.order = [5]
+            user.start()
+            assert demanded.wait(60)
+        finally:
+            faults.release()
+        user.join()
+        engine.land_all()
+        assert [unit for unit, _ in asked[:3]] == [0, 1, 5]
+        ended = {unit: future.timing.times()[1] for unit, future in asked[:3]}
+        assert sorted(ended, key=ended.__getitem__) == [5, 0, 1]

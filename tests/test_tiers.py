@@ -1,7 +1,9 @@
 """The memory tiers: exact budgets, alignment, unified memory, CUDA where there is one."""
 
+import contextlib
 import gc
 import os
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -266,6 +268,29 @@ def test_registration_with_cuda_lasts_as_long_as_the_mapping(status: int) -> Non
 def test_a_registration_that_fails_says_why() -> None:
     with HostArena(PAGE) as arena:
         assert "error 2" in register_with_cuda(arena.region, FakeCudart(2)).reason
+
+
+def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is registered is all in RAM before: CUDA would fault it in on one thread."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(arena_module, "usable_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(arena_module, "_numa_node", lambda device: -1)
+    monkeypatch.setattr(arena_module, "_said", set())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(2))
+    with pytest.warns(UserWarning, match="memlock") as caught, HostArena(5 * PAGE, device=device) as arena:
+        assert arena.resident_bytes == 5 * PAGE
+        assert not arena.cuda_registration.done
+    assert len(caught) == 1 and "error 2" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HostArena(PAGE, device=device).close()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(0))
+    monkeypatch.setattr(arena_module, "_said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with HostArena(PAGE, device=device) as arena:
+            assert arena.cuda_registration.done
 
 
 def test_a_region_of_somebody_else_returns_to_its_owner() -> None:

@@ -18,6 +18,7 @@ from infinity.telemetry import Edge
 from infinity.tiers import Tier
 from infinity.wiring import carry_out
 from peers.budgets import all_on_nvme, host_budget
+from peers.pattern import fill_by_pattern
 from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
@@ -31,6 +32,8 @@ class Ours:
         with torch.device("meta"):
             self.model = task.model()
             tokens = torch.zeros(task.batch, task.seq, dtype=torch.int64)
+        if task.device == "cuda":  # whose peers draw theirs on the GPU; see Task.real_model
+            fill_by_pattern(self.model, task.decoder["layers"])
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
         )

@@ -1,13 +1,19 @@
 #include "region.hpp"
 
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <functional>
 #include <map>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,6 +21,9 @@ namespace infinity::tiers {
 namespace {
 
 constexpr std::uint64_t kHugePage = std::uint64_t{2} << 20;
+constexpr std::uint64_t kPiece = std::uint64_t{64} << 20;  // that one thread populates at a time
+constexpr std::uint64_t kMostThreads =
+    32;  // more would wait for memory, and for the kernel's locks
 
 std::uint64_t base_page() {
     static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -54,14 +63,58 @@ void prefer_node(std::byte* address, std::uint64_t nbytes, int node) {
 #endif
 }
 
-void populate(std::byte* address, std::uint64_t nbytes) {
+// Faults pages in; 0 or an errno.
+int fault_in(std::byte* address, std::uint64_t nbytes) {
 #ifdef MADV_POPULATE_WRITE
-    if (::madvise(address, nbytes, MADV_POPULATE_WRITE) == 0) return;
-    if (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON) fail(errno, "populate");
+    if (::madvise(address, nbytes, MADV_POPULATE_WRITE) == 0) return 0;
+    if (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON) return errno;
 #endif
     for (std::uint64_t at = 0; at < nbytes; at += base_page()) {
         static_cast<volatile std::byte*>(address)[at] = std::byte{0};
     }
+    return 0;
+}
+
+// CPUs that this thread, and those it starts, may run on.
+std::uint64_t allowed_cpus() {
+    cpu_set_t allowed;
+    if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
+    return static_cast<std::uint64_t>(std::max(CPU_COUNT(&allowed), 1));
+}
+
+// Threads for all of it, this one among them; started without signals, which are for the program's
+// own. Where one cannot be started the others do its work.
+std::vector<std::thread> helpers(std::uint64_t count, const std::function<void()>& work) {
+    std::vector<std::thread> started;
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        while (started.size() < count) started.emplace_back(work);
+    } catch (const std::system_error&) {  // as many as there can be
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return started;
+}
+
+// To fault pages in is to zero them, which one thread does at a fraction of memory's speed: pieces
+// go to as many threads as there are CPUs.
+void populate(std::byte* address, std::uint64_t nbytes) {
+    const std::uint64_t pieces = (nbytes + kPiece - 1) / kPiece;
+    std::atomic<std::uint64_t> next = 0;
+    std::atomic<int> error = 0;
+    const auto work = [&] {
+        for (std::uint64_t piece; (piece = next++) < pieces && error == 0;) {
+            const std::uint64_t start = piece * kPiece;
+            const int failed = fault_in(address + start, std::min(kPiece, nbytes - start));
+            if (failed != 0) error = failed;
+        }
+    };
+    auto threads = helpers(std::min({pieces, allowed_cpus(), kMostThreads}) - 1, work);
+    work();
+    for (std::thread& thread : threads) thread.join();
+    if (error != 0) fail(error, "populate");
 }
 
 std::uint64_t resident_bytes(const std::byte* address, std::uint64_t nbytes) {

@@ -56,7 +56,7 @@ struct HostMapping {
     std::uint64_t nbytes = 0;  // rounded up to whole base pages, never to huge ones
     HugePages huge_pages = HugePages::never;
     int numa_node = -1;     // preferred node, -1: wherever the touching thread runs
-    bool populate = false;  // fault every page in now: early ENOMEM instead of a late kill
+    bool populate = false;  // fault every page in now, in parallel: early ENOMEM, no late kill
 };
 
 // Anonymous private memory at a 2 MiB boundary. It is not inherited over fork(): a child would

@@ -18,7 +18,7 @@ from rich.text import Text
 from infinity import __version__, aio, cpu_adam, machine, profile
 from infinity.config import format_size
 from infinity.errors import InfinityError
-from infinity.tiers.arena import HostArena, probe_huge_pages
+from infinity.tiers.arena import REGISTER_CURE, HostArena, probe_huge_pages
 
 _LINK_BYTES = 256 << 20
 _SECTIONS = ("machine", "memory", "device", "storage")
@@ -208,7 +208,7 @@ def _device() -> Iterator[Finding]:
         f"host arena {pinned.reason}",
         missing=not pinned.done,
         cost="" if pinned.done else "Copies are staged through a bounce buffer and do not overlap compute.",
-        cure="" if pinned.done else "Raise the limit of locked memory (ulimit -l unlimited).",
+        cure="" if pinned.done else REGISTER_CURE,
         figures={"to_device": link.to_device, "to_host": link.to_host, "registered": pinned.done},
     )
 

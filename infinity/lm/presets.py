@@ -27,5 +27,6 @@ PRESETS = {
     "926m": _preset(2048, 18, 16, 5632, 3e-4),
     "4b": _preset(3072, 36, 24, 7936, 2e-4),
     "7b": _preset(4096, 34, 32, 11008, 1.5e-4),
+    "14b": _preset(5120, 44, 40, 13824, 1e-4),
 }
 """By name. 309m and 926m have the shapes of the models that DeepSpeed was measured with."""

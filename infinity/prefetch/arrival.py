@@ -1,5 +1,11 @@
 """A parameter page on its way to where the model computes.
 
+[Note: what is due when]
+The disk takes requests by deadline. A page that somebody waits for was due long since: its reads go before
+all that is queued, also before pages that were fetched ahead long ago. A page that is fetched ahead is due in
+the order of its use, and before what is written in the same moment, which nobody waits for. All pieces of a
+page have its deadline, whenever they are asked for. What is queued already keeps the deadline that it has.
+
 [Note: two hops]
 Where the device has memory of its own, a page at home on NVMe comes in pieces, each through a staging slot:
 disk to slot, slot to device. An `Arrival` is that pipeline; `advance` moves it on without blocking, so the
@@ -9,6 +15,7 @@ and from homes in host RAM, there is one hop.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,6 +27,12 @@ from infinity.store import Store
 from infinity.telemetry import Edge
 from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Lane, Transfer
+
+_OVERDUE = -60.0
+"""Seconds from now at which a page was due that somebody waits for."""
+_APART, _MOST = 1e-3, 50
+"""Seconds between the deadlines of pages that are fetched ahead, up to so many: within half of what
+infinity.aio.Engine gives writes."""
 
 
 @dataclass(slots=True)
@@ -36,8 +49,10 @@ class _Piece:
 class Arrival:
     """A parameter page on its way from its home to leased device bytes."""
 
-    def __init__(self, page: ParameterPage, lease: Lease, store: Store) -> None:
+    def __init__(self, page: ParameterPage, lease: Lease, store: Store, *, ahead: int | None = None) -> None:
+        """ahead: how many uses of others come first, where nobody waits for the page yet."""
         self.page = page
+        self._deadline = time.monotonic() + (_OVERDUE if ahead is None else min(ahead, _MOST) * _APART)
         self.residency = lease.residency()
         self._last_return = lease.last_return
         lease.release()
@@ -50,7 +65,7 @@ class Arrival:
         """Why the page does not come: whoever demands it is told by `finish`."""
         if store.device.shares_host:
             self._todo.clear()
-            self.final = store.read(page.home, 0, self.residency)
+            self.final = store.read(page.home, 0, self.residency, deadline=self._deadline)
         elif page.home.in_place:
             self._todo.clear()
             self._send_up(0, page.home.view(0, page.nbytes))
@@ -98,6 +113,7 @@ class Arrival:
 
     def finish(self) -> torch.Tensor:
         """Wait until compute may use the page; returns the residency. Raises StorageError."""
+        self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
         while self._todo or self._pieces:
             if not self._pieces:
                 self._read(self._store.slot())
@@ -124,7 +140,8 @@ class Arrival:
     def _read(self, slot: torch.Tensor) -> None:
         start = self._todo.popleft()
         slot = slot[: min(slot.nbytes, self.page.nbytes - start)]
-        self._pieces.append(_Piece(start, slot, self._store.read(self.page.home, start, slot)))
+        transfer = self._store.read(self.page.home, start, slot, deadline=self._deadline)
+        self._pieces.append(_Piece(start, slot, transfer))
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
         into = self.residency[start : start + source.nbytes]

@@ -48,7 +48,8 @@ class Updates(Protocol):
         """Make the unit's parameters what they should be. Raises StorageError."""
 
     def release(self, unit: int) -> None:
-        """Bring to an end what runs in the unit's present bytes."""
+        """Bring to an end what runs in the unit's present bytes, and copies into them: who is under way keeps
+        the bytes, which are to be another's."""
 
     def advance(self) -> None:
         """Move on what needs no waiting."""
@@ -200,8 +201,8 @@ class Engine:
             del self._resident[unit]
             self._resident[unit] = None
 
-    def _start(self, unit: int, pinned: set[int]) -> None:
-        """AWAY -> ARRIVING, with whatever has to leave for it."""
+    def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
+        """AWAY -> ARRIVING, with whatever has to leave for it. ahead: see Arrival."""
         page = self.pages[unit]
         if self.store.device.shares_host:
             self.updates.release(unit)
@@ -217,7 +218,7 @@ class Engine:
         page.arrive()
         self._resident[unit] = None
         try:
-            self._arrivals[unit] = Arrival(page, lease, self.store)
+            self._arrivals[unit] = Arrival(page, lease, self.store, ahead=ahead)
         except BaseException:
             self._turn_back(unit)
             raise
@@ -278,7 +279,7 @@ class Engine:
         for unit in plan.evict:
             self._evict(unit)
         self._deferred = False
-        for unit in plan.fetch:
+        for place, unit in enumerate(plan.fetch):
             page = self.pages[unit]
             if page.presence is not Presence.AWAY:
                 continue
@@ -289,7 +290,7 @@ class Engine:
             if page.living() is None and pool.largest_free < page.nbytes:
                 break  # aliases or fragments hold the room: only a demand may press further
             if page.home.failure is None:
-                self._start(unit, pinned)
+                self._start(unit, pinned, ahead=place)
 
     def _advance(self) -> None:
         for under_way in self._arrivals.values():

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import statistics
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers, machine
+from infinity.config import format_size
 from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
 
 _PROBE_BYTES = 64 << 20
@@ -76,9 +78,10 @@ class HostArena(MemoryTier):
     torch's pinned allocator, which rounds each allocation up to a power of two. It is not inherited over
     fork(): a forked child (a DataLoader worker) must not touch tensors that live in it.
 
-    nbytes: bytes of the budget. populate: fault all pages in at once, so that a machine without the memory
-    says so here. Raises BudgetError where this process cannot have that much, ConfigError for a device that
-    is not at hand.
+    nbytes: bytes of the budget. populate: fault all pages in at once, on all CPUs, so that a machine without
+    the memory says so here; what is registered with CUDA is populated in any case, since registering would
+    fault it in on one. Warns, once for each cause, where CUDA does not take it. Raises BudgetError where this
+    process cannot have that much, ConfigError for a device that is not at hand.
     """
 
     def __init__(
@@ -93,7 +96,11 @@ class HostArena(MemoryTier):
         if huge_pages is None:
             huge_pages = nbytes >= _PROBE_BYTES and probe_huge_pages().helps
         region = map_ram(
-            Tier.HOST, nbytes, huge_pages=huge_pages, numa_node=_numa_node(target), populate=populate
+            Tier.HOST,
+            nbytes,
+            huge_pages=huge_pages,
+            numa_node=_numa_node(target),
+            populate=populate or target.type == "cuda",
         )
         super().__init__(Tier.HOST, region, nbytes)
         self.huge_pages = huge_pages
@@ -102,6 +109,8 @@ class HostArena(MemoryTier):
             with torch.cuda.device(target):
                 cudart: Any = torch.cuda.cudart()
                 self.cuda_registration = register_with_cuda(region, cudart)
+            if not self.cuda_registration.done:
+                say_slow_copies(self.cuda_registration.reason, nbytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -126,6 +135,28 @@ def register_with_cuda(region: _tiers.Region, cudart: Any) -> Registration:
     address = region.address
     region.before_release(lambda: cudart.cudaHostUnregister(address))
     return Registration(True, "registered")
+
+
+_said: set[str] = set()
+
+
+def say_slow_copies(reason: str, nbytes: int) -> None:
+    """Warn that an arena of `nbytes` bytes could not be registered with CUDA: once for each reason."""
+    if reason in _said:
+        return
+    _said.add(reason)
+    warnings.warn(
+        f"The host tier of {format_size(nbytes)} could not be registered with CUDA ({reason}), which makes "
+        "copies to and from the device several times slower, and the trainer wait for them. "
+        f"{REGISTER_CURE}",
+        stacklevel=2,
+    )
+
+
+REGISTER_CURE = (
+    "Raise the limit of locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit "
+    "memlock=-1), or give a smaller host budget."
+)
 
 
 def _numa_node(device: torch.device) -> int:

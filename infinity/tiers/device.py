@@ -9,7 +9,7 @@ from infinity.config import format_size
 from infinity.errors import BudgetError
 from infinity.tiers.arena import HostArena
 from infinity.tiers.pool import Pool
-from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
+from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, map_ram, usable_device
 
 _CUDA_KIND = 2
 """kDLCUDA."""
@@ -18,30 +18,50 @@ _CUDA_ALIGNMENT = 512
 """Bytes; what torch's CUDA allocator aligns to. Nothing on the device needs more."""
 
 _CUDA_MARGIN = 512 << 20
-"""Bytes left to the CUDA context, cuBLAS workspaces and other processes where no budget is given."""
+"""Bytes left, where no budget is given, to what is in no tensor: kernels' code, loaded when they first run,
+and other processes."""
+_MARGIN_SHARE = 64
+"""And one in so many bytes that are free, for what grows with the device: stacks of threads, page tables."""
+
+
+def left_of(free: int, cached: int) -> int:
+    """Bytes of a CUDA device that this process can have, in whole 4 KiB, less a margin. Pure.
+
+    free: as CUDA says. cached: in segments that torch's allocator holds and nothing lies in.
+    """
+    found = free + cached - _CUDA_MARGIN - (free + cached) // _MARGIN_SHARE
+    return max(0, found) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that this process can have on a CUDA device now, less a margin: the budget of who gives none."""
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    in_use = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
+    return left_of(free, held - in_use)
 
 
 class CudaTier(MemoryTier):
     """CUDA memory: one block of exactly `nbytes`, taken once from torch's allocator.
 
-    nbytes: None takes what is free, less 5% or 512 MiB, whichever is more. Raises BudgetError where the
-    device has not that much.
+    nbytes: None takes what is free, less a margin; see `available_bytes`. Raises BudgetError where the device
+    has not that much.
     """
 
     def __init__(self, device: torch.device, nbytes: int | None) -> None:
-        free, _ = torch.cuda.mem_get_info(device)
-        available = max(0, free - max(_CUDA_MARGIN, free // 20)) // _CUDA_ALIGNMENT * _CUDA_ALIGNMENT
+        available = available_bytes(device)
         wanted = available if nbytes is None else nbytes
+        short = f"The device {device} has {format_size(available)} to give; {format_size(wanted)} are wanted."
         if wanted <= 0:
             raise BudgetError(
-                f"The device {device} has {format_size(free)} free; the budget is {format_size(wanted)}.",
+                short,
                 "End other processes on it, or give a budget of at least one page.",
             )
         try:
             block = torch.empty(wanted, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"The device {device} has {format_size(free)} free; the budget is {format_size(wanted)}.",
+                short,
                 f"Give a device budget of at most {format_size(available)} ({available} bytes).",
             ) from error
         region = _tiers.adopt(

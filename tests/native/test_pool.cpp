@@ -76,6 +76,9 @@ void host_memory_is_exact_and_counted() {
     region->address()[2 * kPage] = std::byte{1};
     CHECK(resident_bytes(*region) == kPage);
     CHECK(resident_bytes(*map_host({.nbytes = 8 * kPage, .populate = true})) == 8 * kPage);
+    // Several pieces, the last of them not whole: for several threads where there are CPUs.
+    const std::uint64_t large = (std::uint64_t{130} << 20) + 3 * kPage;
+    CHECK(resident_bytes(*map_host({.nbytes = large, .populate = true})) == large);
 }
 
 }  // namespace

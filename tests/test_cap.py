@@ -1,0 +1,148 @@
+"""The limit of torch's allocator: which fraction is set when, and what is said when it is reached."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from homes import needs_cuda, room_on
+from small_runtime import two_layers
+from torch import nn
+
+import infinity
+from infinity.tiers import cap
+from infinity.tiers.cap import Share, advice, capped, fraction_of
+from infinity.tiers.device import left_of
+from infinity.wiring import _kept_by_others
+
+GIB, MIB = 1 << 30, 1 << 20
+DEVICE = torch.device("cuda", 7)
+
+
+class FakeAllocator:
+    """Of one device of 16 GiB: which limits were set, and who watches."""
+
+    TOTAL = 16 * GIB - 12345
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.limits: list[int] = []
+        self.observers: list[Callable[..., None]] = []
+        properties = SimpleNamespace(total_memory=self.TOTAL)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(torch.cuda, "set_per_process_memory_fraction", self._set)
+        patch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self.observers.append, raising=False)
+
+    def _set(self, fraction: float, device: torch.device) -> None:
+        assert device == DEVICE
+        assert 0 <= fraction <= 1
+        self.limits.append(int(fraction * self.TOTAL))  # as torch does: cut off
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Any:
+    cap._watch.cache_clear()
+    yield FakeAllocator(monkeypatch)
+    cap._watch.cache_clear()
+
+
+@pytest.mark.parametrize("total", [FakeAllocator.TOTAL, 150_000_000_001, 85_899_345_920, (1 << 33) + 7])
+def test_the_limit_is_not_a_byte_less_than_the_budgets(total: int) -> None:
+    for budget in range(2 * MIB, total // 2, total // 977):
+        limit = int(fraction_of(total, 3 * MIB, budget) * total)
+        assert 0 <= limit - budget - 3 * MIB <= 512
+    assert fraction_of(total, total, total) == 1.0
+
+
+def test_runtimes_of_one_device_add_up(allocator: FakeAllocator) -> None:
+    first, second = Share(2 * GIB, GIB), Share(3 * GIB, GIB)
+    # What the second finds allocated is the first one's, mostly.
+    with capped(DEVICE, first, others=MIB), capped(DEVICE, second, others=GIB):
+        pass
+    assert allocator.limits == [2 * GIB + MIB, 5 * GIB + MIB, 2 * GIB + MIB, FakeAllocator.TOTAL]
+
+
+def test_the_limit_goes_with_its_runtime_whatever_happens(allocator: FakeAllocator) -> None:
+    with pytest.raises(KeyError), capped(DEVICE, Share(GIB, 0), others=0):
+        raise KeyError
+    assert allocator.limits[-1] == FakeAllocator.TOTAL
+
+
+def test_out_of_memory_is_told_with_its_cure(allocator: FakeAllocator) -> None:
+    for _ in range(2):
+        with capped(DEVICE, Share(2 * GIB, GIB), others=0):
+            (tell,) = allocator.observers  # attached once: there is no way to detach it
+            with pytest.warns(UserWarning, match="example_inputs") as caught:
+                tell(DEVICE.index, 300 * MIB, 2 * GIB, 14 * GIB)
+            (message,) = [str(each.message) for each in caught]
+            assert "300 MiB" in message and "2 GiB" in message and "1 GiB to activations" in message
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # what would raise raises nothing inside of torch's allocator
+                tell(DEVICE.index, 300 * MIB, 2 * GIB, 14 * GIB)
+                tell(DEVICE.index + 1, 300 * MIB, 2 * GIB, 14 * GIB)
+    with warnings.catch_warnings(record=True) as caught_after:
+        warnings.simplefilter("always")
+        tell(DEVICE.index, MIB, GIB, GIB)
+    assert caught_after == []
+
+
+def test_advice_names_what_is_left() -> None:
+    assert "which leaves 512 MiB" in advice(MIB, Share(2 * GIB, GIB + 512 * MIB))
+
+
+def test_a_device_without_a_budget_gives_all_but_a_margin() -> None:
+    free = 139 * GIB
+    found = left_of(free, 0)
+    assert found % 4096 == 0 and 0.98 * free < found + 512 * MIB < free
+    assert left_of(free - GIB, GIB) == found, "what torch holds and nothing lies in is free"
+    assert left_of(100 * MIB, 0) == 0
+
+
+class CpuAsCuda:
+    """The device that tensors in RAM are on, for code that asks about a GPU's."""
+
+    type = "cuda"
+
+    def __eq__(self, other: object) -> bool:
+        return other == torch.device("cpu")
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_what_others_have_is_neither_parameters_nor_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.register_parameter("tied", model[0].weight)
+    own = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: own + 1000)
+    assert _kept_by_others(model, torch.device("cpu")) == 0
+    assert _kept_by_others(model, torch.device("cuda", 0)) == own + 1000, "it is in RAM"
+    assert _kept_by_others(model, CpuAsCuda()) == 1000  # type: ignore[arg-type]
+
+
+@needs_cuda
+def test_a_model_on_the_device_is_not_others_with_cuda() -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = two_layers().cuda()
+    assert abs(_kept_by_others(model, torch.device("cuda", torch.cuda.current_device())) - before) <= 4 * 512
+
+
+@needs_cuda
+def test_a_model_that_needs_more_than_the_budget_hears_why_with_cuda() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = infinity.Budget(device=room_on("cuda"), host="64MiB")
+    free = torch.cuda.get_device_properties(0).total_memory
+    with infinity.offload(model, optimizer, budget=budget, device="cuda") as runtime:
+        limit = runtime.plan.budgets[infinity.tiers.Tier.DEVICE]
+        with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="device budget"):
+            torch.empty(2 * limit, dtype=torch.uint8, device="cuda")
+        assert model(torch.ones(1, 64, device="cuda")).isfinite().all()
+    assert torch.empty(min(2 * limit, free // 4), dtype=torch.uint8, device="cuda").is_cuda
