@@ -11,8 +11,10 @@ from torch import nn
 
 from infinity import cpu_adam, machine
 from infinity.config import Budget
+from infinity.edits import EditTracker
 from infinity.gradient_page import GradientPage
 from infinity.gradients import Gradients
+from infinity.health import Health
 from infinity.heap import HeapGuard
 from infinity.materialize import materialize
 from infinity.memory_order import in_memory_order
@@ -24,9 +26,8 @@ from infinity.parameter import adopt as adopt_parameter
 from infinity.parts import Parts
 from infinity.placement import Kind
 from infinity.plan import Plan
-from infinity.prefetch.engine import Engine
+from infinity.prefetch.engine import Engine, NoUpdates
 from infinity.prefetch.trace import Trace
-from infinity.read_ahead import AfterGradients, BeforeGradients, ReadAhead
 from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
@@ -131,45 +132,34 @@ class _Builder:
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()
-        engine = Engine(pages, store, Trace(), meter)
-        store.reclaimers.append(engine.free_a_slot)
-        paging = Paging(pages, addresses, engine, store, heap)
+        health = Health()
+        scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
+        gradients, updater = None, None
+        if states is not None:
+            gradients = Gradients(self._gradient_pages(), store, threads, scale)
+            updater = Updater(pages, gradients, states, store, threads=threads, health=health)
+        edits = EditTracker(pages, store, states)
+        engine = Engine(pages, store, Trace(), meter=meter, updates=updater or NoUpdates(), edits=edits)
+        paging = Paging(
+            pages, addresses, engine, edits, gradients=gradients, scale=scale, health=health, heap=heap
+        )
         for page in pages:
             for index, parameter in enumerate(page.parameters):
                 adopt_parameter(parameter, Place(paging, page, index))
-        scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
-        gradients, updater, ahead = None, None, None
-        if states is not None:
-            gradients = Gradients(self._gradient_pages(), store, threads, scale)
-            ahead = _read_ahead(pages, gradients, states, store)
-            updater = Updater(
-                pages,
-                gradients,
-                states,
-                store,
-                threads=threads,
-                incoming=engine.incoming,
-                ahead=ahead,
-                lazy=plan.update != "sync",
-            )
-            engine.updates = updater
-            store.reclaimers.append(updater.free_a_slot)
-            if ahead is not None:
-                store.reclaimers.append(ahead.free_a_slot)  # costs a second read
-            store.reclaimers.append(gradients.free_a_slot)  # costs a write
         parts = Parts(
             model=self.model,
             plan=plan,
+            health=health,
             store=store,
             meter=meter,
             threads=threads,
             scale=scale,
             pages=pages,
+            edits=edits,
             engine=engine,
             paging=paging,
             gradients=gradients,
             states=states,
-            ahead=ahead,
             updater=updater,
         )
         return Runtime(parts)
@@ -221,22 +211,6 @@ class _Builder:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.plan.device:
                     module._buffers[name] = buffer.to(self.plan.device)
-
-
-def _read_ahead(
-    pages: list[ParameterPage], gradients: Gradients, states: States, store: Store
-) -> ReadAhead | None:
-    """What suits the plan's updates; None where nobody knows which backward is a step's last."""
-    when, accumulation = store.plan.update, store.plan.accumulation
-    if accumulation is None or when == "sync":
-        return None
-    if when == "lazy":
-        after = AfterGradients(pages, gradients, states, store, accumulation=accumulation)
-        gradients.added = after.look
-        return after
-    before = BeforeGradients(pages, gradients, states, store, accumulation=accumulation)
-    gradients.claim = before.claim
-    return before
 
 
 def _guard(plan: Plan) -> HeapGuard:
