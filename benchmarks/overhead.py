@@ -67,7 +67,7 @@ from infinity.tiers import Tier
 PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16
 """Elements of the activation, and of a row of every parameter."""
-SLOTS, LOOKAHEAD = 16, 3
+CHAINS, LOOKAHEAD = 16, 3
 """Working room of all layouts: slots, and parameter pages that can be resident."""
 WARM_UP = 4
 """Steps in which the runtime learns the order of accesses; they do not count."""
@@ -159,12 +159,11 @@ class Calls:
 @contextlib.contextmanager
 def forced() -> Iterator[None]:
     """Plans that are made inside have a unit for every module, the smallest chunks, and the working room."""
-    comforts = (Comfort(SLOTS, LOOKAHEAD),)
+    comforts = (Comfort(LOOKAHEAD, chains=CHAINS, pieces=CHAINS),)
     with (
         mock.patch.object(placement, "_groupings", lambda surveyed: [surveyed.group(1)]),
         mock.patch.object(placement, "_chunk_lengths", lambda surveyed: [BLOCK]),
         mock.patch.object(placement, "COMFORTS", comforts),
-        mock.patch.object(placement, "FLOWING", comforts),
     ):
         yield
 
@@ -174,14 +173,15 @@ def budget_for(home: str, layout: Layout, model: nn.Module, directory: str) -> i
     optimizer = torch.optim.AdamW(model.parameters())
     ample = infinity.Budget(device="1GiB", host="1GiB")
     plan = infinity.plan(model, optimizer, budget=ample, precision=PRECISION, device="cpu")
-    pages, slots = sum(plan.home_bytes.values()), SLOTS * plan.slot_bytes
+    pages = sum(plan.home_bytes.values())
+    working = CHAINS * plan.chain_bytes + (1 + CHAINS) * plan.piece_bytes
     page = plan.layout.units[0].nbytes
     if home == "unified":
-        return infinity.Budget(host=pages + slots + LOOKAHEAD * page)
+        return infinity.Budget(host=pages + working + LOOKAHEAD * page)
     device = (layout.units if home == "offload" else LOOKAHEAD) * page
     if home == "nvme":
-        return infinity.Budget(device=device, host=slots, nvme={directory: 2 * pages})
-    return infinity.Budget(device=device, host=pages + slots)
+        return infinity.Budget(device=device, host=working, nvme={directory: 2 * pages})
+    return infinity.Budget(device=device, host=pages + working)
 
 
 def check(plan: Any, home: str, layout: Layout) -> None:

@@ -24,7 +24,7 @@ from infinity.errors import ConfigError
 from infinity.gradients import Gradients
 from infinity.headroom import Headroom
 from infinity.hooks import Hook
-from infinity.microbatches import Group, LossFunction, Mixed
+from infinity.microbatches import AddGradient, Group, LossFunction, Mixed
 from infinity.paging import Paging
 from infinity.plan import Plan
 from infinity.tiers import Tier
@@ -37,11 +37,15 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 class Accumulator:
     """Accumulates gradients over the micro-batches of a step, for one runtime."""
 
-    def __init__(self, model: nn.Module, plan: Plan, paging: Paging, gradients: Gradients) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, paging: Paging, gradients: Gradients, add: AddGradient
+    ) -> None:
+        """add: takes the gradients of micro-batches, in their order."""
         self.model = model
         self.plan = plan
         self.paging = paging
         self.gradients = gradients
+        self._add = add
         self._group: Group | None = None
         """That is under way."""
         self._reason: str | None = None
@@ -99,9 +103,9 @@ class Accumulator:
         return losses
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Gradients.add, in the order of the micro-batches."""
+        """Take a fresh gradient, in the order of the micro-batches."""
         if self._group is None or not self._group.add(unit, parameter, gradient):
-            self.gradients.add(unit, parameter, gradient)
+            self._add(unit, parameter, gradient)
 
     def _pays(self) -> bool:
         """Whether pages come and go at all."""
@@ -124,7 +128,9 @@ class Accumulator:
             return _plain(batches, loss_fn)
         devices = [self.plan.device] if self.plan.device.type == "cuda" else []
         random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-        group = self._group = Group(self.model, self.paging, self.gradients, batches, loss_fn)
+        group = self._group = Group(
+            self.model, self.paging, self.gradients, self._add, batches=batches, loss_fn=loss_fn
+        )
         try:
             with self._hooked(group, blocks):
                 losses = group.run()

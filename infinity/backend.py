@@ -15,7 +15,6 @@ from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.optimizer import PagedOptimizer
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
-from infinity.read_ahead import BeforeGradients
 from infinity.telemetry import Phase
 from infinity.update import GroupOf
 
@@ -23,48 +22,33 @@ from infinity.update import GroupOf
 class Backend:
     """The training half of a runtime. See optimizer.UpdateBackend, which it is."""
 
-    def __init__(
-        self, parts: Parts, refuse: Callable[[], None], check_capacity: Callable[[int], None]
-    ) -> None:
-        """refuse: raises where nothing may be used any more. check_capacity: see UpdateBackend."""
+    def __init__(self, parts: Parts, check_capacity: Callable[[int], None]) -> None:
+        """check_capacity: see UpdateBackend."""
         assert parts.gradients is not None and parts.states is not None and parts.updater is not None
-        self._failure: InfinityError | None = None
-        self.accumulator: Accumulator | None = None
-        """Gradients go through it, once there is one."""
         self.check_capacity = check_capacity
         self.optimizer: PagedOptimizer
         """Set by `attach`."""
         self._parts = parts
-        self._refuse = refuse
+        self._refuse = parts.health.check
         self._paging = parts.paging
+        self._edits = parts.edits
         self._gradients = parts.gradients
         self._states = parts.states
         self._updater = parts.updater
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
         self._last_step = time.perf_counter()
-        gradients = parts.gradients
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
             assert parts.plan.accumulation is not None
-            assert isinstance(parts.ahead, BeforeGradients)
             self._eager = EagerStep(
                 parts.pages,
-                gradients,
+                parts.gradients,
                 parts.states.rule,
                 accumulation=parts.plan.accumulation,
                 deferred=parts.plan.deferred,
-                whole=parts.ahead.whole,
+                ready=parts.updater.ready,
             )
-            gradients.added = self._update_early
-        parts.paging.edited = parts.states.edited
-        parts.paging.gradient_of = lambda unit, index: index in gradients.pages[unit].content
-        parts.paging.drop_gradient_of = gradients.drop
-
-    @property
-    def failed(self) -> InfinityError | None:
-        """Why nothing that is used from now on can be right."""
-        return self._failure or self._updater.failure
 
     def attach(self, optimizer: PagedOptimizer, groups: dict[tuple[int, int], int]) -> None:
         """Called once by `offload`. groups: (unit, parameter) -> index of its param group."""
@@ -175,15 +159,21 @@ class Backend:
 
     # --- what hooks call -------------------------------------------------------------------------------
 
-    def gradient_arrived(self, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is complete: take it from autograd."""
+    def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Add a fresh gradient to a parameter's; with the last one of an eager step, update its unit."""
+        self._updater.accumulate(unit, parameter, gradient)
+        if self._eager is not None:
+            self._update_early(unit)
+
+    def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
+        """A parameter's gradient is complete: take it from autograd. accumulator: whom it goes through."""
         gradient = take_gradient(parameter)
         place = self._place(parameter)
         with self._paging.lock:
             self._refuse()
             if gradient is not None:
                 self._updater.complete(place.page.index)
-                add = self._gradients.add if self.accumulator is None else self.accumulator.add
+                add = self.add if accumulator is None else accumulator.add
                 add(place.page.index, place.index, gradient.detach())
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
@@ -205,11 +195,11 @@ class Backend:
         parts = self._parts
         if not parts.store.device.shares_host:
             parts.engine.land_all()  # what arrives now would miss the update
-        self._paging.sync_edits()
+        self._edits.sync_edits()
         order = parts.engine.next_step()
         with self._all_or_poisoned():
-            self._updater.step(self._group_of(self.optimizer.param_groups), order, self._paging.exposed)
-        self._paging.updated()
+            self._updater.step(self._group_of(self.optimizer.param_groups), order, self._edits.exposed)
+        self._edits.updated()
         parts.engine.look_ahead()
 
     def _update_early(self, unit: int) -> None:
@@ -221,10 +211,10 @@ class Backend:
         groups = eager.options(self.optimizer.param_groups)
         if not parts.store.device.shares_host:
             parts.engine.land(unit)
-        self._paging.write_back(parts.pages[unit])
+        self._edits.write_back(parts.pages[unit])
         with self._all_or_poisoned():
-            self._updater.begin_early(unit, self._group_of(groups), self._paging.exposed)
-        self._paging.updated(unit)
+            self._updater.begin_early(unit, self._group_of(groups), self._edits.exposed)
+        self._edits.updated(unit)
 
     @contextmanager
     def _all_or_poisoned(self) -> Iterator[None]:
@@ -232,8 +222,8 @@ class Backend:
         try:
             yield
         except BaseException as error:
-            self._failure = (
-                error.again()
+            self._parts.health.lose(
+                error
                 if isinstance(error, InfinityError)
                 else ConfigError(
                     "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
@@ -253,7 +243,7 @@ class Backend:
     def _values(self, place: Place) -> torch.Tensor:
         """A parameter's values in RAM, flat, in memory order."""
         page = place.page
-        self._paging.write_back(page)
+        self._edits.write_back(page)
         layout = page.layout.parameters[place.index]
         nbytes = layout.numel * layout.dtype.itemsize
         return self._parts.store.fetch(page.home, page.start(place.index), nbytes).view(layout.dtype)

@@ -1,10 +1,10 @@
 """Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
 
-Gradients then need not leave the slots that they arrive in, and the disk has the backward to move states,
-not the next forward alone. What has not ended when the backward has goes on lazily. So do units that the
-plan defers, for the disk to have work under the next forward (infinity/deferral.py), and what the disk cannot
-keep up with: a unit whose gradients come while most slots are taken. Both send their gradients home, and are
-left to `step()`. A unit that the device updates is left to it too: it has no slots to spare, and whether its
+Gradients then need not leave the memory that they arrive in, and the disk has the backward to move states,
+not the next forward alone. What has not ended when the backward has goes on lazily. So do units that the plan
+defers, for the disk to have work under the next forward (infinity/deferral.py), and what the disk cannot keep
+up with: a unit whose gradients come while most of the staging is taken. Both send their gradients home, and
+are left to `step()`. A unit that the device updates is left to it too: it takes no staging, and whether its
 gradients are finite would have to be waited for.
 Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
 needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. Nothing takes
@@ -39,16 +39,16 @@ class EagerStep:
         *,
         accumulation: int,
         deferred: Collection[int],
-        whole: Callable[[int], bool],
+        ready: Callable[[int], bool],
     ) -> None:
         """accumulation: gradients of each parameter in a step. deferred: units that are left to `step()`.
-        whole: of a unit, whether all of its states were read ahead."""
+        ready: of a unit, whether there is room for its update now."""
         self._pages = pages
         self._gradients = gradients
         self._rule = rule
         self._accumulation = accumulation
         self._deferred = deferred
-        self._whole = whole
+        self._ready = ready
         self._options: list[Options] = []
         """As they were when the step's first unit was updated; none before."""
         self._updated = 0
@@ -60,7 +60,7 @@ class EagerStep:
     def admits(self, unit: int) -> bool:
         """Whether the unit should be updated now: it has all gradients of the step, at hand and finite.
 
-        Asked after every gradient. Those of a unit that is deferred, or left out for want of slots, are sent
+        Asked after every gradient. Those of a unit that is deferred, or left out for want of room, are sent
         home.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
@@ -71,7 +71,7 @@ class EagerStep:
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
         if self._broken or not self._gradients.at_hand(unit):
             return False
-        if unit in self._deferred or (self._gradients.crowded and not self._whole(unit)):
+        if unit in self._deferred or not self._ready(unit):
             self._gradients.send_home(unit)
             return False
         return True

@@ -26,7 +26,7 @@ class InfinityError(Exception):
     def again(self) -> Self:
         """The same error without its traceback, to be kept or raised once more.
 
-        A kept traceback keeps every frame alive, and pages and slots with their variables.
+        A kept traceback keeps every frame alive, and pages and staging with their variables.
         """
         return copy.copy(self)
 

@@ -20,21 +20,12 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(slots=True)
 class Stage:
-    """A chunk of a gradient page in a slot, newer than its home."""
+    """A chunk of a gradient page in staging, newer than its home."""
 
     data: torch.Tensor
     """uint8, as the chunk at home."""
-    rest: torch.Tensor | None
-    """The rest of the slot; None while an update has it."""
     waiting: set[int] = field(default_factory=set)
     """Parameters whose gradient is still expected in this backward."""
-    shared: bool = False
-    """Whether states were read ahead into the rest."""
-
-    @property
-    def free(self) -> torch.Tensor | None:
-        """The rest of the slot, while nothing else is in it."""
-        return None if self.shared else self.rest
 
 
 @dataclass(slots=True)
@@ -89,6 +80,13 @@ class GradientPage:
     def offset(self, number: int) -> int:
         """Of a chunk in the page, in bytes."""
         return self._offsets[number]
+
+    def in_ram(self, number: int) -> torch.Tensor | None:
+        """A chunk where it is in host RAM, uint8 (nbytes,): staged, or at home there; else None."""
+        stage = self.states[number].stage
+        if stage is not None:
+            return stage.data
+        return self.home.view(self._offsets[number], self.nbytes(number)) if self.home.in_place else None
 
     def typed(self, number: int, data: torch.Tensor) -> torch.Tensor:
         """A chunk's elements in uint8 `data` that starts with them."""

@@ -1,9 +1,9 @@
 """Gradients as pages: what backward adds is taken from autograd, accumulated, measured, and brought home.
 
 A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
-accumulated in place. Any other is staged in a slot while its parameters' gradients arrive, and goes home when
-later ones need the slot: the last of a backward stay, for their updates come first. A second micro-batch
-stages a chunk again with what it holds.
+accumulated in place. Any other is staged while its parameters' gradients arrive, in memory that the caller
+brings (infinity/update.py grants it), and goes home when later ones need the room: the last of a backward
+stay, for their updates come first. A second micro-batch stages a chunk again with what it holds.
 
 The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
 first element, combined in the order of names. So the norm depends on no unit, chunk or thread.
@@ -12,7 +12,8 @@ first element, combined in the order of names. So the norm depends on no unit, c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,7 @@ from infinity import cpu_adam
 from infinity.device_units import DeviceUnits
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradient_page import ChunkState, GradientPage, Stage
-from infinity.layout import Chunk, Piece
-from infinity.memory_order import in_memory_order
+from infinity.layout import Piece
 from infinity.scaling import LossScale
 from infinity.store import Store
 from infinity.telemetry import Edge
@@ -50,20 +50,15 @@ class Gradients:
         """The loss scale that the stored gradients have."""
         self._clipping: float | None = None
         """The factor of clip_grad_norm_, once it was called in this step."""
-        self.added: Callable[[int], None] = _ignore_addition
-        """Told of the unit after every addition."""
-        self.claim: Callable[[int, int], torch.Tensor | None] = _no_claim
-        """Asked for a slot in whose front a chunk's gradient (unit, number) is to be staged; the rest of it
-        is in use."""
         self.more_to_come = False
         """Whether another micro-batch's gradients of the same parameters come next: a chunk that is complete
-        then stays in its slot as long as nobody needs that."""
+        then stays staged as long as nobody needs the room."""
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
         self._on_device = on_device
-        self._most_kept = store.plan.slots // 2
-        """Stages that wait for nothing and stay all the same; the other slots keep things moving."""
+        self._most_kept = store.plan.staging_bytes // 2
+        """Bytes of stages that wait for nothing and stay all the same; the rest keeps things moving."""
         self._names = sorted(
             (parameter.names[0], unit, index)
             for unit, page in pages.items()
@@ -82,26 +77,68 @@ class Gradients:
         # A backward begins with the last ones: as a rule the first look ends it.
         return any(page.content for page in reversed(self.pages.values()))
 
-    def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a fresh gradient (any dense strides, on the device) to a parameter's.
+    @contextmanager
+    def adding(self, unit: int, parameter: int) -> Iterator[GradientPage]:
+        """Inside, one fresh gradient is added to a parameter's, piece by piece.
 
-        Raises ConfigError after clipping, StorageError where the page cannot be read or written; the
-        gradients of this step are lost then, which `check` says until `clear`.
+        Raises ConfigError after clipping. Whatever is raised inside loses the gradients of this step, which
+        `check` says until `clear`.
         """
         page = self.pages[unit]
         self._check_addition(page, parameter)
-        flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
         try:
-            if self._on_device is not None and unit in self._on_device:
-                self._on_device.add(unit, parameter, flat)
-            else:
-                self._add_on_host(page, parameter, flat)
+            yield page
         except BaseException as error:
             self._lose(error)
             raise
         page.content.add(parameter)
         page.arrivals[parameter] += 1
-        self.added(unit)
+
+    def pieces(self, page: GradientPage, parameter: int) -> list[tuple[int, Piece]]:
+        """(chunk, piece) of a parameter in the order to add them: staged chunks first, for the others might
+        need their room before this gradient completes them."""
+        found = page.layout.pieces(parameter)
+        if page.home.in_place:
+            return list(found)
+        return sorted(found, key=lambda each: page.states[each[0]].stage is None)
+
+    def missing(self, page: GradientPage, number: int) -> int:
+        """Bytes that `stage` has to be given before a piece can be added to a chunk; 0: it is in RAM."""
+        if page.states[number].stage is not None or page.home.in_place:
+            return 0
+        return page.nbytes(number)
+
+    def stage(self, page: GradientPage, number: int, memory: torch.Tensor) -> None:
+        """Stage a chunk, with what it holds, in staging, uint8 (missing,). Raises StorageError."""
+        waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
+        stage = Stage(memory, waiting)
+        state = page.states[number]
+        if state.stored:
+            with self._store.meter.stalling(Edge.NVME_TO_HOST):
+                self._store.read(page.home, page.offset(number), memory).wait()
+        state.stage = stage
+        self._staged[page.index, number] = None
+
+    def add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
+        """Add one piece of a fresh gradient, (piece.count,), to a chunk that is in RAM."""
+        state = page.states[number]
+        data = page.in_ram(number)
+        assert data is not None
+        if state.stage is None:
+            page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
+        target = page.typed(number, data)[piece.offset : piece.offset + piece.count]
+        again = piece.parameter in page.content
+        state.blocks[piece.parameter, piece.start] = self._add_blocks(fresh, target, again=again)
+        if state.stage is not None:
+            state.stage.waiting.discard(piece.parameter)
+            if self.more_to_come and not state.stage.waiting:
+                state.stage.waiting = {each.parameter for each in page.layout.chunks[number].pieces}
+            self._take_some_home()
+
+    def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
+        """Add a fresh gradient (numel,) in memory order to one that rests on the device, `on_device`."""
+        assert self._on_device is not None
+        self._on_device.add(unit, parameter, flat)
 
     def finish(self) -> None:
         """The end of a backward: stages of which a parameter was not used wait for it no longer."""
@@ -158,15 +195,6 @@ class Gradients:
             flat.mul_(self.unscale)
         return flat.as_strided(layout.shape, layout.stride)
 
-    def chunk_in_place(self, page: GradientPage, number: int) -> torch.Tensor | None:
-        """A chunk's elements where they are in host RAM: staged, or at home there; else None."""
-        stage = page.states[number].stage
-        if stage is not None:
-            return page.typed(number, stage.data)
-        if page.home.in_place:
-            return page.typed(number, page.home.view(page.offset(number), page.nbytes(number)))
-        return None
-
     def on_device(self, unit: int) -> bool:
         """Whether a unit's gradients stay on the device, which updates it."""
         return self._on_device is not None and unit in self._on_device
@@ -179,10 +207,10 @@ class Gradients:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many slots are taken that one more update would have the next gradients wait."""
+        """Whether so much staging is taken that one more update would have the next gradients wait."""
         self._store.poll()
-        slots = self._store.slots
-        return 8 * slots.leased > 7 * slots.nbytes
+        staging = self._store.staging
+        return 8 * staging.leased > 7 * staging.nbytes
 
     def send_home(self, unit: int) -> None:
         """Take a unit's stages home now. Raises StorageError."""
@@ -191,25 +219,26 @@ class Gradients:
             if state.stage is not None:
                 self._take_home(page, number)
 
-    def lend_stage(self, unit: int, number: int) -> Stage | None:
-        """A chunk's stage, if it has one, to an update that uses its slot from now on, and reads the data.
+    def put_home(self, unit: int, number: int, data: torch.Tensor) -> None:
+        """Write a chunk's gradient home for an update that keeps it staged, and wait.
 
-        Of a page that is spent the update has it alone.
+        data: uint8, as the update has it; perhaps nobody else has it any more. Raises StorageError; then
+        nothing has happened.
         """
-        state = self.pages[unit].states[number]
-        stage = state.stage
-        if stage is None:
-            return None
-        if self.pages[unit].spent:
-            state.stage = None
-            del self._staged[unit, number]
-            return stage
-        if stage.rest is None:  # an update has had it, and no zero_grad() came since
-            self._take_home(self.pages[unit], number)
-            return None
-        lent = Stage(stage.data, stage.rest)
-        stage.rest = None
-        return lent
+        page = self.pages[unit]
+        self._store.write(page.home, page.offset(number), data).wait()
+        if self._staged.pop((unit, number), 0) is None:
+            page.states[number].stage = None
+            page.states[number].stored = True
+
+    def spend(self, unit: int) -> None:
+        """An eager update has the unit's gradients from now on, and nobody else."""
+        page = self.pages[unit]
+        page.spent = True
+        for number, state in enumerate(page.states):
+            if state.stage is not None:
+                state.stage = None
+                del self._staged[unit, number]
 
     def clear(self) -> None:
         """Forget every gradient, and what went wrong with them."""
@@ -232,22 +261,25 @@ class Gradients:
             )
         )
 
-    def free_a_slot(self) -> bool:
-        """Take the oldest stage home; False if there is none."""
+    def take_oldest_home(self, kept: tuple[int, int] | None) -> bool:
+        """Take the oldest stage home, but not (unit, chunk) `kept`; False if there is none.
+
+        Raises StorageError.
+        """
         for unit, number in self._staged:
-            self._take_home(self.pages[unit], number)
-            return True
+            if (unit, number) != kept:
+                self._take_home(self.pages[unit], number)
+                return True
         return False
+
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
+        return unit in self.pages and parameter in self.pages[unit].content
 
     def drop(self, unit: int, parameter: int) -> None:
         """Forget one parameter's gradient."""
         if unit in self.pages:
             self.pages[unit].content.discard(parameter)
-
-    def with_content(self, unit: int, chunk: Chunk) -> Iterator[Piece]:
-        """The pieces of a chunk whose parameters have a gradient."""
-        content = self.pages[unit].content
-        return (piece for piece in chunk.pieces if piece.parameter in content)
 
     def _check_addition(self, page: GradientPage, parameter: int) -> None:
         if page.spent:
@@ -271,24 +303,23 @@ class Gradients:
                 "Call runtime.optimizer.zero_grad() after step().",
             )
 
-    def _add_on_host(self, page: GradientPage, parameter: int, flat: torch.Tensor) -> None:
-        # Chunks that wait in a slot first: the others might need it before this completes them.
-        pieces = sorted(page.layout.pieces(parameter), key=lambda each: page.states[each[0]].stage is None)
-        for number, piece in pieces:
-            self._add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
-
-    def _add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
-        target = self._target(page, number)[piece.offset : piece.offset + piece.count]
-        state = page.states[number]
-        # A slot more could be the chunk's own, taken home for it: slots hold a chunk's parameters as well.
-        fresh = self._to_host(fresh, None if state.stage is None else state.stage.free)
-        again = piece.parameter in page.content
-        state.blocks[piece.parameter, piece.start] = self._accumulate(fresh, target, again=again)
-        if state.stage is not None:
-            state.stage.waiting.discard(piece.parameter)
-            if self.more_to_come and not state.stage.waiting:
-                state.stage.waiting = {each.parameter for each in page.layout.chunks[number].pieces}
-            self._take_some_home()
+    def _add_blocks(
+        self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
+    ) -> npt.NDArray[np.float64]:
+        """`_accumulate`, through the bounce buffer where the CPU does not see the fresh gradient."""
+        link = self._store.link
+        if link.direct:
+            return self._accumulate(fresh, target, again=again)
+        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
+        window = self._store.piece_bytes // fresh.dtype.itemsize // cpu_adam.BLOCK * cpu_adam.BLOCK
+        found = []
+        for start in range(0, fresh.numel(), window):
+            part = fresh[start : start + window]
+            here = self._store.bounce(part.nbytes).view(part.dtype)
+            self._store.copy_down(here, part).wait()
+            link.uses(User.HOST, here, writes=False, label="fresh gradient")
+            found.append(self._accumulate(here, target[start : start + window], again=again))
+        return np.concatenate(found) if found else np.zeros(0)
 
     def _accumulate(
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
@@ -310,30 +341,6 @@ class Gradients:
             work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
         return self._threads.run(work).blocks[0]
 
-    def _target(self, page: GradientPage, number: int) -> torch.Tensor:
-        """The chunk's elements in host RAM, with what they held before."""
-        stage = page.states[number].stage
-        if stage is not None and stage.rest is None:
-            self._take_home(page, number)  # an update has had the rest: begin with a slot of its own
-        found = self.chunk_in_place(page, number)
-        if found is not None:
-            if page.states[number].stage is None:
-                page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
-            return found
-        claimed = self.claim(page.index, number)
-        slot = self._store.slot() if claimed is None else claimed
-        waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
-        front = page.nbytes(number)
-        stage = Stage(slot[:front], slot[front:], waiting, shared=claimed is not None)
-        del slot, claimed
-        state = page.states[number]
-        if state.stored:
-            with self._store.meter.stalling(Edge.NVME_TO_HOST):
-                self._store.read(page.home, page.offset(number), stage.data).wait()
-        state.stage = stage
-        self._staged[page.index, number] = None
-        return page.typed(number, stage.data)
-
     def _stage(self, unit: int, number: int) -> Stage:
         """Of a chunk that is staged."""
         stage = self.pages[unit].states[number].stage
@@ -342,8 +349,12 @@ class Gradients:
 
     def _take_some_home(self) -> None:
         """Stages that wait for nothing go home, but for the latest."""
-        whole = [key for key in self._staged if not self._stage(*key).waiting]
-        for unit, number in whole[: max(0, len(whole) - self._most_kept)]:
+        whole = [(key, stage) for key in self._staged if not (stage := self._stage(*key)).waiting]
+        excess = sum(stage.data.nbytes for _, stage in whole) - self._most_kept
+        for (unit, number), stage in whole:
+            if excess <= 0:
+                return
+            excess -= stage.data.nbytes
             self._take_home(self.pages[unit], number)
 
     def _take_home(self, page: GradientPage, number: int) -> None:
@@ -369,29 +380,9 @@ class Gradients:
             )
 
     def _copy(self, page: GradientPage, number: int, piece: Piece) -> torch.Tensor:
-        here = self.chunk_in_place(page, number)
+        here = page.in_ram(number)
         if here is not None:
-            return here[piece.offset : piece.offset + piece.count].clone()
+            return page.typed(number, here)[piece.offset : piece.offset + piece.count].clone()
         size = page.dtype(number).itemsize
         data = self._store.fetch(page.home, page.offset(number) + piece.offset * size, piece.count * size)
         return data.view(page.dtype(number))
-
-    def _to_host(self, fresh: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
-        """`fresh` where the CPU can use it: as it is, or copied into `room` (uint8; None: a slot)."""
-        link = self._store.link
-        if link.direct:
-            return fresh
-        room = self._store.slot() if room is None else room
-        staged = room[: fresh.nbytes].view(fresh.dtype)
-        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
-        self._store.copy_down(staged, fresh).wait()
-        link.uses(User.HOST, staged, writes=False, label="fresh gradient")
-        return staged
-
-
-def _ignore_addition(unit: int) -> None:
-    return None
-
-
-def _no_claim(unit: int, number: int) -> None:
-    return None

@@ -41,6 +41,9 @@ from infinity.turns import Surroundings, Task
 LossFunction = Callable[[Any], torch.Tensor]
 """Of one micro-batch: calls the model, and returns the scalar loss."""
 
+AddGradient = Callable[[int, int, torch.Tensor], None]
+"""Adds a fresh gradient to the one of (unit, parameter)."""
+
 _FORWARD, _BACKWARD = 0, 1
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
@@ -74,6 +77,8 @@ class Group:
         model: nn.Module,
         paging: Paging,
         gradients: Gradients,
+        add: AddGradient,
+        *,
         batches: Sequence[Any],
         loss_fn: LossFunction,
     ) -> None:
@@ -83,6 +88,7 @@ class Group:
         self._model = model
         self._paging = paging
         self._gradients = gradients
+        self._add = add
         self._loss_fn = loss_fn
         self._course: list[frozenset[int]] = []
         """The units of every stage."""
@@ -167,7 +173,7 @@ class Group:
         waiting = self._held[unit, parameter]
         for micro in self._micro_batches:
             if micro.number in waiting:
-                self._gradients.add(unit, parameter, waiting.pop(micro.number))
+                self._add(unit, parameter, waiting.pop(micro.number))
             if micro.expected is None or (unit, parameter) in micro.expected:
                 break
         if not waiting:

@@ -10,7 +10,7 @@ another page's bytes, and never others than its parameter has.
 [Note: edits]
 Code outside may write to a present page (`p.mul_()` under no_grad, a view). The version counter that torch
 keeps per Parameter tells: `edits` lists what differs from the versions that the page's home corresponds to.
-Some views count versions of their own or outlive a page's stay: see loans in infinity/paging.py.
+Some views count versions of their own or outlive a page's stay: see loans in infinity/edits.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.layout import UnitLayout
 from infinity.store import Home
+from infinity.tiers.link import Transfer
 
 
 class Presence(enum.Enum):
@@ -59,6 +60,10 @@ class ParameterPage:
         self.presence = Presence.AWAY
         self.residency: torch.Tensor | None = None
         """uint8 (layout.nbytes,) while PRESENT."""
+        self.incoming: tuple[torch.Tensor, Transfer] | None = None
+        """While ARRIVING where the host sees it: the bytes to be, and what brings them."""
+        self.holds = 0
+        """How many asked that it stay PRESENT."""
         self.versions = [parameter_version(each) for each in self.parameters]
         """Of each Parameter, when its page was last known to equal its home."""
         self._stand_ins = tuple(stand_ins)
@@ -98,18 +103,20 @@ class ParameterPage:
         self.residency = None
 
     def arrive(self) -> None:
-        """AWAY -> ARRIVING."""
+        """AWAY -> ARRIVING. `incoming` is for whoever brings the bytes to say."""
         assert self.presence is Presence.AWAY
         self.presence = Presence.ARRIVING
 
     def turn_back(self) -> None:
         """ARRIVING -> AWAY: the bytes did not come, or were given up."""
         assert self.presence is Presence.ARRIVING
+        self.incoming = None
         self.presence = Presence.AWAY
 
     def land(self, residency: torch.Tensor) -> None:
         """ARRIVING -> PRESENT. residency: uint8 (nbytes,) with the page's bytes."""
         assert self.presence is Presence.ARRIVING
+        self.incoming = None
         self.residency = residency
         self._addresses[residency.data_ptr()] = self
         self._ghost = None

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity import cpu_adam
+from infinity.edits import EditTracker
 from infinity.gradients import Gradients
+from infinity.health import Health
 from infinity.page import ParameterPage
 from infinity.paging import Paging
 from infinity.plan import Plan
 from infinity.prefetch.engine import Engine
-from infinity.read_ahead import ReadAhead
 from infinity.scaling import LossScale
 from infinity.states import States
 from infinity.store import Store
@@ -26,14 +27,15 @@ class Parts:
 
     model: nn.Module
     plan: Plan
+    health: Health
     store: Store
     meter: Meter
     threads: cpu_adam.ThreadPool
     scale: LossScale
     pages: list[ParameterPage]
+    edits: EditTracker
     engine: Engine
     paging: Paging
     gradients: Gradients | None
     states: States | None
-    ahead: ReadAhead | None
     updater: Updater | None

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from infinity.comfort import COMFORTS, FLOWING, LEAST, Comfort
+from infinity.comfort import COMFORTS, LEAST, LEAST_IN_RAM, Comfort
 from infinity.config import Precision, round_up
 from infinity.cpu_adam import BLOCK
 from infinity.layout import Extent, extents, page_bytes
@@ -31,6 +31,9 @@ _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 
 _SMALL = 8
 """A page is small that has one in so many of the bytes of the mean one."""
+
+_LARGEST_PIECE = 4 << 20
+"""Bytes of transit that are read at once: what disks and links are fastest with, and small against a page."""
 
 _LARGEST_UNIT = 1 << 30
 _SMALLEST_UNIT = 64 << 10
@@ -80,8 +83,11 @@ class Placement:
     grouping: Grouping
     chunk_elements: int
     homes: Homes
-    slot_bytes: int
-    slots: int
+    chain_bytes: int
+    """What one chunk's update takes at the most: its parameters, gradient and states."""
+    staging_bytes: int
+    piece_bytes: int
+    transit_bytes: int
     resident_bytes: int
 
 
@@ -107,10 +113,17 @@ class Candidate:
             extents([surveyed.parameters[index] for index in members], chunk_elements)
             for _, members in grouping
         ]
-        self.slot_bytes = 0
+        self.chain_bytes = 0
+        """Of the largest chunk's update."""
+        self.piece_bytes = 0
+        """Of transit: the parameters of a chunk, where they are not too many."""
+        self._largest_unit = 0
+        """Bytes of all chains of a unit, of the one that has the most."""
+        self._units_together = 2 if spread else 1
+        """Units whose chains ample staging has room for: of eager updates one's gradients come while the
+        states of another leave."""
+        self._trained = rule is not None
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
-        self._chunks: list[int] = []
-        """How many each unit has."""
         for unit in units:
             self._measure(unit, precision, rule)
         in_order = range(len(units))
@@ -122,34 +135,40 @@ class Candidate:
         self._residents: dict[int, list[int]] = {}
 
     def _measure(self, unit: Sequence[Extent], precision: Precision, rule: Rule | None) -> None:
-        gradient = optimizer = chunks = 0
+        gradient = optimizer = chains = 0
         for extent in unit:
             trained = rule is not None and extent.trainable
             for count, times in extent.counts(self.chunk_elements):
-                chunks += times
-                slot = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
+                chain = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
+                self.piece_bytes = max(self.piece_bytes, min(chain, _LARGEST_PIECE))
                 if rule is not None and trained:
                     itemsize = precision.accumulate_dtype(extent.dtype).itemsize
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = state_format(rule.arrays(extent.dtype), count).nbytes
-                    slot += gradients + states
+                    chain += gradients + states
                     gradient += times * gradients
                     optimizer += times * states
-                self.slot_bytes = max(self.slot_bytes, slot)
+                    chains += times * chain
+                self.chain_bytes = max(self.chain_bytes, chain)
         self.pages[Kind.PARAMETER].append(page_bytes(unit))
         self.pages[Kind.GRADIENT].append(gradient)
         self.pages[Kind.OPTIMIZER].append(optimizer)
-        self._chunks.append(chunks)
+        self._largest_unit = max(self._largest_unit, chains)
 
-    def flows(self, comfort: Comfort) -> bool:
-        """Whether its units are as small, in slots, as `comfort.flow` asks; see infinity/comfort.py."""
-        parameters = self.pages[Kind.PARAMETER]
-        few = sum(
-            nbytes
-            for nbytes, chunks in zip(parameters, self._chunks, strict=True)
-            if comfort.flow * chunks <= comfort.slots
-        )
-        return 2 * few >= sum(parameters)
+    def staging(self, comfort: Comfort, room: Room) -> int:
+        """Bytes of staging: none where every update finds all that it takes in host RAM."""
+        moves = room.device is not None or (comfort.nvme and room.nvme > 0)
+        if not (self._trained and moves):
+            return 0
+        return comfort.staging(room.host, self.chain_bytes, self._units_together * self._largest_unit)
+
+    def transit(self, comfort: Comfort, room: Room) -> int:
+        """Bytes of transit: the bounce buffer, and pieces where pages take two hops."""
+        return self.piece_bytes * (1 + comfort.pieces * (room.device is not None))
+
+    def working(self, comfort: Comfort, room: Room) -> int:
+        """Bytes of host RAM for what is on its way."""
+        return self.staging(comfort, room) + self.transit(comfort, room)
 
     @property
     def total(self) -> int:
@@ -185,8 +204,8 @@ class Candidate:
 
         Both cuts are as far down the line as room allows.
         """
-        working = comfort.slots * self.slot_bytes
-        if working > comfort.share * room.host:
+        working = self.working(comfort, room)
+        if working > room.host or self.staging(comfort, room) > comfort.share * room.host:
             return None
         if room.device is None:
             near = 0
@@ -207,22 +226,32 @@ class Candidate:
 
         None: no number of bytes does.
         """
-        slots = LEAST.slots * self.slot_bytes
+        if tier is Tier.NVME:
+            if self.cuts(room, LEAST_IN_RAM) is not None:
+                return 0
+            return self._needed(tier, replace(room, nvme=max(1, room.nvme)), LEAST)
+        found = [self._needed(tier, replace(room, nvme=0), LEAST_IN_RAM)]
+        if room.nvme:
+            found.append(self._needed(tier, room, LEAST))
+        return min((each for each in found if each is not None), default=None)
+
+    def _needed(self, tier: Tier, room: Room, comfort: Comfort) -> int | None:
+        working = self.working(comfort, room)
         bottom = bisect.bisect_left(self.ends, self.total - room.nvme)  # from here on, all fits nvme
         if tier is Tier.DEVICE:
-            near = bisect.bisect_left(self.ends, self.ends[bottom] - (room.host - slots))
-            return self.near(near, LEAST.lookahead) if slots <= room.host else None
+            near = bisect.bisect_left(self.ends, self.ends[bottom] - (room.host - working))
+            return self.near(near, comfort.lookahead) if working <= room.host else None
         if room.device is None:
             if tier is Tier.HOST:
-                return slots + self.near(bottom, LEAST.lookahead)
-            far = self._last(lambda cut: self.near(cut, LEAST.lookahead), room.host - slots)
+                return working + self.near(bottom, comfort.lookahead)
+            far = self._last(lambda cut: self.near(cut, comfort.lookahead), room.host - working)
         else:
-            near = self._last(lambda cut: self.near(cut, LEAST.lookahead), room.device)
+            near = self._last(lambda cut: self.near(cut, comfort.lookahead), room.device)
             if near < 0:
                 return None
             if tier is Tier.HOST:
-                return slots + max(0, self.ends[bottom] - self.ends[near])
-            far = self._last(lambda cut: self.ends[cut] - self.ends[near], room.host - slots)
+                return working + max(0, self.ends[bottom] - self.ends[near])
+            far = self._last(lambda cut: self.ends[cut] - self.ends[near], room.host - working)
         return None if far < 0 else self.total - self.ends[far]
 
     def _last(self, need: Callable[[int], int], room: int) -> int:
@@ -236,7 +265,7 @@ class Candidate:
             return None
         computes_in = Tier.HOST if room.device is None else Tier.DEVICE
         resident = self.residents(comfort.lookahead)[cuts[computes_in is Tier.HOST]]
-        left = {Tier.HOST: room.host - comfort.slots * self.slot_bytes}
+        left = {Tier.HOST: room.host - self.working(comfort, room)}
         if room.device is not None:
             left[Tier.DEVICE] = room.device
         left[computes_in] -= resident
@@ -248,13 +277,14 @@ class Candidate:
             for nbytes, home in zip(self.pages[Kind.PARAMETER], homes, strict=True)
         ]
         together = (sum(away[unit] for unit in units) for units in self._together)
-        moves = room.device is not None or any(Tier.NVME in home.values() for home in homes)
         return Placement(
             grouping=self.grouping,
             chunk_elements=self.chunk_elements,
             homes=tuple(homes),
-            slot_bytes=self.slot_bytes,
-            slots=comfort.slots if moves else LEAST.slots,
+            chain_bytes=self.chain_bytes,
+            staging_bytes=self.staging(comfort, room),
+            piece_bytes=self.piece_bytes,
+            transit_bytes=self.transit(comfort, room),
             resident_bytes=max(sum(heapq.nlargest(comfort.lookahead, away)), *together, 0),
         )
 
@@ -296,7 +326,7 @@ class Search:
         flowing: bool,
     ) -> None:
         """line: the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all
-        through a backward: pages are spread, and there are slots enough for the units, if they fit."""
+        through a backward: pages are spread, and there is staging for two units, if it fits."""
         self._surveyed = surveyed
         self._line = line
         self._flowing = flowing
@@ -308,9 +338,9 @@ class Search:
 
     def place(self, room: Room) -> Placement | None:
         """The first placement that fits: comfort first, then large units, then large chunks."""
-        for comfort in FLOWING if self._flowing else COMFORTS:
-            for candidate in self._candidates(comfort.chunks):
-                placement = candidate.place(room, comfort) if candidate.flows(comfort) else None
+        for comfort in COMFORTS:
+            for candidate in self._candidates():
+                placement = candidate.place(room, comfort)
                 if placement is not None:
                     return placement
         return None
@@ -341,9 +371,8 @@ class Search:
         needed = self.needed(tier, room) if enough else None
         return enough if needed is None else needed
 
-    def _candidates(self, chunks: int | None = None) -> Iterator[Candidate]:
-        lengths = range(len(self._chunks[:chunks]))
-        for grouping, chunk in itertools.product(range(len(self._groupings)), lengths):
+    def _candidates(self) -> Iterator[Candidate]:
+        for grouping, chunk in itertools.product(range(len(self._groupings)), range(len(self._chunks))):
             if (grouping, chunk) not in self._measured:
                 self._measured[grouping, chunk] = Candidate(
                     self._surveyed,

@@ -36,9 +36,14 @@ class Plan:
     """Device and host are the same RAM: parameters at home in the host tier are used in place."""
     homes: Homes
     """Per unit and kind; None for a page without bytes (nothing is trainable, or no optimizer)."""
-    slot_bytes: int
-    """Bytes of a host staging slot: parameters, gradients and states of any chunk."""
-    slots: int
+    chain_bytes: int
+    """Bytes that the update of one chunk takes at the most: its parameters, gradient and states."""
+    staging_bytes: int
+    """Bytes of host RAM in which chunks are updated, and gradients gathered, that do not rest there."""
+    piece_bytes: int
+    """Bytes of a piece of transit."""
+    transit_bytes: int
+    """Bytes of host RAM through which parameters pass: a bounce buffer, and pieces of pages on two hops."""
     resident_bytes: int
     """Bytes of the pool in which parameter pages become resident; 0 where all are at home there."""
     budgets: dict[Tier, int]
@@ -59,7 +64,7 @@ class Plan:
     compute: float | None = None
     """Seconds that the operations of one forward and backward take; None: unknown."""
     per_chunk: float = 0.0
-    """Seconds of the trainer's thread for an update that streams through a slot, beyond the update itself."""
+    """Seconds of the trainer's thread for an update that streams through staging, beyond the update."""
     update: UpdateTime = "lazy"
     """When a step's updates run, as infinity.predict has it."""
     accumulation: int | None = None
@@ -122,9 +127,9 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host arena: pages, slots, and when unified the pool of residents."""
+        """Bytes of the host arena: pages, staging and transit, and when unified the pool of residents."""
         resident = self.resident_bytes if self.unified else 0
-        return self.home_bytes[Tier.HOST] + self.slots * self.slot_bytes + resident
+        return self.home_bytes[Tier.HOST] + self.staging_bytes + self.transit_bytes + resident
 
     @property
     def ram_bytes(self) -> int:
@@ -176,9 +181,8 @@ class Plan:
         working: slots, the pool of residents, the workspace of updates, and `headroom`.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
-        slots = self.slots * self.slot_bytes
         near = self.resident_bytes + self.workspace_bytes
-        working = {Tier.DEVICE: near, Tier.HOST: slots, Tier.NVME: 0}
+        working = {Tier.DEVICE: near, Tier.HOST: self.staging_bytes + self.transit_bytes, Tier.NVME: 0}
         if self.unified:
             working[Tier.HOST] += self.resident_bytes
         kinds = {(tier, kind): 0 for tier in Tier for kind in Kind}

@@ -166,8 +166,10 @@ class _Draft:
             layout=build(self.surveyed, placement.grouping, placement.chunk_elements),
             unified=self.unified,
             homes=placement.homes,
-            slot_bytes=placement.slot_bytes,
-            slots=placement.slots,
+            chain_bytes=placement.chain_bytes,
+            staging_bytes=placement.staging_bytes,
+            piece_bytes=placement.piece_bytes,
+            transit_bytes=placement.transit_bytes,
             resident_bytes=placement.resident_bytes,
             budgets=self.budgets,
             **others,
@@ -196,9 +198,9 @@ class _Draft:
 def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
     """Whether room for the heap's holes costs no more than it brings, as far as is known.
 
-    Never that of slots: how slow fewer or smaller ones make the disk, no prediction says.
+    Never half of the staging: how slow that makes the disk, no prediction says.
     """
-    if roomy.nvme_bytes and roomy.slots * roomy.slot_bytes < tight.slots * tight.slot_bytes:
+    if roomy.nvme_bytes and 2 * roomy.staging_bytes < tight.staging_bytes:
         return False
     one, other = roomy.prediction, tight.prediction
     if one is None or other is None:

@@ -80,7 +80,7 @@ class Phase:
     gradients: int = 0
     """Fresh, taken over by the CPU."""
     chunks: int = 0
-    """A number, not bytes: updates for which something is brought from disk into a slot, or back."""
+    """A number, not bytes: updates for which something is brought from disk into staging, or back."""
 
     def __add__(self, other: Phase) -> Phase:
         return Phase(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES})

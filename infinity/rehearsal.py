@@ -56,7 +56,7 @@ class Overhead:
 
     @property
     def chunk(self) -> float:
-        """Of an update that streams through a slot, beyond the use: handing out its reads and writes takes
+        """Of an update that streams through staging, beyond the use: handing out its reads and writes takes
         about as much once more (0.46 ms beside uses of 0.42 to 0.53 ms; 30M parameters)."""
         return self.use
 

@@ -32,15 +32,14 @@ class Runtime:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._closed = False
-        paging = parts.paging
-        paging.refuse = self._refuse
-        paging.scale = parts.scale
+        self._refuse = parts.health.check
+        self._accumulator: Accumulator | None = None
+        """Gradients go through it, once there is one."""
         self.backend: Backend | None = None
         """What `runtime.optimizer` stands on; None for inference."""
         self._hooks = ModuleHooks(
             parts.model,
-            paging,
+            parts.paging,
             parts.plan.layout.module_units,
             parts.plan.precision.compute_dtype,
             parts.scale,
@@ -48,7 +47,7 @@ class Runtime:
             forward_done=self._forward_done,
         )
         if parts.gradients is not None:
-            self.backend = Backend(parts, self._refuse, self._check_capacity)
+            self.backend = Backend(parts, self._check_capacity)
         arrived = weakly(self._gradient_arrived)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(arrived)
@@ -119,10 +118,12 @@ class Runtime:
         backend, parts = self._training(), self._parts
         with parts.paging.lock:
             self._refuse()
-            if backend.accumulator is None:
+            if self._accumulator is None:
                 assert parts.gradients is not None
-                backend.accumulator = Accumulator(parts.model, parts.plan, parts.paging, parts.gradients)
-        return backend.accumulator.run(batches, loss_fn, together=together, recompute=recompute)
+                self._accumulator = Accumulator(
+                    parts.model, parts.plan, parts.paging, parts.gradients, backend.add
+                )
+        return self._accumulator.run(batches, loss_fn, together=together, recompute=recompute)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
@@ -176,7 +177,7 @@ class Runtime:
             self._refuse()
             if parts.updater is not None:
                 parts.updater.complete_all()
-            parts.paging.sync_edits()
+            parts.edits.sync_edits()
             source = Source(parts.model, parts.paging, parts.store, parts.states, compute)
             export(source, path, dtype=dtype, shard=shard)
 
@@ -187,9 +188,9 @@ class Runtime:
         """
         parts = self._parts
         with parts.paging.lock:
-            if self._closed:
+            if parts.health.closed:
                 return
-            self._closed = True
+            parts.health.closed = True
             parts.paging.forwards.prune()
             with ExitStack() as ends:  # from the last to the first, each also if one before it is interrupted
                 ends.callback(parts.store.close)
@@ -215,7 +216,7 @@ class Runtime:
     # --- what hooks call -------------------------------------------------------------------------------
 
     def _gradient_arrived(self, parameter: torch.Tensor) -> None:
-        self._training().gradient_arrived(parameter)
+        self._training().gradient_arrived(parameter, self._accumulator)
 
     def _forward_done(self) -> None:
         if self._parts.gradients is None:
@@ -245,12 +246,3 @@ class Runtime:
                 "Give infinity.offload an optimizer to train, or run the model under torch.no_grad().",
             )
         return self.backend
-
-    def _refuse(self) -> None:
-        if self._closed:
-            raise ConfigError(
-                "The runtime of this model is closed, and its parameters are gone with it.",
-                "Use the model before runtime.close(); copy its state_dict() if it is wanted afterwards.",
-            )
-        if self.backend is not None and self.backend.failed is not None:
-            raise self.backend.failed.again()

@@ -1,8 +1,10 @@
-"""Where pages rest, and how their bytes travel: the tiers opened for a plan, homes, and staging slots.
+"""Where pages rest, and how their bytes travel: the tiers opened for a plan, homes, and working memory.
 
 A page's home is a lease in one tier. `read` and `write` move bytes between a home and host memory; homes
-that are host memory are used in place instead (`Home.memory`). Everything that is not at home or resident is
-in a slot: a fixed-size lease of the host's staging pool that returns itself when its last view is gone.
+that are host memory are used in place instead (`Home.memory`). What is neither at home nor resident is in one
+of two pools of the host: `staging` has the chunks that updates and gradients work on (infinity/update.py
+grants it), `transit` the pieces of pages on their way between disk and device. One piece of transit is set
+aside as a bounce buffer for reads and writes of single parameters. A lease returns itself with its last view.
 
 [Note: order of requests]
 The I/O engine does not order requests in flight. So a home remembers what is under way over its bytes: a
@@ -13,7 +15,6 @@ nobody knows: the home is lost from then on, and every later use raises the writ
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 from collections import deque
@@ -25,7 +26,7 @@ import torch
 from infinity.aio import Faults
 from infinity.config import Budget, round_up
 from infinity.device_kernels import Kernels, UpdateKind, kinds_of
-from infinity.errors import BudgetError, InfinityError
+from infinity.errors import InfinityError
 from infinity.moments import DTYPES
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter, Wait
@@ -143,9 +144,6 @@ class Store:
         """others: bytes that this process has on the device and keeps, beside the budget."""
         self.plan = plan
         self.meter = meter
-        self.slot_bytes = plan.slot_bytes
-        self.reclaimers: list[Callable[[], bool]] = []
-        """Asked in order, when no slot is free, to let go of one; each says whether it could."""
         self._writes: deque[tuple[Home, Flight]] = deque()
         self._opened: list[Home] = []
         device_bytes = plan.home_bytes[Tier.DEVICE] + plan.resident_bytes + plan.workspace_bytes
@@ -160,7 +158,10 @@ class Store:
             cleanup.callback(self.link.close)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])
-            self.slots: Pool = self.host.pool("staging", plan.slots * plan.slot_bytes)
+            self.staging: Pool = self.host.pool("staging", plan.staging_bytes)
+            self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
+            with self._transit.lease(plan.piece_bytes) as lease:
+                self._bounce: torch.Tensor | None = lease.residency()
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.workspace, self.kernels = self._open_workspace()
             """For updates on the device, where the plan has such: uint8 (plan.workspace_bytes,) there."""
@@ -200,31 +201,20 @@ class Store:
         with self.device.pool("workspace", plan.workspace_bytes).lease(plan.workspace_bytes) as lease:
             return lease.residency(), kernels
 
-    def slot(self) -> torch.Tensor:
-        """A slot: uint8 (slot_bytes,), the caller's until its last view is gone.
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of a piece of transit."""
+        return self.plan.piece_bytes
 
-        Blocks until one comes back, asking `reclaimers` for theirs. Raises BudgetError where none will.
+    def try_piece(self) -> torch.Tensor | None:
+        """A piece of transit, uint8 (piece_bytes,), if one is free now.
+
+        It is the caller's until its last view is gone.
         """
-        while True:
-            found = self.try_slot()
-            if found is not None:
-                return found
-            if self._finish_oldest_write() or any(reclaim() for reclaim in self.reclaimers):
-                continue
-            gc.collect()  # views in reference cycles, as tracebacks leave them
-            with self.slots.lease(self.slot_bytes) as lease:
-                return lease.residency()
-
-    def try_slot(self) -> torch.Tensor | None:
-        """A slot if one is free now, else None."""
-        self.poll()
-        if self.slots.largest_free < self.slot_bytes:
+        if self._transit.largest_free < self.piece_bytes:
             return None
-        try:
-            with self.slots.lease(self.slot_bytes) as lease:
-                return lease.residency()
-        except BudgetError:  # another thread took it
-            return None
+        with self._transit.lease(self.piece_bytes) as lease:
+            return lease.residency()
 
     def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
         """Bring bytes of a home from `offset` (bytes) into host memory (uint8, contiguous).
@@ -257,8 +247,8 @@ class Store:
     ) -> Transfer:
         """Take host bytes home. `source` (uint8, contiguous) must not change until the transfer is done.
 
-        An error that the caller does not wait for comes out of a later `slot`, `poll` or `settle`. lost: told
-        of it then.
+        An error that the caller does not wait for comes out of a later `finish_oldest_write`, `poll` or
+        `settle`. lost: told of it then.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
@@ -278,7 +268,7 @@ class Store:
             if home.computed:
                 self.link.follow_compute()
             transfer = self.copy_up(home.view(offset, source.nbytes), source)
-            transfer.wait()  # or `source`, a slot, would return with the copy under way
+            transfer.wait()  # or `source`, a lease, would return with the copy under way
         return transfer
 
     def copy_up(
@@ -311,25 +301,39 @@ class Store:
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
         """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""
         data = source.view(torch.uint8)
-        whole = self.slot()
         for start, end in self._windows(offset, data.nbytes):
-            slot = whole[: end - start]
+            piece = self.bounce(end - start)
             first, last = max(start, offset), min(end, offset + data.nbytes)
             if (first, last) != (start, end):
-                self.read(home, start, slot).wait()
-            slot[first - start : last - start].copy_(data[first - offset : last - offset])
-            self.write(home, start, slot).wait()
+                self.read(home, start, piece).wait()
+            piece[first - start : last - start].copy_(data[first - offset : last - offset])
+            self.write(home, start, piece).wait()
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
         copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        whole = self.slot()
         for start, end in self._windows(offset, nbytes):
-            slot = whole[: end - start]
+            piece = self.bounce(end - start)
             first, last = max(start, offset), min(end, offset + nbytes)
-            self.read(home, start, slot).wait()
-            copy[first - offset : last - offset].copy_(slot[first - start : last - start])
+            self.read(home, start, piece).wait()
+            copy[first - offset : last - offset].copy_(piece[first - start : last - start])
         return copy
+
+    def bounce(self, nbytes: int) -> torch.Tensor:
+        """The first bytes, at most piece_bytes, of the bounce buffer.
+
+        For what is over before the caller returns: whoever asks next gets the same bytes.
+        """
+        assert self._bounce is not None
+        return self._bounce[:nbytes]
+
+    def finish_oldest_write(self) -> bool:
+        """Wait for the write that was asked for first; False if there is none. Raises its error."""
+        if not self._writes:
+            return False
+        with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
+            self._finish_write()
+        return True
 
     def poll(self) -> None:
         """Collect the writes that are done. Raises the first one's error that failed."""
@@ -351,18 +355,11 @@ class Store:
         """Wait for what is in flight, whatever becomes of it, and give every tier back."""
         with contextlib.suppress(InfinityError):
             self.settle()
-        self.reclaimers.clear()
+        self._bounce = None
         for home in self._opened:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
         self.workspace = self.kernels = None
         self._cleanup.close()
-
-    def _finish_oldest_write(self) -> bool:
-        if not self._writes:
-            return False
-        with self.meter.stalling(Edge.HOST_TO_NVME, Wait.SLOT):
-            self._finish_write()
-        return True
 
     def _finish_write(self) -> None:
         home, flight = self._writes[0]
@@ -373,11 +370,11 @@ class Store:
                 self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Pieces of [offset, offset + nbytes) that fit a slot, widened to whole 4 KiB blocks."""
+        """Pieces of [offset, offset + nbytes) that fit the bounce buffer, widened to whole 4 KiB blocks."""
         start = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         end = round_up(offset + nbytes, PAGE_ALIGNMENT)
         while start < end:
-            upto = min(end, start + self.slot_bytes)
+            upto = min(end, start + self.piece_bytes)
             yield start, upto
             start = upto
 

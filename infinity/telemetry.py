@@ -34,8 +34,8 @@ class Wait(Enum):
 
     FAULT = "page fault"
     """A unit that was demanded and was not there, prefetched too late or not at all."""
-    SLOT = "staging slot"
-    """A write has to land before its slot can be used again."""
+    ROOM = "staging"
+    """A write has to land before its memory can be used again."""
     COPY = "copy"
     """The copy between host and device is being made (by the CPU) or queued (CUDA)."""
     OTHER = "gradients or states"
@@ -69,7 +69,7 @@ class EdgeStats:
 
     @property
     def other_seconds(self) -> float:
-        """Stalls that were no page faults: for a slot, a write, a copy, gradients or states of an update."""
+        """Stalls that were no page faults: for room, a write, a copy, gradients or states of an update."""
         return self.stall_seconds - self.fault_seconds
 
 

@@ -1,48 +1,70 @@
-"""The update: which chunks a step changes, and when each is changed before anybody uses it again.
+"""The update: which chunks a step changes, in which order, and in what memory.
 
-`step` decides everything - which parameters, with which hyper-parameters, scale and gradients - and the
-chunks then stream through host RAM in the order in which the next forward uses them: some are read while one
-is computed and others are written, and all of it while the model computes. Whoever wants a unit meanwhile
-(`complete`) waits for its chunks only. What rests in host RAM as a whole is updated at once where the CPU
-computes the model too: there is nothing to overlap. So is what the device updates, where all of it rests: the
-stream that it is queued on has it done before anything that comes later.
+`step` decides everything - which parameters, with which hyper-parameters, scale and gradients - and opens the
+gates of the chains (infinity/chain.py), which then stream through staging in the order in which the next
+forward uses their units: some are read while one is computed and others are written, and all of it while the
+model computes. Whoever wants a unit meanwhile (`complete`) waits for its chains only. What rests in host RAM
+as a whole is updated at once where the CPU computes the model too: there is nothing to overlap. So is what
+the device updates, where all of it rests: its stream has it done before what is queued later.
 
-[Note: errors]
-A read that fails changes nothing: its chunk is due again, and is read again when somebody waits for it, who
-is told if that fails as well. An outcome that cannot be written is gone: `failure` says so, for good.
+[Note: room]
+Staging is granted here and nowhere else: to chains, and to the gradients that are staged for them. Who needs
+room waits for what ends by itself before anything is undone: writes and copies under way, then chains that
+compute, then (`Chain.revoke`) chains whose gate is closed, then gradients that can go home. A chain whose
+gate is closed never gets the last bytes that one with an open gate might need. So whoever asks gets them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from infinity import cpu_adam
-from infinity.chunk_update import ChunkUpdate, Due, Incoming, gather, segments_of
+from infinity.chain import NOTHING, Chain, ChainState, Decision
 from infinity.device_units import DeviceUnits
 from infinity.device_update import Turn
 from infinity.errors import InfinityError
 from infinity.gradients import Gradients
+from infinity.health import Health
+from infinity.memory_order import in_memory_order
 from infinity.page import ParameterPage, Presence
-from infinity.read_ahead import ReadAhead, StatesAhead
+from infinity.read_ahead import ReadAhead
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.telemetry import Edge
-from infinity.tiers.link import User
+from infinity.tiers.link import Transfer
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
 """The live param group of (unit, parameter), or None where the optimizer does not have it."""
 
 _MOST_RUNNING = 8
-"""Updates under way that need no slot; more would only lengthen queues."""
+"""Updates under way that need no staging; more would only lengthen queues."""
+
+_SPARED = 4
+"""One in so many bytes of staging is left to gradients for which nothing is read ahead. With every second
+one the disk waited for room (309M parameters, all on NVMe: 3.7 s a step, now 2.9)."""
+
+
+@dataclass(slots=True)
+class _UnitChains:
+    """The chains of one unit, and how far its update is."""
+
+    chains: Sequence[Chain]
+    left: int = 0
+    """Chains whose gate was opened and whose outcome the model cannot be given yet."""
+    unread: bool = False
+    """A read ahead of time failed: nobody tries again before somebody waits for the unit."""
 
 
 class Updater:
-    """All updates of a runtime that are due or under way. Called under the runtime's lock."""
+    """All chains of a runtime. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -53,35 +75,72 @@ class Updater:
         *,
         threads: cpu_adam.ThreadPool,
         on_device: DeviceUnits | None,
-        incoming: Callable[[int], Incoming | None],
-        ahead: ReadAhead | None,
-        lazy: bool,
+        health: Health,
     ) -> None:
-        """on_device: the units that the device updates. incoming: of a unit, see chunk_update.gather.
-
-        lazy: whether updates may end after `step`.
-        """
-        self.lazy = lazy
-        self.failure: InfinityError | None = None
-        """Why there are parameters that nobody has any more."""
+        """on_device: the units that the device updates."""
         self._pages = pages
-        self._incoming = incoming
         self._gradients = gradients
         self._states = states
         self._store = store
         self._threads = threads
         self._on_device = on_device
-        self._ahead = ahead
+        self._health = health
+        self._lazy = store.plan.update != "sync"
+        """Whether updates may end after `step`."""
         self._shares_cpu = store.plan.device.type == "cpu"
-        self._due: dict[int, deque[Due]] = {}
-        """Unit -> its chunks that nobody has begun, in the order of use."""
-        self._running: list[ChunkUpdate] = []
-        self._left: dict[int, int] = {}
-        """Unit -> how many of its chunks are due or running."""
-        self._unread: set[int] = set()
-        """Units of which a read ahead failed: nobody tries again before somebody waits for them."""
-        self._copies: deque[ChunkUpdate] = deque()
-        """Of which only the copy up to the device is under way, from their slots."""
+        self._units = [_UnitChains(self._chains_of(page)) for page in pages]
+        self._due: dict[int, deque[Chain]] = {}
+        """Unit -> its DUE chains, in the order of use."""
+        self._active: list[Chain] = []
+        """Those that hold staging or compute, in the order in which they were granted it."""
+        self._copies: deque[tuple[int, Transfer]] = deque()
+        """(unit, copy up to the device), ordered before what uses it: it reads staging and sees its page."""
+        self._ahead = self._read_ahead()
+
+    def _chains_of(self, page: ParameterPage) -> list[Chain]:
+        state, gradients = self._states.pages[page.index], self._gradients.pages[page.index]
+        return [
+            Chain(page, state, gradients, number, store=self._store, health=self._health)
+            for number in range(len(page.layout.chunks))
+        ]
+
+    def _read_ahead(self) -> ReadAhead | None:
+        """None where nobody knows which backward is a step's last."""
+        plan = self._store.plan
+        if plan.accumulation is None or plan.update == "sync":
+            return None
+        return ReadAhead(
+            {unit: each.chains for unit, each in enumerate(self._units)},
+            [page.parameters for page in self._pages],
+            self._gradients,
+            eager=plan.update == "eager",
+            accumulation=plan.accumulation,
+            deferred=plan.deferred,
+            room=plan.staging_bytes // 2,
+        )
+
+    # --- gradients --------------------------------------------------------------------------------------
+
+    def accumulate(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Add a fresh gradient (any dense strides, where the model computes) to a parameter's.
+
+        Raises as `Gradients.adding`, and StorageError where a page cannot be read or written.
+        """
+        gradients = self._gradients
+        with gradients.adding(unit, parameter) as page:
+            flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
+            if gradients.on_device(unit):
+                gradients.add_on_device(unit, parameter, flat)
+            else:
+                for number, piece in gradients.pieces(page, parameter):
+                    missing = gradients.missing(page, number)
+                    if missing:
+                        gradients.stage(page, number, self._take(missing))
+                    gradients.add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
+        if self._ahead is not None and self._ahead.gradient_added(unit):
+            self._begin_ahead(self._ahead)
+
+    # --- updates ----------------------------------------------------------------------------------------
 
     def step(self, group_of: GroupOf, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
         """Update every parameter that has a gradient and a group: now, or before its next use.
@@ -90,21 +149,22 @@ class Updater:
         bytes, which is then updated before this returns. Raises StorageError; some chunks are updated then
         and others not.
         """
-        later = [page for page in self._pages if not self._gradients.pages[page.index].spent]
-        for page in later:
-            self.complete(page.index)  # which nobody used since the last step
+        later = [page.index for page in self._pages if not self._gradients.pages[page.index].spent]
+        for unit in later:
+            self.complete(unit)  # which nobody used since the last step
         self._store.link.drain()
-        for page in later:
-            self._make_due(page, group_of)
+        for unit in later:
+            self._open(unit, group_of)
         # Before any of them is begun: an update sees the bytes of its unit, too.
-        seen = [page.index for page in later if page.index in self._left and exposed(page.index)]
+        seen = [unit for unit in later if self._units[unit].left and exposed(unit)]
         first = {unit: place for place, unit in enumerate(order)}
-        ordered = sorted(self._due, key=lambda each: first.get(each, len(order) + each))
-        self._due = {unit: self._due[unit] for unit in ordered}
+        opened = [unit for unit, group in enumerate(self._units) if group.left]
+        opened.sort(key=lambda each: first.get(each, len(order) + each))
+        self._due = {unit: self._due[unit] for unit in opened if unit in self._due}
         if self._ahead is not None:
-            self._ahead.clear()  # of units that have no update now
-            self._ahead.choose(ordered, order)
-        if not self.lazy:
+            self._revoke_all()  # of units that have no update now
+            self._ahead.stepped(opened, order)
+        if not self._lazy:
             self.complete_all()
             self._store.settle()
             return
@@ -121,37 +181,46 @@ class Updater:
         self.complete(unit)
         seen = exposed(unit)
         self._store.link.follow_compute()  # whose kernels may still read what a copy up overwrites
-        self._gradients.pages[unit].spent = True
-        self._make_due(self._pages[unit], group_of)
+        self._open(unit, group_of)
+        self._gradients.spend(unit)
         if seen:
             self.complete(unit)
         self._begin_updates()
 
     def pending(self, unit: int) -> bool:
         """Whether the unit's parameters are not yet what the last step makes of them."""
-        return unit in self._left
+        return self._units[unit].left > 0
 
     def begun(self, unit: int) -> bool:
         """Whether the unit is pending, and something for it under way."""
-        return any(each.due.unit == unit for each in self._running)
+        return self._running(unit) is not None
+
+    def ready(self, unit: int) -> bool:
+        """Whether a unit whose gradients are complete finds room for its update, or has its states read."""
+        return not self._gradients.crowded or (self._ahead is not None and self._ahead.whole(unit))
 
     def complete(self, unit: int) -> None:
-        """Bring the updates of a unit to their end, but for writes. Raises StorageError; see the note."""
-        self._unread.discard(unit)
-        while unit in self._left:
-            while self._begin_next(unit, self._store.try_slot):
+        """Bring the updates of a unit to their end, but for writes.
+
+        Raises StorageError; see [Note: back and lost] in infinity/chain.py.
+        """
+        group = self._units[unit]
+        group.unread = False
+        while group.left:
+            while unit in self._due and self._try_grant(self._due[unit][0]):
                 pass
-            running = next((each for each in self._running if each.due.unit == unit), None)
+            running = self._running(unit)
             if running is None:
-                self._begin_next(unit, self._store.slot)
+                self._grant_waiting(self._due[unit][0])
             else:
                 self._end(running)
-                self.advance()  # what follows takes the slots that came free: the disk has no pause here
+                self.advance()  # what follows takes the room that came free: the disk has no pause here
 
     def complete_all(self) -> None:
         """`complete` every unit."""
-        for unit in list(self._left):
-            self.complete(unit)
+        for unit, group in enumerate(self._units):
+            if group.left:
+                self.complete(unit)
 
     def release(self, unit: int) -> None:
         """The unit's page is about to leave or come anew: afterwards nothing runs in its present bytes, nor
@@ -159,138 +228,121 @@ class Updater:
 
         Reads that fail raise nothing here.
         """
-        for running in [each for each in self._running if each.due.unit == unit]:
+        while (running := self._running(unit)) is not None:
             self._end_quietly(running)
-        for copied in [each for each in self._copies if each.due.unit == unit]:
-            copied.end()
+        for copied in [each for each in self._copies if each[0] == unit]:
+            copied[1].wait()
             self._copies.remove(copied)
 
     def advance(self) -> None:
         """Move on what needs no waiting, and begin what has room."""
-        while self._copies and self._copies[0].copied:
+        while self._copies and self._copies[0][1].done():
             self._copies.popleft()
-        for running in list(self._running):
-            if running.ticket is None and running.arrived:
-                self._submit_quietly(running)
-        for running in list(self._running):
-            if running.ticket is not None and (self._shares_cpu or running.ticket.done()):
-                self._take_home(running)
-            if running.copied:
-                self._forget(running)
-        if self._ahead is not None and not self._due:
-            self._ahead.advance(self.pending)
+        for chain in list(self._active):
+            if chain.state is ChainState.READING and chain.arrived:
+                if chain.decision is None:
+                    chain.arrive()
+                else:
+                    self._compute_quietly(chain)
+        for chain in list(self._active):
+            if chain.state is ChainState.COMPUTING:
+                assert chain.ticket is not None
+                if self._shares_cpu or chain.ticket.done():
+                    self._write(chain)
+            if chain.state is ChainState.WRITING and chain.copy.done():
+                self._finish(chain)
         while self._due:
             unit, queue = next(iter(self._due.items()))
-            enough = len(self._running) >= _MOST_RUNNING and queue[0].in_place
-            if enough or not self._can_begin(unit) or not self._begin_next(unit, self._store.try_slot):
+            enough = len(self._active) >= _MOST_RUNNING and queue[0].in_place
+            if enough or not self._can_begin(unit) or not self._try_grant(queue[0]):
                 return
+        if self._ahead is not None:
+            self._begin_ahead(self._ahead)
 
-    def free_a_slot(self) -> bool:
-        """Bring the oldest update, or copy up, to its end; False if there is none.
-
-        Before one is under way, begin one whose gradient has kept its slot.
-        """
-        if self._copies:
-            self._copies.popleft().end()
-            return True
-        if self._running:
-            self._end_quietly(self._running[0])
-            return True
-        every = (due for queue in self._due.values() for due in queue)
-        staged = next((due for due in every if due.stage is not None or due.ahead), None)
-        return staged is not None and self._begin(staged, _no_slot)
+    def finish_copies(self) -> None:
+        """Wait for the copies up to the device, which see the bytes of their pages."""
+        while self._copies:
+            self._copies.popleft()[1].wait()
 
     def abandon(self) -> None:
         """Forget what is due, and wait until nothing is under way."""
-        if self._ahead is not None:
-            self._ahead.clear()
-        for due in (each for queue in self._due.values() for each in queue):
-            for ahead in due.ahead:
-                ahead.end()
+        self.finish_copies()
         self._due.clear()
-        self._left.clear()
-        self._unread.clear()
-        for running in self._running:
-            running.end()
-        self._running.clear()
-        for running in self._copies:
-            running.end()
-        self._copies.clear()
+        self._active.clear()
+        for group in self._units:
+            group.left = 0
+            for chain in group.chains:
+                if chain.state is not ChainState.IDLE:
+                    chain.abandon()
 
     # --- what is due ------------------------------------------------------------------------------------
 
-    def _due_of(self, page: ParameterPage, group_of: GroupOf) -> list[Due]:
-        """The updates of a unit in this step."""
-        found = []
-        state, gradients = self._states.pages[page.index], self._gradients.pages[page.index]
-        for number, chunk in enumerate(page.layout.chunks):
-            pieces = [
-                (piece, group)
-                for piece in self._gradients.with_content(page.index, chunk)
-                if (group := group_of(page.index, piece.parameter)) is not None
-            ]
-            if not pieces:
-                continue
-            segments, hypers = segments_of(self._states.rule, state, pieces)
-            found.append(
-                Due(
-                    page=page,
-                    state=state,
-                    gradients=gradients,
-                    number=number,
-                    segments=segments,
-                    hypers=hypers,
-                    scale=self._gradients.unscale,
-                    begun=state.begun[number],
-                    edited=[each for each in chunk.pieces if each.parameter in state.edited],
-                    ahead=self._take_ahead(page.index, number),
-                    stage=self._gradients.lend_stage(page.index, number),
-                )
-            )
-        return found
+    def _open(self, unit: int, group_of: GroupOf) -> None:
+        """Decide the update of a unit. From here on every count says that the unit's step was."""
+        decision = self._decided(unit, group_of)
+        if decision is None:
+            return
+        group = self._units[unit]
+        chosen = [
+            chain
+            for chain in group.chains
+            if any(piece.parameter in decision.parameters for piece in chain.chunk.pieces)
+        ]
+        if self._on_device is not None and unit in self._on_device:
+            self._update_on_device(self._on_device, unit, decision)
+        else:
+            due = deque(chain for chain in chosen if chain.open(decision))
+            self._active = [each for each in self._active if each.state is not ChainState.DUE]
+            group.left = len(chosen)
+            if due:
+                self._due[unit] = due
+        with torch._C.DisableTorchFunctionSubclass():
+            self._count(self._pages[unit], self._states.pages[unit], decision, group_of)
 
-    def _take_ahead(self, unit: int, number: int) -> list[StatesAhead]:
-        ahead = None if self._ahead is None else self._ahead.take(unit, number)
-        return [] if ahead is None else [ahead]
-
-    def _make_due(self, page: ParameterPage, group_of: GroupOf) -> None:
-        """From here on every count says that the unit's step was."""
-        if self._on_device is not None and page.index in self._on_device:
-            self._update_on_device(self._on_device, page.index, group_of)
-        elif due := self._due_of(page, group_of):
-            self._due[page.index] = deque(due)
-            self._left[page.index] = len(due)
-        content = self._gradients.pages[page.index].content
-        updated = [index for index in content if group_of(page.index, index) is not None]
-        if updated:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._count(page, self._states.pages[page.index], updated, group_of)
-
-    def _update_on_device(self, units: DeviceUnits, unit: int, group_of: GroupOf) -> None:
-        """Queue a unit's update behind what the device computes, and before all that will use its outcome."""
-        started = time.perf_counter()
+    def _decided(self, unit: int, group_of: GroupOf) -> Decision | None:
+        """None where no parameter of the unit is updated."""
         state, rule = self._states.pages[unit], self._states.rule
-        known: dict[tuple[int, int, bool], cpu_adam.Hyper] = {}
-        turns = {}
-        for parameter in self._gradients.pages[unit].content:
-            group = group_of(unit, parameter)
+        known: dict[tuple[int, int, bool], int] = {}
+        hypers: list[cpu_adam.Hyper] = []
+        parameters = {}
+        for index in self._gradients.pages[unit].content:
+            group = group_of(unit, index)
             if group is None:
                 continue
-            step, first = state.steps[parameter] + 1, parameter not in state.has_moments
+            step, first = state.steps[index] + 1, index not in state.has_moments
             key = (id(group), step, first)
             if key not in known:
-                known[key] = rule.hyper(group, step, first)
-            turns[parameter] = Turn(known[key], state.seed(parameter, step))
-        units.update(unit, turns, self._gradients.unscale)
+                known[key] = len(hypers)
+                hypers.append(rule.hyper(group, step, first))
+            parameters[index] = (known[key], state.seed(index, step))
+        if not parameters:
+            return None
+        return Decision(
+            hypers=hypers,
+            parameters=parameters,
+            scale=self._gradients.unscale,
+            fresh=frozenset(number for number, begun in enumerate(state.begun) if not begun),
+            edited=frozenset(state.edited),
+        )
+
+    def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
+        """Queue a unit's update behind what the device computes, and before all that will use its outcome."""
+        started = time.perf_counter()
+        turns = {
+            parameter: Turn(decision.hypers[hyper], seed)
+            for parameter, (hyper, seed) in decision.parameters.items()
+        }
+        units.update(unit, turns, decision.scale)
         self._store.meter.updating(time.perf_counter() - started)
 
-    def _count(self, page: ParameterPage, state: StatePage, updated: list[int], group_of: GroupOf) -> None:
-        touched = set(updated)
-        for number, chunk in enumerate(page.layout.chunks):
-            if any(piece.parameter in touched for piece in chunk.pieces):
-                state.begun[number] = True
+    def _count(self, page: ParameterPage, state: StatePage, decision: Decision, group_of: GroupOf) -> None:
+        touched = decision.parameters.keys()
+        if not all(state.begun):
+            for number, chunk in enumerate(page.layout.chunks):
+                if any(piece.parameter in touched for piece in chunk.pieces):
+                    state.begun[number] = True
         state.edited -= touched
-        for index in updated:
+        for index in touched:
             state.steps[index] += 1
             group = group_of(page.index, index)
             if group is not None and self._states.rule.written(group):
@@ -298,10 +350,104 @@ class Updater:
             torch.autograd.graph.increment_version(page.parameters[index])
         page.acknowledge()
 
+    # --- room -------------------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        """Staging, uint8 (nbytes,), for a gradient; see [Note: room]. Raises StorageError of what it had to
+        wait for, and BudgetError where code outside keeps what is missing."""
+        while (memory := self._try_take(nbytes)) is None:
+            if not self._make_room():
+                return self._take_or_raise(nbytes)
+        return memory
+
+    def _take_or_raise(self, nbytes: int) -> torch.Tensor:
+        gc.collect()  # views in reference cycles, as tracebacks leave them
+        with self._store.staging.lease(nbytes) as lease:
+            return lease.residency()
+
+    def _grant_waiting(self, chain: Chain) -> None:
+        """Begin a DUE chain, as soon as there is room. Raises as `_take`."""
+        while not self._try_grant(chain):
+            if self._make_room(chain):
+                continue
+            if chain.holds_gradient:  # alone it may lie where the rest finds no room beside it
+                self._put_gradient_home(chain)
+                continue
+            self._grant(chain, self._take_or_raise(chain.needed))
+            return
+
+    def _try_take(self, nbytes: int) -> torch.Tensor | None:
+        staging = self._store.staging
+        if not nbytes:
+            return NOTHING
+        if staging.largest_free < nbytes:
+            self._store.poll()
+            if staging.largest_free < nbytes:
+                return None
+        with staging.lease(nbytes) as lease:
+            return lease.residency()
+
+    def _make_room(self, asking: Chain | None = None) -> bool:
+        """Wait for one thing or undo one; False if nothing is left. Raises StorageError."""
+        if self._store.finish_oldest_write():
+            return True
+        if self._copies:
+            self._copies.popleft()[1].wait()
+            return True
+        running = next((each for each in self._active if not each.is_ahead), None)
+        if running is not None:
+            self._end_quietly(running)
+            return True
+        if self._active:
+            self._revoke(self._active[-1])
+            return True
+        every = (chain for queue in self._due.values() for chain in queue)
+        holding = next((each for each in every if each.holds_gradient and each is not asking), None)
+        if holding is not None:
+            self._put_gradient_home(holding)
+            return True
+        kept = None if asking is None else (asking.unit, asking.chunk_index)
+        return self._gradients.take_oldest_home(kept)
+
+    def _put_gradient_home(self, chain: Chain) -> None:
+        """Of a DUE chain: it is read again when the chain is granted staging for it."""
+        self._gradients.put_home(chain.unit, chain.chunk_index, chain.gradient)
+        chain.forget_gradient()
+
+    def _begin_ahead(self, ahead: ReadAhead) -> None:
+        """Read states of chains whose gate is closed, as far as there is room; see [Note: room]."""
+        staging = self._store.staging
+        spared = max(staging.nbytes // _SPARED, self._store.plan.chain_bytes)
+        for chains in ahead.candidates(self.pending):
+            nbytes = sum(chain.needed_ahead for chain in chains)
+            if staging.nbytes - staging.leased - nbytes < spared or any(
+                each.being_written for each in chains
+            ):
+                return
+            for chain in chains:
+                memory = self._try_take(chain.needed_ahead)
+                if memory is None:
+                    return
+                with contextlib.suppress(InfinityError):  # once its gate is open, it says what is wrong
+                    chain.read_ahead(memory)
+                    self._active.append(chain)
+
+    def _revoke(self, chain: Chain) -> None:
+        self._active.remove(chain)
+        chain.revoke()
+
+    def _revoke_all(self) -> None:
+        for chain in [each for each in self._active if each.is_ahead]:
+            self._revoke(chain)
+
     # --- what is under way ------------------------------------------------------------------------------
 
+    def _running(self, unit: int) -> Chain | None:
+        """The first chain of a unit that is under way with an open gate, or whose copy up is."""
+        return next((each for each in self._active if each.unit == unit and not each.is_ahead), None)
+
     def _begin_updates(self) -> None:
-        """Of what was just made due."""
+        """Of what was just decided."""
         self.advance()
         if self._shares_cpu:
             self._update_in_place()
@@ -310,114 +456,98 @@ class Updater:
         """Run what rests in host RAM as a whole, a few at a time, between reads that go on."""
         found = [each for queue in self._due.values() for each in queue if each.in_place]
         for start in range(0, len(found), _MOST_RUNNING):
-            for due in found[start : start + _MOST_RUNNING]:
-                if due in self._due.get(due.unit, ()):
-                    self._begin(due, _no_slot)
-                    self._submit(self._running[-1])
+            for chain in found[start : start + _MOST_RUNNING]:
+                if chain.state is ChainState.DUE:
+                    self._try_grant(chain)
+                    self._compute(chain)
             self.advance()
 
     def _can_begin(self, unit: int) -> bool:
         """Whether a unit's parameters are where an update ahead of time should take them from."""
-        if unit in self._unread:
+        if self._units[unit].unread:
             return False
         page = self._pages[unit]
         if not self._store.device.shares_host or page.home.in_place:
             return True
         return page.presence is not Presence.AWAY or page.living() is not None
 
-    def _begin_next(self, unit: int, acquire: Callable[[], torch.Tensor | None]) -> bool:
-        """Begin the next chunk of a unit; False if there is none, or no slot for it."""
-        return unit in self._due and self._begin(self._due[unit][0], acquire)
-
-    def _begin(self, due: Due, acquire: Callable[[], torch.Tensor | None]) -> bool:
-        # No name for the update here: it would keep its slot from the next one.
-        found = gather(due, self._store, self._incoming(due.unit), acquire)
-        if found is None:
+    def _try_grant(self, chain: Chain) -> bool:
+        """Begin a DUE chain; False if there is no room."""
+        memory = self._try_take(chain.needed)
+        if memory is None:
             return False
-        self._running.append(found)
-        queue = self._due[due.unit]
-        queue.remove(due)
-        if not queue:
-            del self._due[due.unit]
+        self._grant(chain, memory)
         return True
 
-    def _submit_quietly(self, running: ChunkUpdate) -> None:
+    def _grant(self, chain: Chain, memory: torch.Tensor) -> None:
+        chain.grant(memory)
+        self._active.append(chain)
+        queue = self._due[chain.unit]
+        queue.remove(chain)
+        if not queue:
+            del self._due[chain.unit]
+
+    def _compute_quietly(self, chain: Chain) -> None:
         """Reads have ended: go on, or leave it to whoever waits for the unit to try again."""
         try:
-            running.finish_reads()
+            chain.gather()
         except InfinityError:
-            self._put_back(running)
-            self._unread.add(running.due.unit)
+            self._put_back(chain)
+            self._units[chain.unit].unread = True
             return
-        self._submit(running)
+        self._compute(chain)
 
-    def _submit(self, running: ChunkUpdate) -> None:
-        link = self._store.link
-        link.uses(User.HOST, running.gradient, writes=False, label="update")
-        link.uses(User.HOST, running.parameter, running.states, writes=True, label="update")
-        running.submit(self._states, self._threads, awaited=self._shares_cpu)
-        assert running.ticket is not None
-        self._store.meter.submitted(running.ticket, sum(each.count for each in running.due.segments))
+    def _compute(self, chain: Chain) -> None:
+        numel = chain.numel
+        chain.compute(self._states, self._threads, awaited=self._shares_cpu)
+        assert chain.ticket is not None
+        self._store.meter.submitted(chain.ticket, numel)
 
-    def _end(self, running: ChunkUpdate) -> None:
-        """Bring one update to its end, but for its writes. Raises StorageError; see the note."""
-        if running.ticket is None:
+    def _end(self, chain: Chain) -> None:
+        """Bring one chain to its end, but for its writes. Raises StorageError."""
+        if chain.state is ChainState.READING:
             try:
                 with self._store.meter.stalling(Edge.NVME_TO_HOST):
-                    running.finish_reads()
+                    chain.gather()
             except InfinityError:
-                self._put_back(running)
-                if running.was_ahead:
-                    return  # its chunk is due as before, and what is asked for now is read anew
+                was_ahead = chain.was_ahead
+                self._put_back(chain)
+                if was_ahead:
+                    return  # it is due as before, and what is asked for now is read anew
                 raise
-            self._submit(running)
-        self._take_home(running)
-        assert running.copy is not None
-        self._store.link.fence(running.copy)
-        if not running.copied:
-            self._copies.append(running)
-        self._forget(running)
+            self._compute(chain)
+        if chain.state is ChainState.COMPUTING:
+            self._write(chain)
+        self._store.link.fence(chain.copy)
+        self._finish(chain)
 
-    def _take_home(self, running: ChunkUpdate) -> None:
-        """Wait for the update itself, and send the outcome on its way."""
-        if running.copy is not None:
-            return
-        assert running.ticket is not None
-        started = time.perf_counter()
-        running.ticket.result()
-        self._store.meter.updating(time.perf_counter() - started)
+    def _end_quietly(self, chain: Chain) -> None:
         try:
-            running.take_home(self._store, self._lose)
-        except InfinityError as error:
-            self._lose(error)
-            raise
-
-    def _end_quietly(self, running: ChunkUpdate) -> None:
-        try:
-            self._end(running)
+            self._end(chain)
         except InfinityError:
-            if running in self._running:
+            if chain in self._active:
                 raise
 
-    def _put_back(self, running: ChunkUpdate) -> None:
-        """A read failed and nothing was changed: the chunk is due again."""
-        running.give_up()
-        self._running.remove(running)
-        unit = running.due.unit
-        queue = self._due.pop(unit, deque())
-        queue.appendleft(running.due)
-        self._due = {unit: queue, **self._due}
+    def _write(self, chain: Chain) -> None:
+        """Wait for the update itself, and send the outcome on its way."""
+        assert chain.ticket is not None
+        started = time.perf_counter()
+        chain.ticket.result()
+        self._store.meter.updating(time.perf_counter() - started)
+        chain.write()
 
-    def _forget(self, running: ChunkUpdate) -> None:
-        self._running.remove(running)
-        unit = running.due.unit
-        self._left[unit] -= 1
-        if not self._left[unit]:
-            del self._left[unit]
+    def _finish(self, chain: Chain) -> None:
+        """Whoever uses the unit from now on finds the outcome."""
+        self._active.remove(chain)
+        self._units[chain.unit].left -= 1
+        copy = chain.finish()
+        if not copy.done():
+            self._copies.append((chain.unit, copy))
 
-    def _lose(self, error: InfinityError) -> None:
-        self.failure = self.failure or error.again()
-
-
-def _no_slot() -> None:
-    return None
+    def _put_back(self, chain: Chain) -> None:
+        """A read failed and nothing was changed: the chain is due again, before all others."""
+        chain.put_back()
+        self._active.remove(chain)
+        queue = self._due.pop(chain.unit, deque())
+        queue.appendleft(chain)
+        self._due = {chain.unit: queue, **self._due}

@@ -12,8 +12,10 @@ from torch import nn
 from infinity import cpu_adam, machine
 from infinity.config import Budget
 from infinity.device_units import DeviceUnits
+from infinity.edits import EditTracker
 from infinity.gradient_page import GradientPage
 from infinity.gradients import Gradients
+from infinity.health import Health
 from infinity.heap import HeapGuard
 from infinity.materialize import materialize
 from infinity.memory_order import in_memory_order
@@ -25,9 +27,8 @@ from infinity.parameter import adopt as adopt_parameter
 from infinity.parts import Parts
 from infinity.placement import Kind
 from infinity.plan import Plan
-from infinity.prefetch.engine import Engine
+from infinity.prefetch.engine import Engine, NoUpdates
 from infinity.prefetch.trace import Trace
-from infinity.read_ahead import AfterGradients, BeforeGradients, ReadAhead
 from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
@@ -132,48 +133,38 @@ class _Builder:
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()
-        engine = Engine(pages, store, Trace(), meter)
-        store.reclaimers.append(engine.free_a_slot)
-        paging = Paging(pages, addresses, engine, store, heap)
-        for page in pages:
-            for index, parameter in enumerate(page.parameters):
-                adopt_parameter(parameter, Place(paging, page, index))
+        health = Health()
         scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
-        gradients, updater, ahead = None, None, None
+        gradients, updater = None, None
         if states is not None:
             gradient_pages = self._gradient_pages()
             on_device = DeviceUnits(pages, gradient_pages, states, store) if plan.updated_on_device else None
             gradients = Gradients(gradient_pages, store, threads, scale, on_device)
-            ahead = _read_ahead(pages, gradients, states, store)
             updater = Updater(
-                pages,
-                gradients,
-                states,
-                store,
-                threads=threads,
-                on_device=on_device,
-                incoming=engine.incoming,
-                ahead=ahead,
-                lazy=plan.update != "sync",
+                pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
-            engine.updates = updater
-            store.reclaimers.append(updater.free_a_slot)
-            if ahead is not None:
-                store.reclaimers.append(ahead.free_a_slot)  # costs a second read
-            store.reclaimers.append(gradients.free_a_slot)  # costs a write
+        edits = EditTracker(pages, store, states)
+        engine = Engine(pages, store, Trace(), meter=meter, updates=updater or NoUpdates(), edits=edits)
+        paging = Paging(
+            pages, addresses, engine, edits, gradients=gradients, scale=scale, health=health, heap=heap
+        )
+        for page in pages:
+            for index, parameter in enumerate(page.parameters):
+                adopt_parameter(parameter, Place(paging, page, index))
         parts = Parts(
             model=self.model,
             plan=plan,
+            health=health,
             store=store,
             meter=meter,
             threads=threads,
             scale=scale,
             pages=pages,
+            edits=edits,
             engine=engine,
             paging=paging,
             gradients=gradients,
             states=states,
-            ahead=ahead,
             updater=updater,
         )
         return Runtime(parts)
@@ -238,22 +229,6 @@ def _kept_by_others(model: nn.Module, device: torch.device) -> int:
         if tensor.device == device
     }
     return max(0, torch.cuda.memory_allocated(device) - sum(here.values()))
-
-
-def _read_ahead(
-    pages: list[ParameterPage], gradients: Gradients, states: States, store: Store
-) -> ReadAhead | None:
-    """What suits the plan's updates; None where nobody knows which backward is a step's last."""
-    when, accumulation = store.plan.update, store.plan.accumulation
-    if accumulation is None or when == "sync":
-        return None
-    if when == "lazy":
-        after = AfterGradients(pages, gradients, states, store, accumulation=accumulation)
-        gradients.added = after.look
-        return after
-    before = BeforeGradients(pages, gradients, states, store, accumulation=accumulation)
-    gradients.claim = before.claim
-    return before
 
 
 def _guard(plan: Plan) -> HeapGuard:

@@ -57,7 +57,7 @@ def part_of(model: nn.Module, directory: Path, precision: Any) -> Budget:
     arguments: dict[str, Any] = {"precision": precision, "device": "cpu"}
     whole = infinity.plan(model, adamw(model), budget=Budget(device=ROOMY, host=ROOMY), **arguments)
     for share in range(80, 50, -5):
-        budget = Budget(device=whole.device_bytes * share // 100, host=150 << 10, nvme=nvme)
+        budget = Budget(device=whole.device_bytes * share // 100, host=200 << 10, nvme=nvme)
         plan = infinity.plan(model, adamw(model), budget=budget, **arguments)
         if len(plan.updated_on_device) >= 4 and plan.nvme_bytes > 64 << 10:
             return budget

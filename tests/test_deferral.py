@@ -64,8 +64,8 @@ def test_deferred_units_are_left_to_step_and_to_the_next_forward(
             assert set(spent(runtime)) >= {
                 unit for unit, home in enumerate(plan.homes) if home[Kind.OPTIMIZER] is Tier.HOST
             }
-            held = runtime._parts.ahead._held
-            assert not plan.deferred & {unit for unit, _ in held}
+            chains = (chain for group in runtime._parts.updater._units for chain in group.chains)
+            assert not plan.deferred & {chain.unit for chain in chains if chain.is_ahead}
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
         assert all(float(each["step"]) == 2 for each in runtime.optimizer.state.values())

@@ -213,9 +213,9 @@ def test_nothing_is_read_ahead_over_a_write_in_flight(
         engine, store = runtime._parts.engine, runtime._parts.store
         engine.evict_all()
         page = engine.pages[0]
-        slot = store.slot()[: page.nbytes]
-        store.read(page.home, 0, slot).wait()
-        written = store.write(page.home, 0, slot)
+        copy = torch.empty(page.nbytes, dtype=torch.uint8)
+        store.read(page.home, 0, copy).wait()
+        written = store.write(page.home, 0, copy)
         engine.step_done()
         assert page.presence is Presence.AWAY
         written.wait()

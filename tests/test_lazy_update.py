@@ -25,13 +25,20 @@ HOMES = ("nvme", "unified-nvme", "mixed")
 
 @contextlib.contextmanager
 def opened(
-    home: str, directory: Path, update: str = "lazy", model: Any = None, faults: Any = None
+    home: str,
+    directory: Path,
+    update: str = "lazy",
+    model: Any = None,
+    *,
+    faults: Any = None,
+    more: int = 0,
 ) -> Iterator[Any]:
-    """(model, runtime, scheduler), in bf16."""
+    """(model, runtime, scheduler), in bf16. more: bytes of host budget beyond the home's."""
     model = TIED.make() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute="bf16")
     budget = budget_for(home, model, optimizer, directory, precision)
+    budget = infinity.Budget(device=budget.device, host=(budget.host_bytes or 0) + more, nvme=budget.nvme)
     with (
         injected(faults or Faults()),
         infinity.offload(
@@ -44,7 +51,7 @@ def opened(
 
 def pending(runtime: Any) -> list[int]:
     """Units that the last step has not updated yet."""
-    return list(runtime._parts.updater._left)
+    return [page.index for page in runtime._parts.pages if runtime._parts.updater.pending(page.index)]
 
 
 def train(home: str, directory: Path, update: str, act: Callable[[Any, Any, int], Any]) -> list[Any]:
@@ -226,9 +233,10 @@ def test_a_read_that_fails_leaves_the_update_due(tmp_path: Path) -> None:
 
 def test_an_outcome_that_cannot_be_written_ends_the_runtime(tmp_path: Path) -> None:
     faults = Faults()
-    with opened("unified-nvme", tmp_path, faults=faults) as (model, runtime, _):
+    with opened("unified-nvme", tmp_path, faults=faults, more=256 << 10) as (model, runtime, _):
         loss_of(model).backward()
         runtime.optimizer.step()
+        runtime.optimizer.zero_grad()  # nothing but outcomes is left to write
         assert pending(runtime)
         faults.fail("write", 1, errno.EIO, times=None)
         with pytest.raises(StorageError):

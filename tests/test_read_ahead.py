@@ -18,8 +18,9 @@ from torch import nn
 
 import infinity
 from infinity.aio import Faults
+from infinity.chain import Chain
 from infinity.placement import Kind
-from infinity.read_ahead import BeforeGradients, StatesAhead
+from infinity.read_ahead import ReadAhead
 from infinity.store import injected
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
@@ -28,13 +29,27 @@ from infinity.wiring import carry_out
 GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
 
 
+def staging(plan: Any, chains: int) -> dict[str, int]:
+    """The fields of a plan with staging for so many of the largest chains."""
+    chunks = [
+        (unit, number)
+        for unit, layout in enumerate(plan.layout.units)
+        for number in range(len(layout.chunks))
+    ]
+    largest = max(plan.state_format(*each).nbytes for each in chunks)
+    gradient = max(
+        plan.gradient_offset(unit, 1) for unit, layout in enumerate(plan.layout.units) if layout.chunks
+    )
+    return {"staging_bytes": chains * (largest + 2 * gradient), "chain_bytes": largest + 2 * gradient}
+
+
 @contextlib.contextmanager
 def opened(
     directory: Path,
     *,
     gradients: Tier = Tier.NVME,
     accumulation: int | None = 1,
-    slots: int = 8,
+    chains: int = 8,
     faults: Faults | None = None,
     update: str = "lazy",
 ) -> Iterator[tuple[nn.Module, Any]]:
@@ -58,16 +73,17 @@ def opened(
     )
     with (
         injected(faults or Faults()),
-        carry_out(replace(plan, homes=homes, slots=slots), model, optimizer, budget=budget) as runtime,
+        carry_out(
+            replace(plan, homes=homes, **staging(plan, chains)), model, optimizer, budget=budget
+        ) as runtime,
     ):
         yield model, runtime
     assert files(directory) == []
 
 
-def held(runtime: Any) -> dict[tuple[int, int], StatesAhead]:
-    """What is read ahead now."""
-    ahead = runtime._parts.updater._ahead
-    return {} if ahead is None else ahead._held
+def held(runtime: Any) -> list[Chain]:
+    """The chains that are read ahead now."""
+    return [chain for group in runtime._parts.updater._units for chain in group.chains if chain.is_ahead]
 
 
 def nothing(model: nn.Module, runtime: Any) -> None:
@@ -106,11 +122,11 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
     loss_of(model, 9).backward()
 
 
-def every_slot(model: nn.Module, runtime: Any) -> None:
-    """Somebody needs them all for a moment."""
-    store = runtime._parts.store
-    slots = [store.slot() for _ in range(runtime.plan.slots)]
-    assert len(slots) == runtime.plan.slots and held(runtime) == {}
+def all_staging(model: nn.Module, runtime: Any) -> None:
+    """Somebody needs it all for a moment."""
+    updater = runtime._parts.updater
+    assert updater._take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
+    assert held(runtime) == []
 
 
 ACTS = [
@@ -121,7 +137,7 @@ ACTS = [
     other_weights,
     one_more_backward,
     another_batch,
-    every_slot,
+    all_staging,
 ]
 
 
@@ -134,7 +150,7 @@ def train(model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None],
         assert bool(held(runtime)) == (ahead and step > 0)  # states exist from the first step on
         act(model, runtime)
         runtime.optimizer.step()
-        assert held(runtime) == {}
+        assert held(runtime) == []
         runtime.optimizer.zero_grad()
         losses.append(loss.item())
     return [losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
@@ -154,17 +170,20 @@ def test_the_bits_of_states_that_are_read_by_their_update(act: Any, gradients: T
 
 @pytest.mark.parametrize("gradients", GRADIENT_HOMES)
 def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
-    """Half of the slots' chunks are read before step(), those that are updated first, and not again."""
+    """What half of the staging has room for is read before step(), what is updated first, and not again."""
     with opened(tmp_path, gradients=gradients) as (model, runtime):
         store, read = runtime._parts.store, 0
         states = runtime._parts.states.pages
         for step in range(4):
             loss_of(model, step).backward()
-            early = {key: each.states.nbytes for key, each in held(runtime).items()}
+            early = held(runtime)
             if step:
                 order = [unit for unit in runtime._parts.engine.next_step() if unit in states]
                 chunks = [(unit, number) for unit in order for number in range(len(states[unit].formats))]
-                assert set(early) == set(chunks[: runtime.plan.slots // 2])
+                assert {(each.unit, each.chunk_index) for each in early} == set(chunks[: len(early)])
+                room, after = runtime.plan.staging_bytes // 2, chunks[len(early)]
+                taken = sum(each.needed_ahead for each in early)
+                assert taken <= room < taken + states[after[0]].formats[after[1]].nbytes
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
             runtime._parts.updater.complete_all()
@@ -180,7 +199,7 @@ def test_with_micro_batches_only_the_last_one_brings_states(tmp_path: Path) -> N
     with opened(tmp_path, accumulation=2) as (model, runtime):
         for step in range(3):
             loss_of(model, step).backward()
-            assert held(runtime) == {}
+            assert held(runtime) == []
             loss_of(model, step + 5).backward()
             assert bool(held(runtime)) == (step > 0)
             runtime.optimizer.step()
@@ -198,7 +217,7 @@ def test_a_read_that_fails_is_left_to_the_update(tmp_path: Path) -> None:
                 if failing and step == 2:
                     faults.fail("read", 1, errno.EIO, times=2)
                 loss.backward()
-                assert len(held(runtime)) == (4 if step else 0)
+                assert bool(held(runtime)) == (step > 0)
                 runtime.optimizer.step()
                 runtime.optimizer.zero_grad()
             found.append(copied(model.state_dict()))
@@ -218,16 +237,17 @@ def test_it_ends_with_what_was_read_ahead(tmp_path: Path) -> None:
 
 
 def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
-    with opened(tmp_path, slots=1) as (model, runtime):
+    with opened(tmp_path, chains=1) as (model, runtime):
         for step in range(3):
             loss_of(model, step).backward()
-            assert held(runtime) == {}
+            assert held(runtime) == []
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
 
 
 def drop_a_read(model: nn.Module, runtime: Any) -> None:
-    assert not held(runtime) or runtime._parts.ahead.free_a_slot()
+    if found := held(runtime):
+        runtime._parts.updater._revoke(found[-1])
 
 
 def forward_only(model: nn.Module, runtime: Any) -> None:
@@ -244,7 +264,7 @@ BEFORE_FORWARD = [
     other_moments,
     other_masters,
     other_weights,
-    every_slot,
+    all_staging,
     drop_a_read,
     forward_only,
     a_graph_that_nobody_uses,
@@ -270,12 +290,12 @@ def train_eagerly(
                 read_on(runtime)
                 seen += len(held(runtime))
                 act(model, runtime)
-            assert number + 1 == backwards or held(runtime) == {}
+            assert number + 1 == backwards or held(runtime) == []
             loss = loss_of(model, step + 10 * number)
             loss.backward()
             losses.append(loss.item())
         runtime.optimizer.step()
-        assert held(runtime) == {}
+        assert held(runtime) == []
         runtime.optimizer.zero_grad()
     return [seen, losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
 
@@ -292,7 +312,7 @@ def test_the_bits_of_eager_updates_whose_states_were_read(
         directory.mkdir()
         with monkeypatch.context() as patch:
             if not ahead:
-                patch.setattr(BeforeGradients, "advance", lambda self, pending: None)
+                patch.setattr(ReadAhead, "candidates", lambda self, pending: iter(()))
             with opened(directory, gradients=gradients, accumulation=backwards, update="eager") as opening:
                 seen, *outcome = train_eagerly(*opening, act, backwards)
         # The first micro-batch's gradients on their way to NVMe leave no room for more.
@@ -304,11 +324,11 @@ def test_the_bits_of_eager_updates_whose_states_were_read(
 @pytest.mark.parametrize("gradients", GRADIENT_HOMES)
 def test_states_that_come_before_their_gradients_are_read_once(gradients: Tier, tmp_path: Path) -> None:
     with opened(tmp_path, gradients=gradients, update="eager") as (model, runtime):
-        slots, read = runtime._parts.store.slots, 0
+        pool, read = runtime._parts.store.staging, 0
         for step in range(4):
             read_on(runtime)
-            assert len(held(runtime)) == (3 * runtime.plan.slots // 4 if step else 0)
-            assert 4 * slots.counters.leased <= 3 * slots.nbytes
+            assert bool(held(runtime)) == (step > 0)
+            assert 4 * pool.counters.leased <= 3 * pool.nbytes
             loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime._parts.updater.complete_all()
@@ -331,7 +351,7 @@ def test_a_read_before_the_gradient_that_fails_is_left_to_the_update(
         with opened(directory, faults=faults, update="eager") as (model, runtime):
             for step in range(3):
                 with monkeypatch.context() as patch:
-                    patch.setattr(runtime._parts.ahead, "advance", lambda pending: None)
+                    patch.setattr(ReadAhead, "candidates", lambda self, pending: iter(()))
                     read_on(runtime)
                 if failing and step == 2:
                     faults.fail("read", 1, errno.EIO, times=2)
@@ -344,11 +364,11 @@ def test_a_read_before_the_gradient_that_fails_is_left_to_the_update(
     assert differences(found[0], found[1]) == []
 
 
-def test_eager_updates_of_one_slot_read_nothing_ahead(tmp_path: Path) -> None:
-    with opened(tmp_path, slots=1, update="eager") as (model, runtime):
+def test_eager_updates_with_staging_for_one_chain_read_nothing_ahead(tmp_path: Path) -> None:
+    with opened(tmp_path, chains=1, update="eager") as (model, runtime):
         for step in range(3):
             read_on(runtime)
-            assert held(runtime) == {}
+            assert held(runtime) == []
             loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()

@@ -32,6 +32,7 @@ from infinity import store
 from infinity.aio import Faults
 from infinity.errors import StorageError
 from infinity.store import injected
+from infinity.tiers import Tier
 
 __all__ = ["watchdog"]
 
@@ -182,13 +183,15 @@ def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
     precision = infinity.Precision(compute="fp32")
     least = budget_for("nvme", model, optimizer, tmp_path, precision)
     # Room to look ahead in, but not for all: pages go on being read.
-    budget = infinity.Budget(device=3 * least.device_bytes, host=3 * least.host_bytes, nvme=least.nvme)
+    assert least.device_bytes is not None and least.host_bytes is not None
+    budget = infinity.Budget(device=3 * least.device_bytes, host=least.host_bytes + 49152, nvme=least.nvme)
     faults = Faults()
     with (
         store.injected(faults),
         infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
         torch.no_grad(),
     ):
+        assert runtime.plan.home_bytes[Tier.NVME]
         model(x)
         runtime._parts.engine.step_done()
         for request in range(1, 9):

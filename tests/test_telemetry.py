@@ -231,7 +231,7 @@ def test_waits_for_demanded_units_are_page_faults(monkeypatch: pytest.MonkeyPatc
     with meter.stalling(Edge.NVME_TO_HOST):
         pass
     with meter.faulting():
-        with meter.stalling(Edge.NVME_TO_HOST), meter.stalling(Edge.HOST_TO_NVME, Wait.SLOT):
+        with meter.stalling(Edge.NVME_TO_HOST), meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
             pass
         with meter.faulting(), meter.stalling(Edge.HOST_TO_DEVICE, Wait.COPY):
             pass

@@ -98,7 +98,7 @@ def test_a_request_is_as_long_as_the_disk_took(tmp_path: Path) -> None:
     assert all(each["end"] - each["start"] >= 2_000_000 for each in reads if "unfinished" not in each["args"])
 
 
-def test_a_timeline_changes_no_bit_and_keeps_no_slot(tmp_path: Path) -> None:
+def test_a_timeline_changes_no_bit_and_keeps_no_staging(tmp_path: Path) -> None:
     pages = tmp_path / "pages"
     pages.mkdir()
     losses = []
@@ -113,8 +113,8 @@ def test_a_timeline_changes_no_bit_and_keeps_no_slot(tmp_path: Path) -> None:
                 runtime._parts.updater.complete_all()
                 runtime._parts.store.settle()
                 runtime._parts.engine.abandon()
-                slots = runtime._parts.store.slots
-                assert slots.largest_free == slots.nbytes
+                staging = runtime._parts.store.staging
+                assert staging.largest_free == staging.nbytes
     assert losses[0] == losses[1]
 
 

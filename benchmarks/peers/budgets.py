@@ -15,8 +15,8 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 WORDS = ("all-host", "half", "all-nvme")
 """No page on NVMe; about half of the pages' bytes; every page."""
 
-_SLOTS_SHARE = 4
-"""One in so many bytes of room is taken by slots in a placement with room to work in."""
+_STAGING_SHARE = 4
+"""One in so many bytes of room at the most is taken by staging in a placement with room to work in."""
 
 
 def host_budget(
@@ -34,10 +34,10 @@ def host_budget(
     """
     whole = draft(infinity.Budget(device=device, nvme=nvme))
     total = sum(whole.home_bytes.values()) - whole.home_bytes[Tier.DEVICE]
-    # In as much RAM some pages rest on NVMe, so that the draft has slots.
+    # In as much RAM some pages rest on NVMe, so that the draft has staging.
     room = total * 3 // 4 if word == "all-nvme" else total // 2
     some = draft(infinity.Budget(device=device, host=whole.smallest[Tier.HOST] + room, nvme=nvme))
-    working = _SLOTS_SHARE * some.slots * some.slot_bytes + _resident_bytes(some)
+    working = _STAGING_SHARE * some.staging_bytes + some.transit_bytes + _resident_bytes(some)
     if word == "all-nvme":
         return round_up(reserved + working, PAGE_ALIGNMENT)
     low, high = whole.smallest[Tier.HOST], working + total

@@ -7,10 +7,10 @@ the order of its use, and before what is written in the same moment, which nobod
 page have its deadline, whenever they are asked for. What is queued already keeps the deadline that it has.
 
 [Note: two hops]
-Where the device has memory of its own, a page at home on NVMe comes in pieces, each through a staging slot:
-disk to slot, slot to device. An `Arrival` is that pipeline; `advance` moves it on without blocking, so the
-second hop of one page overlaps the first of the next whenever anybody calls the engine. On unified memory,
-and from homes in host RAM, there is one hop.
+Where the device has memory of its own, a page at home on NVMe comes in pieces of transit memory: disk to
+host, host to device. An `Arrival` is that pipeline; `advance` moves it on without blocking, so the second hop
+of one page overlaps the first of the next whenever anybody calls the engine. On unified memory, and from
+homes in host RAM, there is one hop.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ infinity.aio.Engine gives writes."""
 
 @dataclass(slots=True)
 class _Piece:
-    """Page bytes [start, start + slot.nbytes) on their way through a slot."""
+    """Page bytes [start, start + memory.nbytes) on their way."""
 
     start: int
-    slot: torch.Tensor
+    memory: torch.Tensor
     transfer: Transfer
     up: bool = False
     """Whether the transfer is the second hop."""
@@ -57,7 +57,7 @@ class Arrival:
         self._last_return = lease.last_return
         lease.release()
         self._store = store
-        self._todo = deque(range(0, page.nbytes, store.slot_bytes))
+        self._todo = deque(range(0, page.nbytes, store.piece_bytes))
         self._pieces: deque[_Piece] = deque()
         self.final: Transfer | None = None
         """The last transfer into the residency."""
@@ -79,7 +79,7 @@ class Arrival:
         return Edge.HOST_TO_DEVICE
 
     def advance(self, *, block: bool) -> bool:
-        """Move pieces on; with `block`, at least one. Returns whether a slot came free."""
+        """Move pieces on; with `block`, at least one. Returns whether a piece of transit came free."""
         try:
             return self._advance(block)
         except InfinityError as error:
@@ -97,26 +97,35 @@ class Arrival:
                 freed = True
                 block = False
             else:
-                piece.transfer = self._send_up(piece.start, piece.slot)
+                piece.transfer = self._send_up(piece.start, piece.memory)
                 piece.up = True
         for piece in self._pieces:
             if not piece.up and piece.transfer.done():
                 piece.transfer.wait()
-                piece.transfer = self._send_up(piece.start, piece.slot)
+                piece.transfer = self._send_up(piece.start, piece.memory)
                 piece.up = True
         while self._todo:
-            slot = self._store.try_slot()
-            if slot is None:
+            memory = self._store.try_piece()
+            if memory is None:
                 break
-            self._read(slot)
+            self._read(memory)
         return freed
 
-    def finish(self) -> torch.Tensor:
-        """Wait until compute may use the page; returns the residency. Raises StorageError."""
+    @property
+    def stuck(self) -> bool:
+        """Whether it needs a piece of transit, has none under way, and there is none free now. From here on
+        it is waited for."""
         self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
+        if self._todo and not self._pieces:
+            self.advance(block=False)
+        return bool(self._todo) and not self._pieces
+
+    def finish(self) -> torch.Tensor:
+        """Wait until compute may use the page; returns the residency. Not while `stuck`.
+
+        Raises StorageError.
+        """
         while self._todo or self._pieces:
-            if not self._pieces:
-                self._read(self._store.slot())
             self.advance(block=True)
         if self._failure is not None:
             raise self._failure.again()
@@ -137,11 +146,11 @@ class Arrival:
                 continue  # nobody will read these bytes
         self._pieces.clear()
 
-    def _read(self, slot: torch.Tensor) -> None:
+    def _read(self, memory: torch.Tensor) -> None:
         start = self._todo.popleft()
-        slot = slot[: min(slot.nbytes, self.page.nbytes - start)]
-        transfer = self._store.read(self.page.home, start, slot, deadline=self._deadline)
-        self._pieces.append(_Piece(start, slot, transfer))
+        memory = memory[: min(memory.nbytes, self.page.nbytes - start)]
+        transfer = self._store.read(self.page.home, start, memory, deadline=self._deadline)
+        self._pieces.append(_Piece(start, memory, transfer))
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
         into = self.residency[start : start + source.nbytes]

@@ -11,9 +11,8 @@ import gc
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
-
 from infinity.config import format_size
+from infinity.edits import EditTracker
 from infinity.errors import BudgetError
 from infinity.page import ParameterPage, Presence
 from infinity.prefetch.arrival import Arrival
@@ -22,21 +21,11 @@ from infinity.prefetch.trace import Access, AccessKind, Trace
 from infinity.store import Store
 from infinity.telemetry import Meter
 from infinity.tiers import Lease, Tier
-from infinity.tiers.link import Transfer, User
-
-
-class Keeper(Protocol):
-    """Whoever knows what code outside does to pages."""
-
-    def write_back(self, page: ParameterPage) -> None:
-        """Take the page's edits home, before it leaves."""
-
-    def reclaim(self) -> None:
-        """Let go of bytes that are kept only in case somebody edits them."""
+from infinity.tiers.link import User
 
 
 class Updates(Protocol):
-    """Whoever changes parameters between their uses."""
+    """Whoever changes parameters between their uses: infinity.update.Updater, or nobody."""
 
     def pending(self, unit: int) -> bool:
         """Whether the unit must be completed before anybody uses it."""
@@ -50,6 +39,9 @@ class Updates(Protocol):
     def release(self, unit: int) -> None:
         """Bring to an end what runs in the unit's present bytes, and copies into them: who is under way keeps
         the bytes, which are to be another's."""
+
+    def finish_copies(self) -> None:
+        """Wait for copies into residencies."""
 
     def advance(self) -> None:
         """Move on what needs no waiting."""
@@ -70,6 +62,9 @@ class NoUpdates:
     def release(self, unit: int) -> None:
         return None
 
+    def finish_copies(self) -> None:
+        return None
+
     def advance(self) -> None:
         return None
 
@@ -77,7 +72,16 @@ class NoUpdates:
 class Engine:
     """Decides which parameter pages are resident, and moves them. Called under the runtime's lock."""
 
-    def __init__(self, pages: Sequence[ParameterPage], store: Store, trace: Trace, meter: Meter) -> None:
+    def __init__(
+        self,
+        pages: Sequence[ParameterPage],
+        store: Store,
+        trace: Trace,
+        *,
+        meter: Meter,
+        updates: Updates,
+        edits: EditTracker,
+    ) -> None:
         self.pages = pages
         self.store = store
         self.trace = trace
@@ -94,9 +98,8 @@ class Engine:
         """The units and kind of the last demand."""
         self._deferred = False
         """Whether a page should be fetched as soon as its home has what it is to be."""
-        self.keeper: Keeper
-        """Set before the first demand."""
-        self.updates: Updates = NoUpdates()
+        self.updates = updates
+        self._edits = edits
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
         """Make all `units` PRESENT together, and look ahead.
@@ -137,30 +140,21 @@ class Engine:
         self.demand(units, kind)
         for unit in units:
             self._held[unit] = self._held.get(unit, 0) + 1
+            self.pages[unit].holds += 1
 
     def let_go(self, units: Sequence[int]) -> None:
         """The end of one `hold`."""
         for unit in units:
             self._held[unit] -= 1
+            self.pages[unit].holds -= 1
             if not self._held[unit]:
                 del self._held[unit]
-
-    def holds(self, unit: int) -> bool:
-        """Whether somebody does."""
-        return unit in self._held
 
     def present(self, units: Sequence[int]) -> bool:
         """Whether all are PRESENT, and as the last step left them."""
         return all(
             self.pages[unit].presence is Presence.PRESENT and not self.updates.pending(unit) for unit in units
         )
-
-    def incoming(self, unit: int) -> tuple[torch.Tensor, Transfer] | None:
-        """The bytes of an ARRIVING page and what brings them, where the host can use them there."""
-        arrival = self._arrivals.get(unit)
-        if arrival is None or arrival.final is None or not self.store.device.shares_host:
-            return None
-        return arrival.residency, arrival.final
 
     def land_all(self) -> None:
         """Wait for every arrival. Raises as `demand`."""
@@ -186,10 +180,6 @@ class Engine:
         """Give up every arrival, and wait until nothing is under way."""
         for unit in list(self._arrivals):
             self._turn_back(unit)
-
-    def free_a_slot(self) -> bool:
-        """Let the oldest arrival that holds slots finish a piece; False if none does."""
-        return any(arrival.advance(block=True) for arrival in list(self._arrivals.values()))
 
     def evict_all(self) -> None:
         """Send every page away that can leave."""
@@ -218,7 +208,10 @@ class Engine:
         page.arrive()
         self._resident[unit] = None
         try:
-            self._arrivals[unit] = Arrival(page, lease, self.store, ahead=ahead)
+            self._arrivals[unit] = arrival = Arrival(page, lease, self.store, ahead=ahead)
+            if self.store.device.shares_host:
+                assert arrival.final is not None
+                page.incoming = (arrival.residency, arrival.final)
         except BaseException:
             self._turn_back(unit)
             raise
@@ -230,6 +223,8 @@ class Engine:
             return
         try:
             with self.meter.stalling(arrival.edge):
+                while arrival.stuck:  # all pieces of transit are other arrivals'
+                    next(each for each in self._arrivals.values() if each.advance(block=True))
                 residency = arrival.finish()
         except BaseException:
             self._turn_back(unit)
@@ -251,7 +246,7 @@ class Engine:
             self._turn_back(unit)
         elif page.presence is Presence.PRESENT:
             self.updates.release(unit)
-            self.keeper.write_back(page)
+            self._edits.write_back(page)
             self._note_use(unit)
             self._resident.pop(unit, None)
             page.leave()
@@ -305,7 +300,13 @@ class Engine:
             spare = victims(nbytes - free, self._upcoming(()), self._sizes, self._resident, pinned)
             for victim in spare:
                 self._evict(victim)
-        presses = (self._evict_others, self._settle_writes, self._reclaim, self._collect, self._evict_pinned)
+        presses = (
+            self._evict_others,
+            self._settle_transfers,
+            self._reclaim,
+            self._collect,
+            self._evict_pinned,
+        )
         for press in presses:
             if pool.largest_free >= nbytes:
                 break
@@ -320,15 +321,16 @@ class Engine:
             if unit not in pinned:
                 self._evict(unit)
 
-    def _settle_writes(self, pinned: set[int]) -> None:
+    def _settle_transfers(self, pinned: set[int]) -> None:
         self.store.settle()  # writes from a residency hold its bytes
+        self.updates.finish_copies()  # and so do copies into one
 
     def _reclaim(self, pinned: set[int]) -> None:
-        self.keeper.reclaim()
+        self._edits.reclaim()
 
     def _collect(self, pinned: set[int]) -> None:
         gc.collect()  # views in reference cycles, as tracebacks leave them
-        self.keeper.reclaim()
+        self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
         """Pages of this very demand lie so that the last one does not fit between: pack them anew."""

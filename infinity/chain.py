@@ -1,0 +1,456 @@
+"""A chain: the update of one chunk, from the bytes that it takes to where its outcome rests.
+
+A chunk's parameter slice, gradient and optimizer states are used where they are, if that is host RAM; the
+rest comes into staging, which is granted in bytes, all or nothing. On a device that shares the host's RAM the
+parameters are updated in the page that the model computes with, resident or still arriving, so that they are
+read once for both.
+
+[Note: the gate] A chain computes once two things have happened, in any order: its bytes have arrived, and its
+gate is open. The gate opens when somebody decides the update: `step()` for a lazy one, the unit's last
+gradient for an eager one. Before that only states are read, for nothing else is sure to stay as it is. Such a
+chain is given up for whoever needs its staging now, and nothing has happened.
+
+[Note: back and lost] A read that fails changes nothing: the chain is due again (or idle, if its gate was
+closed), and is read again when somebody waits for its unit. A write that fails loses the only copy: the chain
+is LOST, and the runtime ends."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity import cpu_adam
+from infinity.config import round_up
+from infinity.errors import InfinityError
+from infinity.gradient_page import GradientPage
+from infinity.health import Health
+from infinity.page import ParameterPage
+from infinity.states import StatePage, States
+from infinity.store import Store
+from infinity.tiers import PAGE_ALIGNMENT
+from infinity.tiers.link import ARRIVED, Transfer, User
+
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""Of memory: where a chain has none, or needs none."""
+
+
+class ChainState(enum.Enum):
+    """Where a chain is in its life. The staging that it holds is said of each."""
+
+    IDLE = "idle"
+    """Nothing is to be done. Holds none."""
+    DUE = "due"
+    """Its gate is open, and it waits for staging. Holds none but its staged gradient's."""
+    READING = "reading"
+    """What is not in RAM is on its way. Holds all that it takes from here on."""
+    GATED = "gated"
+    """Its states have arrived before the gate opened."""
+    COMPUTING = "computing"
+    """The kernel runs, or is queued."""
+    WRITING = "writing"
+    """The outcome is decided and on its way home. The transfers hold the staging until they are done."""
+    LOST = "lost"
+    """A write failed: nobody has these parameters any more."""
+
+
+_NEXT = {
+    ChainState.IDLE: (ChainState.DUE, ChainState.READING),
+    ChainState.DUE: (ChainState.READING, ChainState.IDLE),
+    ChainState.READING: (ChainState.GATED, ChainState.COMPUTING, ChainState.DUE, ChainState.IDLE),
+    ChainState.GATED: (ChainState.READING, ChainState.IDLE),
+    ChainState.COMPUTING: (ChainState.WRITING, ChainState.LOST, ChainState.IDLE),
+    ChainState.WRITING: (ChainState.IDLE, ChainState.LOST),
+    ChainState.LOST: (ChainState.IDLE,),
+}
+"""The transitions that there are. To IDLE also when the runtime ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One unit's update, as `step()` or an eager update decided it: nothing that changes later has a say."""
+
+    hypers: Sequence[cpu_adam.Hyper]
+    parameters: Mapping[int, tuple[int, int]]
+    """Parameter that is updated -> (index among the hypers, seed of its roundings)."""
+    scale: float
+    """From the gradient as stored to the one that the rule sees."""
+    fresh: frozenset[int]
+    """Chunks whose moments begin with this update."""
+    edited: frozenset[int]
+    """Parameters whose master is their value as it is now."""
+
+
+class Chain:
+    """The update of one chunk. `Updater` owns it and decides its order; every transition is a method here."""
+
+    def __init__(
+        self,
+        page: ParameterPage,
+        states: StatePage,
+        gradients: GradientPage,
+        chunk_index: int,
+        *,
+        store: Store,
+        health: Health,
+    ) -> None:
+        self.page = page
+        self.chunk_index = chunk_index
+        self.chunk = page.layout.chunks[chunk_index]
+        self.state = ChainState.IDLE
+        self.decision: Decision | None = None
+        """The gate: open while there is one."""
+        self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
+        """While COMPUTING."""
+        self.copy: Transfer = ARRIVED
+        """While WRITING: of the outcome up to a device with memory of its own."""
+        self._store = store
+        self._health = health
+        self._state_page = states
+        self._gradient_page = gradients
+        self._dtype = page.layout.regions[self.chunk.region].dtype
+        self._start = page.layout.chunk_start(chunk_index)
+        self._reads: list[Transfer] = []
+        self._parameter = self._gradient = self._states = NOTHING
+        """uint8: the slice of the parameter page, the chunk's gradient and states. Nothing while not known.
+        """
+        self._kept = NOTHING
+        """The gradient as it was when the gate opened, where that was in RAM: whoever forgets the gradients
+        forgets it not."""
+        self._room = NOTHING
+        """Staging for a parameter slice that is read when the gate opens."""
+        self._version = 0
+        """Of the states that were read before the gate opened."""
+        self.was_ahead = False
+        """Whether the states were read before the gate opened."""
+
+    @property
+    def unit(self) -> int:
+        return self.page.index
+
+    @property
+    def numel(self) -> int:
+        """Elements that the open update changes."""
+        assert self.decision is not None
+        return sum(each.count for each in self.chunk.pieces if each.parameter in self.decision.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
+        return round_up(self.chunk.count * self._dtype.itemsize, PAGE_ALIGNMENT)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the chunk's part of the gradient page."""
+        return self._gradient_page.nbytes(self.chunk_index)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the chunk's part of the optimizer page."""
+        return self._state_page.formats[self.chunk_index].nbytes
+
+    @property
+    def needed(self) -> int:
+        """Bytes of staging that it takes now, while DUE."""
+        nbytes = 0 if self._state_page.home.in_place else self.state_bytes
+        if not self._gradient.nbytes:
+            nbytes += self.gradient_bytes
+        if not self.page.home.in_place and self._present() is None:
+            nbytes += self.parameter_bytes
+        return nbytes
+
+    @property
+    def needed_ahead(self) -> int:
+        """Bytes of staging that it takes to read its states before the gate opens."""
+        apart = not (self._store.device.shares_host or self.page.home.in_place)
+        return self.state_bytes + (self.parameter_bytes if apart else 0)
+
+    @property
+    def in_place(self) -> bool:
+        """While DUE: whether all that it takes rests in host RAM."""
+        return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """While DUE: the chunk's gradient, uint8, as the decision has it; empty where it is at home."""
+        return self._gradient
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it holds staging while its gate is closed."""
+        return self.decision is None and self.state in (ChainState.READING, ChainState.GATED)
+
+    @property
+    def states_on_disk(self) -> bool:
+        return self._state_page.home.extent is not None
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether there is anything to read before the gate opens."""
+        return self._state_page.begun[self.chunk_index]
+
+    @property
+    def being_written(self) -> bool:
+        """Whether a read of the states would wait for a write."""
+        start = self._state_offset
+        return self._state_page.home.busy(start, start + self.state_bytes, writing=False)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether every read has ended, well or not."""
+        return all(each.done() for each in self._reads)
+
+    @property
+    def holds_gradient(self) -> bool:
+        """While DUE: whether its gradient takes staging."""
+        return bool(self._gradient.nbytes) and not self._gradient_page.home.in_place
+
+    # --- transitions ------------------------------------------------------------------------------------
+
+    def open(self, decision: Decision) -> bool:
+        """The gate opens: IDLE -> DUE, or READING or GATED -> READING. Returns whether it still needs
+        staging."""
+        assert self.decision is None
+        if self.state is not ChainState.IDLE and not self._still_right():
+            self.revoke()
+        self.decision = decision
+        kept = self._gradient_page.in_ram(self.chunk_index)
+        self._gradient = self._kept = NOTHING if kept is None else kept
+        if self.state is ChainState.IDLE:
+            self._to(ChainState.DUE)
+            return True
+        self._read_parameter(self._room)
+        if self.state is ChainState.GATED:
+            self._to(ChainState.READING)
+        return False
+
+    def grant(self, memory: torch.Tensor) -> None:
+        """DUE -> READING. memory: staging, uint8 (needed,). Raises StorageError: then it is still DUE."""
+        try:
+            rest = self._read_parameter(memory)
+            if not self._gradient.nbytes:
+                self._gradient, rest = rest[: self.gradient_bytes], rest[self.gradient_bytes :]
+                offset = self._gradient_page.offset(self.chunk_index)
+                self._reads.append(self._store.read(self._gradient_page.home, offset, self._gradient))
+            if self._state_page.home.in_place:
+                self._states = self._state_page.home.view(self._state_offset, self.state_bytes)
+            else:
+                self._read_states(rest[: self.state_bytes])
+        except BaseException:
+            self._let_go()
+            raise
+        self._to(ChainState.READING)
+
+    def read_ahead(self, memory: torch.Tensor) -> None:
+        """IDLE -> READING, with the gate closed. memory: staging, uint8 (needed_ahead,).
+
+        Raises as `grant`.
+        """
+        self._version = self._state_page.version
+        try:
+            self._read_states(memory[: self.state_bytes])
+        except BaseException:
+            self._let_go()
+            raise
+        self._room = memory[self.state_bytes :]
+        self.was_ahead = True
+        self._to(ChainState.READING)
+
+    def arrive(self) -> None:
+        """READING -> GATED: the states have arrived, or failed to, and the gate is closed."""
+        assert self.decision is None
+        self._to(ChainState.GATED)
+
+    def gather(self) -> None:
+        """While READING with an open gate: wait until all is there. Raises StorageError; see `put_back`."""
+        failure: InfinityError | None = None
+        for read in self._reads:
+            try:
+                read.wait()
+            except InfinityError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        self._reads.clear()
+
+    def put_back(self) -> None:
+        """READING -> DUE: a read failed, and nothing is changed."""
+        self.end()
+        self._let_go()
+        self._to(ChainState.DUE)
+
+    def revoke(self) -> None:
+        """READING or GATED, with the gate closed -> IDLE: somebody needs the staging more."""
+        assert self.decision is None
+        self.end()
+        self._let_go()
+        self._to(ChainState.IDLE)
+
+    def forget_gradient(self) -> None:
+        """While DUE: its gradient is at home now, from where it is read again."""
+        assert self.state is ChainState.DUE
+        self._gradient = self._kept = NOTHING
+
+    def compute(self, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool) -> None:
+        """READING -> COMPUTING. All reads have ended well. awaited: the caller is about to wait for it."""
+        link = self._store.link
+        link.uses(User.HOST, self._gradient, writes=False, label="update")
+        link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
+        self.ticket = threads.submit(self.work(states), awaited=awaited)
+        self._to(ChainState.COMPUTING)
+
+    def write(self) -> None:
+        """COMPUTING -> WRITING: send the outcome on its way. Raises StorageError; the chain is LOST then."""
+        store, page = self._store, self.page
+        try:
+            if not self._state_page.home.in_place and self._states.nbytes:
+                store.write(self._state_page.home, self._state_offset, self._states, self._lose)
+            if not page.home.in_place:
+                store.write(page.home, self._start, self._parameter, self._lose)
+            living = None if store.device.shares_host or page.permanent else page.living()
+            if living is not None:
+                into = living[self._start : self._start + self._parameter.nbytes]
+                self.copy = store.copy_up(into, self._parameter)
+        except InfinityError as error:
+            self._lose(error)
+            raise
+        self.ticket = self.decision = None
+        self._kept = NOTHING
+        self._let_go()
+        self._to(ChainState.WRITING)
+
+    def finish(self) -> Transfer:
+        """WRITING -> IDLE: whatever the model computes from now on sees the outcome. Returns the copy up."""
+        copy, self.copy = self.copy, ARRIVED
+        self._to(ChainState.IDLE)
+        return copy
+
+    def abandon(self) -> None:
+        """Any -> IDLE, once nothing touches the memory any more, whatever becomes of it."""
+        self.end()
+        self._kept = NOTHING
+        self._let_go()
+        self.ticket = self.decision = None
+        self.copy = ARRIVED
+        self.state = ChainState.IDLE
+
+    def end(self) -> None:
+        """Wait until nothing is under way in its memory, whatever becomes of it."""
+        for read in self._reads:
+            with contextlib.suppress(InfinityError):
+                read.wait()
+        if self.ticket is not None:
+            self.ticket.wait()
+        self.copy.wait()
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    @property
+    def _state_offset(self) -> int:
+        return self._state_page.offset(self.chunk_index)
+
+    def _to(self, state: ChainState) -> None:
+        assert state in _NEXT[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    def _lose(self, error: InfinityError) -> None:
+        self._health.lose(error)
+        self.state = ChainState.LOST
+
+    def _still_right(self) -> bool:
+        """Whether what was read before the gate opened can be used, and is all that staging is needed for."""
+        if self._version != self._state_page.version or self._gradient_page.in_ram(self.chunk_index) is None:
+            return False
+        return bool(self._room.nbytes) or self.page.home.in_place or self._present() is not None
+
+    def _present(self) -> tuple[torch.Tensor, Transfer] | None:
+        """The page's bytes where the model computes with them, if that is host RAM, and what brings them."""
+        if not self._store.device.shares_host:
+            return None
+        living = self.page.living()
+        return self.page.incoming if living is None else (living, ARRIVED)
+
+    def _read_parameter(self, memory: torch.Tensor) -> torch.Tensor:
+        """Find or start to read the parameter slice; returns what is left of `memory`."""
+        home, start, nbytes = self.page.home, self._start, self.parameter_bytes
+        present = None if home.in_place else self._present()
+        if home.in_place:
+            home.settle(start, start + nbytes, writing=True)
+            self._parameter = home.view(start, nbytes)
+        elif present is not None:
+            self._parameter = present[0][start : start + nbytes]
+            if present[1] is not ARRIVED:
+                self._reads.append(present[1])
+        else:
+            self._parameter, memory = memory[:nbytes], memory[nbytes:]
+            self._reads.append(self._store.read(home, start, self._parameter))
+        return memory
+
+    def _read_states(self, memory: torch.Tensor) -> None:
+        fresh = self.decision is not None and self.chunk_index in self.decision.fresh
+        nbytes = self._state_page.master_bytes(self.chunk_index) if fresh else self.state_bytes
+        self._states = memory
+        if nbytes:
+            self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
+
+    def _let_go(self) -> None:
+        """Of all memory but a gradient that is kept, whoever keeps this object."""
+        self._reads = []
+        self._parameter = self._states = self._room = NOTHING
+        self._gradient = self._kept
+        self.was_ahead = False
+
+    def work(self, states: States) -> cpu_adam.Update:
+        """What is to be computed, once all reads have ended."""
+        decision = self.decision
+        assert decision is not None
+        arrays = self._prepared(states)
+        chosen = decision.parameters
+        return cpu_adam.Update(
+            grad=self._gradient_page.typed(self.chunk_index, self._gradient),
+            segments=[
+                cpu_adam.Segment(each.offset, each.count, *_placed(chosen[each.parameter], each.start))
+                for each in self.chunk.pieces
+                if each.parameter in chosen
+            ],
+            hypers=decision.hypers,
+            scale=decision.scale,
+            **states.rule.moments_of(arrays),
+            **self._masters(arrays),
+        )
+
+    def _prepared(self, states: States) -> dict[str, torch.Tensor]:
+        """The state arrays, with moments that begin now and masters that follow an edit."""
+        decision = self.decision
+        assert decision is not None
+        if self.chunk_index in decision.fresh:
+            states.fill(self._state_page, self.chunk_index, self._states)
+        arrays = self._state_page.arrays(self.chunk_index, self._states)
+        for piece in self.chunk.pieces if decision.edited else ():
+            if piece.parameter in decision.edited:
+                place = slice(piece.offset, piece.offset + piece.count)
+                if "remainder" in arrays:
+                    arrays["remainder"][place] = 0
+                elif "master" in arrays:
+                    arrays["master"][place] = self._typed()[place]
+        return arrays
+
+    def _typed(self) -> torch.Tensor:
+        return self._parameter[: self.chunk.count * self._dtype.itemsize].view(self._dtype)
+
+    def _masters(self, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parameter = self._typed()
+        if "remainder" in arrays:
+            return {"parameter": parameter, "remainder": arrays["remainder"]}
+        if "master" in arrays:
+            return {"parameter": arrays["master"], "copy": parameter}
+        return {"parameter": parameter}
+
+
+def _placed(chosen: tuple[int, int], index: int) -> tuple[int, int, int]:
+    """(hyper, index, seed) of a segment."""
+    hyper, seed = chosen
+    return hyper, index, seed
