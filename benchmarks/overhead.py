@@ -27,7 +27,7 @@ Least squares of the relative errors over all layouts give
 
 A unit of one chunk and one parameter takes b + c + d. A further piece is a parameter's part of a chunk that
 has another part before it. "worst" is by which share the fit misses a layout's count at the most: for one,
-chunks take other ways where a unit has more of them than there are slots.
+chunks take other ways where a unit has more of them than staging has room for.
 
     python benchmarks/overhead.py [--directory DISK] [--update lazy eager] [--home host nvme ...] [--json]
 
@@ -68,7 +68,7 @@ PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16
 """Elements of the activation, and of a row of every parameter."""
 CHAINS, LOOKAHEAD = 16, 3
-"""Working room of all layouts: slots, and parameter pages that can be resident."""
+"""Working room of all layouts: chains, and parameter pages that can be resident."""
 WARM_UP = 4
 """Steps in which the runtime learns the order of accesses; they do not count."""
 HOMES = {

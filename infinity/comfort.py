@@ -50,6 +50,7 @@ COMFORTS = (
     Comfort(3),
     Comfort(2),
     Comfort(1),
+    Comfort(3, chains=1, pieces=1),
     Comfort(2, chains=1, pieces=1),
     LEAST,
 )

@@ -35,6 +35,9 @@ _SMALL = 8
 _LARGEST_PIECE = 4 << 20
 """Bytes of transit that are read at once: what disks and links are fastest with, and small against a page."""
 
+_SMALLEST_PIECE = 4 * BLOCK
+"""Gradients are measured in whole blocks, of float32 at the most."""
+
 _LARGEST_UNIT = 1 << 30
 _SMALLEST_UNIT = 64 << 10
 _FEWEST_UNITS = 8
@@ -115,7 +118,7 @@ class Candidate:
         ]
         self.chain_bytes = 0
         """Of the largest chunk's update."""
-        self.piece_bytes = 0
+        self.piece_bytes = _SMALLEST_PIECE
         """Of transit: the parameters of a chunk, where they are not too many."""
         self._largest_unit = 0
         """Bytes of all chains of a unit, of the one that has the most."""

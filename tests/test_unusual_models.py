@@ -200,7 +200,7 @@ def test_gradients_come_from_a_device_where_one_chain_can_be_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = two_layers(), two_layers()
-    monkeypatch.setattr("infinity.gradients._in_ram", lambda tensor: False)
+    monkeypatch.setattr("infinity.tiers.link.CpuLink.direct", False)
     with opened(model, tmp_path) as runtime:
         assert runtime.plan.staging_bytes == runtime.plan.chain_bytes
         for factor in (1.0, 2.0):
