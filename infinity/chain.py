@@ -59,7 +59,7 @@ class ChainState(enum.Enum):
 
 _NEXT = {
     ChainState.IDLE: (ChainState.DUE, ChainState.READING),
-    ChainState.DUE: (ChainState.READING, ChainState.IDLE),
+    ChainState.DUE: (ChainState.READING, ChainState.COMPUTING, ChainState.IDLE),
     ChainState.READING: (ChainState.GATED, ChainState.COMPUTING, ChainState.DUE, ChainState.IDLE),
     ChainState.GATED: (ChainState.READING, ChainState.IDLE),
     ChainState.COMPUTING: (ChainState.WRITING, ChainState.LOST, ChainState.IDLE),
@@ -74,6 +74,8 @@ class Decision:
     """One unit's update, as `step()` or an eager update decided it: nothing that changes later has a say."""
 
     hypers: Sequence[cpu_adam.Hyper]
+    native: Sequence[cpu_adam.NativeHyper]
+    """Of each of them."""
     parameters: Mapping[int, tuple[int, int]]
     """Parameter that is updated -> (index among the hypers, seed of its roundings)."""
     scale: float
@@ -113,6 +115,13 @@ class Chain:
         self._gradient_page = gradients
         self._dtype = page.layout.regions[self.chunk.region].dtype
         self._start = page.layout.chunk_start(chunk_index)
+        self._state_offset = states.offset(chunk_index)
+        self.parameter_bytes = round_up(self.chunk.count * self._dtype.itemsize, PAGE_ALIGNMENT)
+        """Of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
+        self.gradient_bytes = gradients.nbytes(chunk_index)
+        """Of the chunk's part of the gradient page."""
+        self.state_bytes = states.formats[chunk_index].nbytes
+        """Of the chunk's part of the optimizer page."""
         self._reads: list[Transfer] = []
         self._parameter = self._gradient = self._states = NOTHING
         """uint8: the slice of the parameter page, the chunk's gradient and states. Nothing while not known.
@@ -126,6 +135,10 @@ class Chain:
         """Of the states that were read before the gate opened."""
         self.was_ahead = False
         """Whether the states were read before the gate opened."""
+        self._form: cpu_adam.UpdateForm | None = None
+        """Of the update, once there was one."""
+        self._at_home: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """Parameter slice, gradient and states of a chain that `rests`, once they were asked for."""
 
     @property
     def unit(self) -> int:
@@ -134,23 +147,7 @@ class Chain:
     @property
     def numel(self) -> int:
         """Elements that the open update changes."""
-        assert self.decision is not None
-        return sum(each.count for each in self.chunk.pieces if each.parameter in self.decision.parameters)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
-        return round_up(self.chunk.count * self._dtype.itemsize, PAGE_ALIGNMENT)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of the chunk's part of the gradient page."""
-        return self._gradient_page.nbytes(self.chunk_index)
-
-    @property
-    def state_bytes(self) -> int:
-        """Of the chunk's part of the optimizer page."""
-        return self._state_page.formats[self.chunk_index].nbytes
+        return sum([segment[1] for segment in self._segments()])
 
     @property
     def needed(self) -> int:
@@ -169,8 +166,14 @@ class Chain:
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 
     @property
+    def rests(self) -> bool:
+        """Whether all that it takes rests in host RAM, so that it never needs staging."""
+        homes = (self.page.home, self._gradient_page.home, self._state_page.home)
+        return all([home.in_place for home in homes])
+
+    @property
     def in_place(self) -> bool:
-        """While DUE: whether all that it takes rests in host RAM."""
+        """While DUE: whether all that it takes is in host RAM."""
         return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
 
     @property
@@ -201,7 +204,7 @@ class Chain:
     @property
     def arrived(self) -> bool:
         """Whether every read has ended, well or not."""
-        return all(each.done() for each in self._reads)
+        return not self._reads or all([each.done() for each in self._reads])
 
     @property
     def holds_gradient(self) -> bool:
@@ -226,6 +229,22 @@ class Chain:
         if self.state is ChainState.GATED:
             self._to(ChainState.READING)
         return False
+
+    def update_at_home(
+        self, decision: Decision, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool
+    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+        """IDLE -> COMPUTING, of a chain that `rests`: its gate opens, and all is there."""
+        if self._at_home is None:
+            offset = self._gradient_page.offset(self.chunk_index)
+            self._at_home = (
+                self.page.home.view(self._start, self.parameter_bytes),
+                self._gradient_page.home.view(offset, self.gradient_bytes),
+                self._state_page.home.view(self._state_offset, self.state_bytes),
+            )
+        self.decision = decision
+        self._parameter, self._gradient, self._states = self._at_home
+        self._to(ChainState.DUE)
+        return self.compute(states, threads, awaited=awaited)
 
     def grant(self, memory: torch.Tensor) -> None:
         """DUE -> READING. memory: staging, uint8 (needed,). Raises StorageError: then it is still DUE."""
@@ -294,13 +313,32 @@ class Chain:
         assert self.state is ChainState.DUE
         self._gradient = self._kept = NOTHING
 
-    def compute(self, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool) -> None:
-        """READING -> COMPUTING. All reads have ended well. awaited: the caller is about to wait for it."""
+    def compute(
+        self, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool
+    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+        """READING, or DUE where all is in place, -> COMPUTING. All reads have ended well.
+
+        awaited: the caller is about to wait for it.
+        """
         link = self._store.link
         link.uses(User.HOST, self._gradient, writes=False, label="update")
         link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
-        self.ticket = threads.submit(self.work(states), awaited=awaited)
+        decision, memory = self.decision, (self._parameter, self._gradient, self._states)
+        assert decision is not None
+        if self.chunk_index in decision.fresh:
+            states.fill(self._state_page, self.chunk_index, self._states)
+        if decision.edited:
+            self._follow_edits(decision)
+        if self._form is None:
+            work = self._work(states)
+            self.ticket = threads.submit(work, awaited=awaited)
+            self._form = cpu_adam.UpdateForm.of(work, memory)
+        else:
+            self.ticket = threads.submit_again(
+                self._form, memory, self._segments(), decision.native, scale=decision.scale, awaited=awaited
+            )
         self._to(ChainState.COMPUTING)
+        return self.ticket
 
     def write(self) -> None:
         """COMPUTING -> WRITING: send the outcome on its way. Raises StorageError; the chain is LOST then."""
@@ -331,6 +369,7 @@ class Chain:
     def abandon(self) -> None:
         """Any -> IDLE, once nothing touches the memory any more, whatever becomes of it."""
         self.end()
+        self._at_home = None
         self._kept = NOTHING
         self._let_go()
         self.ticket = self.decision = None
@@ -347,10 +386,6 @@ class Chain:
         self.copy.wait()
 
     # --- inside -----------------------------------------------------------------------------------------
-
-    @property
-    def _state_offset(self) -> int:
-        return self._state_page.offset(self.chunk_index)
 
     def _to(self, state: ChainState) -> None:
         assert state in _NEXT[self.state], f"{self.state} -> {state}"
@@ -403,40 +438,39 @@ class Chain:
         self._gradient = self._kept
         self.was_ahead = False
 
-    def work(self, states: States) -> cpu_adam.Update:
-        """What is to be computed, once all reads have ended."""
-        decision = self.decision
-        assert decision is not None
-        arrays = self._prepared(states)
-        chosen = decision.parameters
+    def _segments(self) -> list[tuple[int, int, int, int, int]]:
+        """(start, count, hyper, index, seed) of the pieces that the open update changes."""
+        assert self.decision is not None
+        chosen = self.decision.parameters
+        return [
+            (each.offset, each.count, chosen[each.parameter][0], each.start, chosen[each.parameter][1])
+            for each in self.chunk.pieces
+            if each.parameter in chosen
+        ]
+
+    def _work(self, states: States) -> cpu_adam.Update:
+        """What is to be computed, in full."""
+        assert self.decision is not None
+        arrays = self._state_page.arrays(self.chunk_index, self._states)
         return cpu_adam.Update(
             grad=self._gradient_page.typed(self.chunk_index, self._gradient),
-            segments=[
-                cpu_adam.Segment(each.offset, each.count, *_placed(chosen[each.parameter], each.start))
-                for each in self.chunk.pieces
-                if each.parameter in chosen
-            ],
-            hypers=decision.hypers,
-            scale=decision.scale,
+            segments=[cpu_adam.Segment(*each) for each in self._segments()],
+            hypers=self.decision.hypers,
+            scale=self.decision.scale,
             **states.rule.moments_of(arrays),
             **self._masters(arrays),
         )
 
-    def _prepared(self, states: States) -> dict[str, torch.Tensor]:
-        """The state arrays, with moments that begin now and masters that follow an edit."""
-        decision = self.decision
-        assert decision is not None
-        if self.chunk_index in decision.fresh:
-            states.fill(self._state_page, self.chunk_index, self._states)
+    def _follow_edits(self, decision: Decision) -> None:
+        """Masters become the parameters that were edited."""
         arrays = self._state_page.arrays(self.chunk_index, self._states)
-        for piece in self.chunk.pieces if decision.edited else ():
+        for piece in self.chunk.pieces:
             if piece.parameter in decision.edited:
                 place = slice(piece.offset, piece.offset + piece.count)
                 if "remainder" in arrays:
                     arrays["remainder"][place] = 0
                 elif "master" in arrays:
                     arrays["master"][place] = self._typed()[place]
-        return arrays
 
     def _typed(self) -> torch.Tensor:
         return self._parameter[: self.chunk.count * self._dtype.itemsize].view(self._dtype)
@@ -448,9 +482,3 @@ class Chain:
         if "master" in arrays:
             return {"parameter": arrays["master"], "copy": parameter}
         return {"parameter": parameter}
-
-
-def _placed(chosen: tuple[int, int], index: int) -> tuple[int, int, int]:
-    """(hyper, index, seed) of a segment."""
-    hyper, seed = chosen
-    return hyper, index, seed

@@ -6,7 +6,7 @@ blocks and in the same order as on the CPU, and one copy of a float64 for each p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class DeviceUnits:
         self._changed = True
         self._updates.order()
         with torch.no_grad():
-            for start, target in _runs(page, parameter):
+            for start, target, _ in page.runs(parameter):
                 part = fresh[start : start + target.numel()]
                 self._store.link.uses(User.COMPUTE, target, writes=True, label="gradient")
                 if parameter in page.content:
@@ -151,23 +151,3 @@ class DeviceUnits:
         chunk = page.layout.chunks[number]
         dtype = page.layout.regions[chunk.region].dtype
         return page.home.view(page.layout.chunk_start(number), chunk.count * dtype.itemsize).view(dtype)
-
-
-def _runs(page: GradientPage, parameter: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element, gradient) of the parts of a parameter's gradient that lie in one piece of memory.
-
-    Chunks of one region follow each other without a gap, so as a rule that is all of it.
-    """
-    start = offset = nbytes = 0
-    pieces = page.layout.pieces(parameter)
-    for number, piece in pieces:
-        size = page.dtype(number).itemsize
-        begin = page.offset(number) + piece.offset * size
-        if nbytes and begin != offset + nbytes:
-            yield start, page.home.view(offset, nbytes).view(page.dtype(number))
-            start, nbytes = piece.start, 0
-        if not nbytes:
-            offset = begin
-        nbytes += piece.count * size
-    if nbytes:
-        yield start, page.home.view(offset, nbytes).view(page.dtype(pieces[0][0]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,7 @@ class GradientPage:
         """Parameter -> how many gradients were added for it since the last `Gradients.clear`."""
         self.spent = False
         """Whether eager updates have them, so that nobody else does."""
+        self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.states = [ChunkState() for _ in layout.chunks]
         self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]
         self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
@@ -88,6 +89,36 @@ class GradientPage:
             return stage.data
         return self.home.view(self._offsets[number], self.nbytes(number)) if self.home.in_place else None
 
+    def runs(self, parameter: int) -> Sequence[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
+        """The parts of a parameter's gradient, at home in memory, that lie in one piece of it.
+
+        (first element, gradient, (chunk, first element) of each piece); one, where chunks have no gap.
+        """
+        if parameter not in self._runs:
+            self._runs[parameter] = list(self._find_runs(parameter))
+        return self._runs[parameter]
+
+    def forget_runs(self) -> None:
+        """Let go of memory at home."""
+        self._runs.clear()
+
+    def _find_runs(self, parameter: int) -> Iterator[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
+        start = offset = nbytes = 0
+        places: list[tuple[int, int]] = []
+        pieces = self.layout.pieces(parameter)
+        for number, piece in pieces:
+            size = self.dtype(number).itemsize
+            begin = self.offset(number) + piece.offset * size
+            if places and begin != offset + nbytes:
+                yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
+                places = []
+            if not places:
+                start, offset, nbytes = piece.start, begin, 0
+            nbytes += piece.count * size
+            places.append((number, piece.start))
+        if places:
+            yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
+
     def typed(self, number: int, data: torch.Tensor) -> torch.Tensor:
         """A chunk's elements in uint8 `data` that starts with them."""
         count = self.layout.chunks[number].count
@@ -97,5 +128,7 @@ class GradientPage:
         """The sum of squares of what is stored: finite if and only if every element is."""
         total = 0.0
         for number, piece in self.layout.pieces(parameter):
-            total = cpu_adam.sum_in_order(self.states[number].blocks[parameter, piece.start], total)
+            sums = self.states[number].blocks[parameter, piece.start]
+            if sums.size:
+                total = cpu_adam.sum_in_order(sums, total)
         return total

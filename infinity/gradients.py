@@ -29,6 +29,8 @@ from infinity.store import Store
 from infinity.telemetry import Edge
 from infinity.tiers.link import User
 
+_NO_SUMS = np.zeros(0)
+
 
 class Gradients:
     """All gradient pages, and the factor that belongs to them."""
@@ -56,6 +58,9 @@ class Gradients:
         self._failure: InfinityError | None = None
         self._staged: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every stage, oldest first."""
+        self._whole: dict[tuple[int, int], int] = {}
+        """(unit, chunk) of every stage that waits for nothing, oldest first -> its bytes."""
+        self._whole_bytes = 0
         self._on_device = on_device
         self._most_kept = store.plan.staging_bytes // 2
         """Bytes of stages that wait for nothing and stay all the same; the rest keeps things moving."""
@@ -102,6 +107,19 @@ class Gradients:
             return list(found)
         return sorted(found, key=lambda each: page.states[each[0]].stage is None)
 
+    def add_in_place(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
+        """Add a whole fresh gradient, (numel,) in memory order, to one that rests in host RAM.
+
+        The chunks of a region follow each other without a gap, so as a rule that is one pass.
+        """
+        again = parameter in page.content
+        for start, target, places in page.runs(parameter):
+            sums = self._add_blocks(fresh[start : start + target.numel()], target, again=again)
+            first, *others = places
+            page.states[first[0]].blocks[parameter, first[1]] = sums
+            for number, begin in others:  # all of it is the first one's
+                page.states[number].blocks[parameter, begin] = _NO_SUMS
+
     def missing(self, page: GradientPage, number: int) -> int:
         """Bytes that `stage` has to be given before a piece can be added to a chunk; 0: it is in RAM."""
         if page.states[number].stage is not None or page.home.in_place:
@@ -130,10 +148,12 @@ class Gradients:
         again = piece.parameter in page.content
         state.blocks[piece.parameter, piece.start] = self._add_blocks(fresh, target, again=again)
         if state.stage is not None:
-            state.stage.waiting.discard(piece.parameter)
-            if self.more_to_come and not state.stage.waiting:
-                state.stage.waiting = {each.parameter for each in page.layout.chunks[number].pieces}
-            self._take_some_home()
+            waiting = state.stage.waiting
+            waiting.discard(piece.parameter)
+            if not waiting and self.more_to_come:
+                waiting.update(each.parameter for each in page.layout.chunks[number].pieces)
+            elif not waiting and (page.index, number) not in self._whole:
+                self._is_whole(page, number)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
         """Add a fresh gradient (numel,) in memory order to one that rests on the device, `on_device`."""
@@ -144,9 +164,11 @@ class Gradients:
         """The end of a backward: stages of which a parameter was not used wait for it no longer."""
         if self.more_to_come:
             return
-        for unit, number in self._staged:
-            self._stage(unit, number).waiting.clear()
-        self._take_some_home()
+        for unit, number in list(self._staged):
+            stage = self.pages[unit].states[number].stage
+            if stage is not None and (unit, number) not in self._whole:
+                stage.waiting.clear()
+                self._is_whole(self.pages[unit], number)
 
     def norm(self) -> float:
         """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
@@ -227,8 +249,8 @@ class Gradients:
         """
         page = self.pages[unit]
         self._store.write(page.home, page.offset(number), data).wait()
-        if self._staged.pop((unit, number), 0) is None:
-            page.states[number].stage = None
+        if (unit, number) in self._staged:
+            self._unstage(page, number)
             page.states[number].stored = True
 
     def spend(self, unit: int) -> None:
@@ -237,8 +259,7 @@ class Gradients:
         page.spent = True
         for number, state in enumerate(page.states):
             if state.stage is not None:
-                state.stage = None
-                del self._staged[unit, number]
+                self._unstage(page, number)
 
     def clear(self) -> None:
         """Forget every gradient, and what went wrong with them."""
@@ -249,8 +270,16 @@ class Gradients:
             page.states = [ChunkState() for _ in page.layout.chunks]
             page.home.renew()
         self._staged.clear()
+        self._whole.clear()
+        self._whole_bytes = 0
         self._failure = None
         self._clipping = None
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.clear()
+        for page in self.pages.values():
+            page.forget_runs()
 
     def break_off(self) -> None:
         """Micro-batches ended half way: what there is counts no more until `clear`, as `check` says."""
@@ -341,27 +370,26 @@ class Gradients:
             work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
         return self._threads.run(work).blocks[0]
 
-    def _stage(self, unit: int, number: int) -> Stage:
-        """Of a chunk that is staged."""
-        stage = self.pages[unit].states[number].stage
-        assert stage is not None
-        return stage
+    def _is_whole(self, page: GradientPage, number: int) -> None:
+        """A stage waits for nothing any more. Such stages go home, but for the latest."""
+        nbytes = page.nbytes(number)
+        self._whole[page.index, number] = nbytes
+        self._whole_bytes += nbytes
+        while self._whole_bytes > self._most_kept:
+            unit, oldest = next(iter(self._whole))
+            self._take_home(self.pages[unit], oldest)
 
-    def _take_some_home(self) -> None:
-        """Stages that wait for nothing go home, but for the latest."""
-        whole = [(key, stage) for key in self._staged if not (stage := self._stage(*key)).waiting]
-        excess = sum(stage.data.nbytes for _, stage in whole) - self._most_kept
-        for (unit, number), stage in whole:
-            if excess <= 0:
-                return
-            excess -= stage.data.nbytes
-            self._take_home(self.pages[unit], number)
+    def _unstage(self, page: GradientPage, number: int) -> None:
+        """A chunk is staged no longer."""
+        page.states[number].stage = None
+        del self._staged[page.index, number]
+        self._whole_bytes -= self._whole.pop((page.index, number), 0)
 
     def _take_home(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
-        del self._staged[page.index, number]
-        stage, state.stage = state.stage, None
+        stage = state.stage
         assert stage is not None
+        self._unstage(page, number)
         try:
             self._store.write(page.home, page.offset(number), stage.data)
         except BaseException as error:

@@ -20,7 +20,7 @@ import contextlib
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,27 @@ class _UnitChains:
     """The chains of one unit, and how far its update is."""
 
     chains: Sequence[Chain]
+    parameters: frozenset[int]
+    """Of the unit, those that lie in chains."""
+    rests: bool
+    """Whether none of its chains ever needs staging."""
     left: int = 0
     """Chains whose gate was opened and whose outcome the model cannot be given yet."""
     unread: bool = False
     """A read ahead of time failed: nobody tries again before somebody waits for the unit."""
+    resting: tuple[Decision, Sequence[Chain]] | None = None
+    """Of a unit that `rests`: what is decided and not begun."""
+
+    def changed_by(self, decision: Decision) -> Sequence[Chain]:
+        """The chains with a parameter that is updated."""
+        parameters = decision.parameters
+        if parameters.keys() >= self.parameters:
+            return self.chains
+        return [
+            chain
+            for chain in self.chains
+            if any([piece.parameter in parameters for piece in chain.chunk.pieces])
+        ]
 
 
 class Updater:
@@ -88,7 +105,7 @@ class Updater:
         self._lazy = store.plan.update != "sync"
         """Whether updates may end after `step`."""
         self._shares_cpu = store.plan.device.type == "cpu"
-        self._units = [_UnitChains(self._chains_of(page)) for page in pages]
+        self._units = [self._chains_of(page) for page in pages]
         self._due: dict[int, deque[Chain]] = {}
         """Unit -> its DUE chains, in the order of use."""
         self._active: list[Chain] = []
@@ -97,12 +114,14 @@ class Updater:
         """(unit, copy up to the device), ordered before what uses it: it reads staging and sees its page."""
         self._ahead = self._read_ahead()
 
-    def _chains_of(self, page: ParameterPage) -> list[Chain]:
+    def _chains_of(self, page: ParameterPage) -> _UnitChains:
         state, gradients = self._states.pages[page.index], self._gradients.pages[page.index]
-        return [
+        chains = [
             Chain(page, state, gradients, number, store=self._store, health=self._health)
             for number in range(len(page.layout.chunks))
         ]
+        parameters = frozenset(piece.parameter for chain in chains for piece in chain.chunk.pieces)
+        return _UnitChains(chains, parameters, rests=all([chain.rests for chain in chains]))
 
     def _read_ahead(self) -> ReadAhead | None:
         """None where nobody knows which backward is a step's last."""
@@ -131,6 +150,8 @@ class Updater:
             flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
             if gradients.on_device(unit):
                 gradients.add_on_device(unit, parameter, flat)
+            elif page.home.in_place:
+                gradients.add_in_place(page, parameter, flat)
             else:
                 for number, piece in gradients.pieces(page, parameter):
                     missing = gradients.missing(page, number)
@@ -170,7 +191,7 @@ class Updater:
             return
         for unit in seen:
             self.complete(unit)
-        self._begin_updates()
+        self._begin_updates(opened)
 
     def begin_early(self, unit: int, group_of: GroupOf, exposed: Callable[[int], bool]) -> None:
         """Update a unit with the gradients that it has, before the `step` that they are for.
@@ -185,7 +206,7 @@ class Updater:
         self._gradients.spend(unit)
         if seen:
             self.complete(unit)
-        self._begin_updates()
+        self._begin_updates((unit,))
 
     def pending(self, unit: int) -> bool:
         """Whether the unit's parameters are not yet what the last step makes of them."""
@@ -206,6 +227,7 @@ class Updater:
         """
         group = self._units[unit]
         group.unread = False
+        self._update_resting(group)
         while group.left:
             while unit in self._due and self._try_grant(self._due[unit][0]):
                 pass
@@ -270,10 +292,9 @@ class Updater:
         self._due.clear()
         self._active.clear()
         for group in self._units:
-            group.left = 0
+            group.left, group.resting = 0, None
             for chain in group.chains:
-                if chain.state is not ChainState.IDLE:
-                    chain.abandon()
+                chain.abandon()
 
     # --- what is due ------------------------------------------------------------------------------------
 
@@ -283,19 +304,18 @@ class Updater:
         if decision is None:
             return
         group = self._units[unit]
-        chosen = [
-            chain
-            for chain in group.chains
-            if any(piece.parameter in decision.parameters for piece in chain.chunk.pieces)
-        ]
         if self._on_device is not None and unit in self._on_device:
             self._update_on_device(self._on_device, unit, decision)
         else:
-            due = deque(chain for chain in chosen if chain.open(decision))
-            self._active = [each for each in self._active if each.state is not ChainState.DUE]
+            chosen = group.changed_by(decision)
+            if group.rests and self._shares_cpu:
+                group.resting = (decision, chosen)
+            else:
+                due = deque(chain for chain in chosen if chain.open(decision))
+                self._active = [each for each in self._active if each.state is not ChainState.DUE]
+                if due:
+                    self._due[unit] = due
             group.left = len(chosen)
-            if due:
-                self._due[unit] = due
         with torch._C.DisableTorchFunctionSubclass():
             self._count(self._pages[unit], self._states.pages[unit], decision, group_of)
 
@@ -319,6 +339,7 @@ class Updater:
             return None
         return Decision(
             hypers=hypers,
+            native=[each.native() for each in hypers],
             parameters=parameters,
             scale=self._gradients.unscale,
             fresh=frozenset(number for number, begun in enumerate(state.begun) if not begun),
@@ -446,11 +467,34 @@ class Updater:
         """The first chain of a unit that is under way with an open gate, or whose copy up is."""
         return next((each for each in self._active if each.unit == unit and not each.is_ahead), None)
 
-    def _begin_updates(self) -> None:
-        """Of what was just decided."""
+    def _begin_updates(self, units: Iterable[int]) -> None:
+        """Of these units, whose updates were just decided."""
         self.advance()
+        for unit in units:
+            self._update_resting(self._units[unit])
         if self._shares_cpu:
             self._update_in_place()
+
+    def _update_resting(self, group: _UnitChains) -> None:
+        """Update a unit that rests in host RAM, a few chunks at a time, between reads that go on."""
+        if group.resting is None:
+            return
+        (decision, chains), group.resting = group.resting, None
+        for first in range(0, len(chains), _MOST_RUNNING):
+            batch = chains[first : first + _MOST_RUNNING]
+            tickets = [
+                chain.update_at_home(decision, self._states, self._threads, awaited=True) for chain in batch
+            ]
+            started = time.perf_counter()
+            for chain, ticket in zip(batch, tickets, strict=True):
+                self._store.meter.submitted(ticket, chain.numel)
+                ticket.wait()
+                chain.write()
+                chain.finish()
+                group.left -= 1
+            self._store.meter.updating(time.perf_counter() - started)
+            if self._due or self._active:
+                self.advance()
 
     def _update_in_place(self) -> None:
         """Run what rests in host RAM as a whole, a few at a time, between reads that go on."""
@@ -532,7 +576,7 @@ class Updater:
         """Wait for the update itself, and send the outcome on its way."""
         assert chain.ticket is not None
         started = time.perf_counter()
-        chain.ticket.result()
+        chain.ticket.wait()
         self._store.meter.updating(time.perf_counter() - started)
         chain.write()
 

@@ -21,7 +21,8 @@ Arrays are contiguous CPU tensors, or `Span`s (an address, a dtype and a count) 
 tensor describes. They must not be touched until the ticket is done; the pool keeps them alive.
 """
 
-from infinity.cpu_adam.hyper import SGD, Adagrad, Adam, AdamW, Hyper
+from infinity.cpu_adam.form import UpdateForm
+from infinity.cpu_adam.hyper import SGD, Adagrad, Adam, AdamW, Hyper, NativeHyper
 from infinity.cpu_adam.placement import default_cpus
 from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, runnable_isas
 from infinity.cpu_adam.work import (
@@ -50,12 +51,14 @@ __all__ = [
     "Gradient",
     "GradientResult",
     "Hyper",
+    "NativeHyper",
     "Segment",
     "Span",
     "Stream",
     "ThreadPool",
     "Ticket",
     "Update",
+    "UpdateForm",
     "UpdateResult",
     "default_cpus",
     "runnable_isas",

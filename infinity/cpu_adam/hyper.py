@@ -81,3 +81,6 @@ class Adagrad:
 
 
 Hyper: TypeAlias = Adam | SGD | Adagrad
+
+NativeHyper: TypeAlias = _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper
+"""What `Hyper.native` gives."""

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar, overload
 import torch
 
 from infinity import _cpu_adam
+from infinity.cpu_adam.form import UpdateForm
+from infinity.cpu_adam.hyper import NativeHyper
 from infinity.cpu_adam.page import (
     COPY_FORMATS,
     GRAD_DTYPES,
@@ -154,6 +156,47 @@ class ThreadPool:
         raise ConfigError(
             f"A pool cannot run a {type(work).__name__}.", "Submit an Update, a Gradient or a Stream."
         )
+
+    def submit_again(
+        self,
+        form: UpdateForm,
+        memory: Sequence[torch.Tensor],
+        segments: Sequence[tuple[int, int, int, int, int]],
+        hypers: Sequence[NativeHyper],
+        *,
+        scale: float,
+        awaited: bool = False,
+    ) -> Ticket[UpdateResult]:
+        """Queues an update of a form that was checked before, in other memory.
+
+        memory: as `UpdateForm.of` had it, of the same sizes, contiguous, on the CPU. segments: (start, count,
+        hyper, index, seed) each, see `Segment`. hypers: `Hyper.native()` of each. ConfigError for a closed
+        pool, and hyper-parameters or segments out of range.
+        """
+        grad, parameter, remainder, copy, first, second, first_scale, second_scale = form.addresses(
+            [each.data_ptr() for each in memory]
+        )
+        native = self._native.submit_update(
+            grad=grad,
+            grad_dtype=form.grad_dtype,
+            format=form.format,
+            moments=form.moments,
+            accumulated=0,
+            parameter=parameter,
+            remainder=remainder,
+            copy=copy,
+            first_moment=first,
+            second_moment=second,
+            first_scale=first_scale,
+            second_scale=second_scale,
+            segments=segments,
+            hypers=hypers,
+            scale=scale,
+            elements=form.elements,
+            owners=memory,
+            awaited=awaited,
+        )
+        return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)
 
     @overload
     def run(self, work: Update) -> UpdateResult: ...

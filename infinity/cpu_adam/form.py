@@ -1,0 +1,62 @@
+"""The form of an update: where its arrays lie in a few pieces of memory. Checked once, submitted often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity import _cpu_adam
+from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, parameter_format
+from infinity.cpu_adam.work import Update
+
+_FIELDS = (
+    "grad",
+    "parameter",
+    "remainder",
+    "copy",
+    "first_moment",
+    "second_moment",
+    "first_scale",
+    "second_scale",
+)
+"""Of `Update`, the arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateForm:
+    """The arrays of updates that have one form, as (piece of memory, offset in bytes) or None each."""
+
+    elements: int
+    grad_dtype: _cpu_adam.Dtype
+    format: _cpu_adam.ParameterFormat
+    moments: _cpu_adam.MomentFormat
+    places: tuple[tuple[int, int] | None, ...]
+
+    @staticmethod
+    def of(work: Update, memory: Sequence[torch.Tensor]) -> UpdateForm:
+        """The form of an update that a pool has taken, and so has checked. memory: what its arrays lie in."""
+        assert work.accumulated is None and isinstance(work.grad, torch.Tensor)
+        bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory]
+        places: list[tuple[int, int] | None] = []
+        for field in _FIELDS:
+            array = getattr(work, field)
+            if array is None:
+                places.append(None)
+                continue
+            assert isinstance(array, torch.Tensor)
+            start, end = array.data_ptr(), array.data_ptr() + array.nbytes
+            index = next(i for i, (first, last) in enumerate(bounds) if first <= start and end <= last)
+            places.append((index, start - bounds[index][0]))
+        return UpdateForm(
+            elements=work.grad.numel(),
+            grad_dtype=GRAD_DTYPES[work.grad.dtype],
+            format=parameter_format(work),
+            moments=MOMENT_FORMATS[moment_dtype(work)],
+            places=tuple(places),
+        )
+
+    def addresses(self, memory: Sequence[int]) -> list[int]:
+        """Of the arrays in the order of `places`, 0 for none. memory: the addresses of the pieces."""
+        return [0 if each is None else memory[each[0]] + each[1] for each in self.places]
