@@ -153,7 +153,7 @@ else
 fi
 
 tests tests 110 "$PWD/tests" --ignore "$PWD/tests/test_parity.py" \
-    -k "cuda or gpu or test_link or (test_where_tensors_are and device)"
+    -k "cuda or gpu or test_link or test_device_kernels or (test_where_tensors_are and device)"
 if [ -n "$compiling" ]; then
     wait "$compiling"
     compiling=

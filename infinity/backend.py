@@ -210,7 +210,7 @@ class Backend:
             return
         groups = eager.options(self.optimizer.param_groups)
         if not parts.store.device.shares_host:
-            parts.engine.land(unit)
+            parts.engine.land(unit, for_host=True)
         self._edits.write_back(parts.pages[unit])
         with self._all_or_poisoned():
             self._updater.begin_early(unit, self._group_of(groups), self._edits.exposed)

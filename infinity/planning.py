@@ -192,7 +192,7 @@ class _Draft:
         host_free = shared.budgets[Tier.HOST] - shared.host_bytes
         shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
         spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)
-        return shared if twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
+        return shared if spared and twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
 
 
 def _is_no_slower(roomy: Plan, tight: Plan) -> bool:

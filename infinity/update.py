@@ -39,7 +39,7 @@ from infinity.read_ahead import ReadAhead
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.telemetry import Edge
-from infinity.tiers.link import Transfer
+from infinity.tiers.link import ARRIVED, Transfer
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
 """The live param group of (unit, parameter), or None where the optimizer does not have it."""
@@ -272,7 +272,8 @@ class Updater:
                 if self._shares_cpu or chain.ticket.done():
                     self._write(chain)
             if chain.state is ChainState.WRITING and chain.copy.done():
-                self._finish(chain)
+                self._active.remove(chain)
+                self._deliver(chain)
         while self._due:
             unit, queue = next(iter(self._due.items()))
             enough = len(self._active) >= _MOST_RUNNING and queue[0].in_place
@@ -490,8 +491,7 @@ class Updater:
                 self._store.meter.submitted(ticket, chain.numel)
                 ticket.wait()
                 chain.write()
-                chain.finish()
-                group.left -= 1
+                self._deliver(chain)
             self._store.meter.updating(time.perf_counter() - started)
             if self._due or self._active:
                 self.advance()
@@ -562,8 +562,8 @@ class Updater:
             self._compute(chain)
         if chain.state is ChainState.COMPUTING:
             self._write(chain)
-        self._store.link.fence(chain.copy)
-        self._finish(chain)
+        self._active.remove(chain)
+        self._deliver(chain)
 
     def _end_quietly(self, chain: Chain) -> None:
         try:
@@ -580,13 +580,14 @@ class Updater:
         self._store.meter.updating(time.perf_counter() - started)
         chain.write()
 
-    def _finish(self, chain: Chain) -> None:
-        """Whoever uses the unit from now on finds the outcome."""
-        self._active.remove(chain)
+    def _deliver(self, chain: Chain) -> None:
+        """Whoever uses the unit from now on finds the outcome, or is ordered after its copy up."""
         self._units[chain.unit].left -= 1
         copy = chain.finish()
-        if not copy.done():
-            self._copies.append((chain.unit, copy))
+        if copy is not ARRIVED:
+            self._store.link.fence(copy)
+            if not copy.done():
+                self._copies.append((chain.unit, copy))
 
     def _put_back(self, chain: Chain) -> None:
         """A read failed and nothing was changed: the chain is due again, before all others."""

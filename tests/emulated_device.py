@@ -71,7 +71,7 @@ class EmulatedDevice:
 
         with mock.patch.object(store, "open_device", used_before), link.emulated(self.driver, self.compute):
             yield self
-        assert self.violations == []
+        assert self.violations == [], self.violations[:3]
 
     @property
     def compute(self) -> Stream:

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import infinity
-from infinity import device_update
+from infinity.device_units import DeviceUnits
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bits.py"
 TWO = (
@@ -89,13 +90,13 @@ def test_digests_are_of_what_the_case_says(
 ) -> None:
     """The same wherever pages rest, and others with another format. The device updates where it should."""
     updated: list[int] = []
-    update = device_update.update
+    update = DeviceUnits.update
 
-    def counted(*arguments: object) -> None:
+    def counted(self: DeviceUnits, *arguments: Any) -> None:
         updated.append(1)
-        update(*arguments)  # type: ignore[arg-type]
+        update(self, *arguments)
 
-    monkeypatch.setattr(device_update, "update", counted)
+    monkeypatch.setattr(DeviceUnits, "update", counted)
 
     def found(*names: str) -> list[str]:
         assert bits.main(["--steps", "2", "--directory", str(tmp_path), "--case", *names]) == 0

@@ -135,7 +135,7 @@ def test_a_directory_that_cannot_hold_pages(
 ) -> None:
     (job.folder / "file").touch()
     for command in ("plan", "train"):
-        options = ["--budget-device", "64MiB", "--budget-host", "64KiB"]
+        options = ["--budget-device", "64MiB", "--budget-host", "256KiB"]
         arguments = job.arguments(
             command, "--json", *options, "--budget-nvme", f"{job.folder / path}:1MiB", "--batch", 1
         )
@@ -161,7 +161,7 @@ SHORT: list[Any] = [
     ("host", {"device": "200KiB", "host": "150KiB"}),
     ("host", {"host": "300KiB"}),
     ("host", {"host": "100KiB", NVME: "64MiB"}),
-    ("nvme", {"device": "200KiB", "host": "64KiB", NVME: "64KiB"}),
+    ("nvme", {"device": "200KiB", "host": "128KiB", NVME: "64KiB"}),
     ("nvme", {"host": "400KiB", NVME: "8KiB"}),
 ]
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}

@@ -284,7 +284,7 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
             with Allocations() as made:
                 if number:
                     for index, each in enumerate(fresh):
-                        parts.gradients.add(0, index, each)
+                        parts.updater.accumulate(0, index, each)
                 runtime.optimizer.step()
             runtime.optimizer.zero_grad()
             assert max((nbytes for _, nbytes in made.found), default=0) <= 512, made.found
@@ -298,9 +298,9 @@ class Recorded:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
-            return getattr(self._link, name)(*args)
+            return getattr(self._link, name)(*args, **kwargs)
 
         return call
 

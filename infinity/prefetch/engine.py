@@ -216,8 +216,11 @@ class Engine:
             self._turn_back(unit)
             raise
 
-    def land(self, unit: int) -> None:
-        """Wait for a unit, if it is arriving. Raises StorageError."""
+    def land(self, unit: int, *, for_host: bool = False) -> None:
+        """Wait for a unit, if it is arriving. Raises StorageError.
+
+        for_host: also until the host may write to its home, from which it is copied.
+        """
         arrival = self._arrivals.get(unit)
         if arrival is None:
             return
@@ -226,6 +229,8 @@ class Engine:
                 while arrival.stuck:  # all pieces of transit are other arrivals'
                     next(each for each in self._arrivals.values() if each.advance(block=True))
                 residency = arrival.finish()
+                if for_host and arrival.final is not None:
+                    arrival.final.wait()
         except BaseException:
             self._turn_back(unit)
             raise
