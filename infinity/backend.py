@@ -12,7 +12,6 @@ import torch
 from infinity.accumulate import Accumulator
 from infinity.eager import EagerStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
-from infinity.optimizer import PagedOptimizer
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
 from infinity.telemetry import Phase
@@ -26,8 +25,6 @@ class Backend:
         """check_capacity: see UpdateBackend."""
         assert parts.gradients is not None and parts.states is not None and parts.updater is not None
         self.check_capacity = check_capacity
-        self.optimizer: PagedOptimizer
-        """Set by `attach`."""
         self._parts = parts
         self._refuse = parts.health.check
         self._paging = parts.paging
@@ -35,6 +32,8 @@ class Backend:
         self._gradients = parts.gradients
         self._states = parts.states
         self._updater = parts.updater
+        self._param_groups: Sequence[Mapping[str, Any]] = ()
+        """Live: the optimizer's own list."""
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
         self._last_step = time.perf_counter()
@@ -50,9 +49,9 @@ class Backend:
                 ready=parts.updater.ready,
             )
 
-    def attach(self, optimizer: PagedOptimizer, groups: dict[tuple[int, int], int]) -> None:
+    def attach(self, param_groups: Sequence[Mapping[str, Any]], groups: dict[tuple[int, int], int]) -> None:
         """Called once by `offload`. groups: (unit, parameter) -> index of its param group."""
-        self.optimizer = optimizer
+        self._param_groups = param_groups
         self._groups = groups
 
     def clip(self, max_norm: float) -> float:
@@ -88,7 +87,7 @@ class Backend:
                     "Call loss.backward() before it, and zero_grad() after it.",
                 )
             if self._eager is not None:
-                self._eager.step(self.optimizer.param_groups)
+                self._eager.step(self._param_groups)
             finite = gradients.finite()
             if finite:
                 self._update()
@@ -198,7 +197,7 @@ class Backend:
         self._edits.sync_edits()
         order = parts.engine.next_step()
         with self._all_or_poisoned():
-            self._updater.step(self._group_of(self.optimizer.param_groups), order, self._edits.exposed)
+            self._updater.step(self._group_of(self._param_groups), order, self._edits.exposed)
         self._edits.updated()
         parts.engine.look_ahead()
 
@@ -208,7 +207,7 @@ class Backend:
         assert eager is not None
         if not eager.admits(unit):
             return
-        groups = eager.options(self.optimizer.param_groups)
+        groups = eager.options(self._param_groups)
         if not parts.store.device.shares_host:
             parts.engine.land(unit, for_host=True)
         self._edits.write_back(parts.pages[unit])

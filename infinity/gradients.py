@@ -129,12 +129,11 @@ class Gradients:
     def stage(self, page: GradientPage, number: int, memory: torch.Tensor) -> None:
         """Stage a chunk, with what it holds, in staging, uint8 (missing,). Raises StorageError."""
         waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
-        stage = Stage(memory, waiting)
         state = page.states[number]
         if state.stored:
             with self._store.meter.stalling(Edge.NVME_TO_HOST):
                 self._store.read(page.home, page.offset(number), memory).wait()
-        state.stage = stage
+        state.stage = Stage(memory, waiting)
         self._staged[page.index, number] = None
 
     def add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:

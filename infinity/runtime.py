@@ -35,6 +35,7 @@ class Runtime:
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
         """Gradients go through it, once there is one."""
+        self._optimizer: PagedOptimizer | None = None
         self.backend: Backend | None = None
         """What `runtime.optimizer` stands on; None for inference."""
         self._hooks = ModuleHooks(
@@ -76,7 +77,12 @@ class Runtime:
                 "The model was offloaded without an optimizer.",
                 "Give infinity.offload an optimizer to train.",
             )
-        return self.backend.optimizer
+        assert self._optimizer is not None
+        return self._optimizer
+
+    def take(self, optimizer: PagedOptimizer) -> None:
+        """Called once by `offload`: what `optimizer` returns."""
+        self._optimizer = optimizer
 
     @property
     def stats(self) -> Stats:

@@ -249,5 +249,6 @@ def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
             place = parameter._place
             groups[place.page.index, place.index] = number
     assert runtime.backend is not None
-    runtime.backend.attach(PagedOptimizer(optimizer, rule, runtime.backend), groups)
+    runtime.backend.attach(optimizer.param_groups, groups)
+    runtime.take(PagedOptimizer(optimizer, rule, runtime.backend))
     retire(optimizer)

@@ -1,0 +1,61 @@
+"""How the floors are put together: each is given what it calls when it is made, and nothing is set later."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "infinity"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def set_later(tree: ast.AST) -> list[str]:
+    """Attributes that are declared and not set in a constructor, and callables that are set on other objects.
+
+    Through either, a floor would call one above it that is put together later.
+    """
+    functions = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and node.value is None and isinstance(node.target, ast.Attribute):
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.Assign) and is_callable(node.value, functions):
+            found += [
+                ast.unparse(node)
+                for target in node.targets
+                if isinstance(target, ast.Attribute) and not of_self(target)
+            ]
+    return found
+
+
+def of_self(target: ast.Attribute) -> bool:
+    return isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
+
+
+def is_callable(value: ast.expr, functions: set[str]) -> bool:
+    """Whether a value is a function of this file, a lambda, a bound method of self, or an object itself."""
+    if isinstance(value, ast.Lambda):
+        return True
+    if isinstance(value, ast.Name):
+        return value.id in functions or value.id == "self"
+    return isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.attr in functions
+
+
+ALLOWED = {"_emulation.made_by = lambda: CopyStreams(driver, lambda: compute)"}
+"""What a test puts in a driver's place."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda each: each.relative_to(PACKAGE).as_posix())
+def test_nothing_is_set_after_construction_to_call_upwards(file: Path) -> None:
+    assert set(set_later(ast.parse(file.read_text()))) - ALLOWED == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["self.keeper: Keeper", "engine.updates = self", "gradients.added = after.look", "paging.f = lambda: 1"],
+)
+def test_what_would_be_found(line: str) -> None:
+    code = f"class A:\n    def look(self):\n        {line}\n"
+    assert len(set_later(ast.parse(code))) == 1
