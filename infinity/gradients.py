@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from infinity import cpu_adam
 from infinity.device_units import DeviceUnits
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradient_page import ChunkState, GradientPage, Stage
+from infinity.gradient_ring import GradientRing
 from infinity.layout import Piece
 from infinity.scaling import LossScale
 from infinity.store import Store
@@ -39,9 +41,13 @@ class Gradients:
         store: Store,
         threads: cpu_adam.ThreadPool,
         scale: LossScale,
+        *,
         on_device: DeviceUnits | None = None,
+        ring: GradientRing | None = None,
     ) -> None:
-        """on_device: the units that the device updates, where there are any."""
+        """on_device: the units that the device updates, where there are any. ring: through which gradients
+        come down, where the CPU does not see them as they are."""
+        self._ring = ring
         self.pages = pages
         self._store = store
         self._threads = threads
@@ -76,6 +82,20 @@ class Gradients:
         """Whether any parameter has a gradient."""
         # A backward begins with the last ones: as a rule the first look ends it.
         return any(page.content for page in reversed(self.pages.values()))
+
+    def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
+        """Wait until a fresh gradient finds room on its way down, without the runtime's lock.
+
+        What ends the wait loses the gradients of this step, as in `adding`.
+        """
+        if self._ring is None or self.on_device(unit):
+            return
+        counts = [piece.count for _, piece in self.pages[unit].layout.pieces(parameter)]
+        try:
+            self._ring.await_room(counts, fresh.dtype.itemsize)
+        except BaseException as error:
+            self._lose(error)
+            raise
 
     @contextmanager
     def adding(self, unit: int, parameter: int) -> Iterator[GradientPage]:
@@ -122,13 +142,18 @@ class Gradients:
     def add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
         """Add one piece of a fresh gradient, (piece.count,), to a chunk that is in RAM."""
         state = page.states[number]
-        data = page.in_ram(number)
+        data = page.memory(number)
         assert data is not None
         if state.stage is None:
             page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
         target = page.typed(number, data)[piece.offset : piece.offset + piece.count]
         again = piece.parameter in page.content
-        state.blocks[piece.parameter, piece.start] = self._add_blocks(fresh, target, again=again)
+        if self._ring is None:
+            blocks = self._accumulate(fresh, target, again=again)
+        else:
+            blocks = np.zeros(-(-piece.count // cpu_adam.BLOCK))
+            state.sent = self._send(self._ring, fresh, target, blocks, again=again) or state.sent
+        state.blocks[piece.parameter, piece.start] = blocks
         if state.stage is not None:
             state.stage.waiting.discard(piece.parameter)
             if self.more_to_come and not state.stage.waiting:
@@ -150,6 +175,8 @@ class Gradients:
 
     def norm(self) -> float:
         """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
+        if self._ring is not None:
+            self._ring.wait()
         self.check()
         if self._on_device is not None:
             self._on_device.bring_down()
@@ -172,7 +199,8 @@ class Gradients:
 
     def check(self) -> None:
         """Raises the error that lost gradients of this step, if one did."""
-        for failure in (self._failure, *(page.home.failure for page in self.pages.values())):
+        on_the_way = None if self._ring is None else self._ring.failure
+        for failure in (on_the_way, self._failure, *(page.home.failure for page in self.pages.values())):
             if failure is not None:
                 raise failure.again()
 
@@ -242,6 +270,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget every gradient, and what went wrong with them."""
+        if self._ring is not None:
+            self._ring.renew()
         for page in self.pages.values():
             page.content.clear()
             page.arrivals.clear()
@@ -251,6 +281,12 @@ class Gradients:
         self._staged.clear()
         self._failure = None
         self._clipping = None
+
+    def close(self) -> None:
+        """Forget every gradient, and let go of what they come through."""
+        if self._ring is not None:
+            self._ring.close()
+        self.clear()
 
     def break_off(self) -> None:
         """Micro-batches ended half way: what there is counts no more until `clear`, as `check` says."""
@@ -303,23 +339,25 @@ class Gradients:
                 "Call runtime.optimizer.zero_grad() after step().",
             )
 
-    def _add_blocks(
-        self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
-    ) -> npt.NDArray[np.float64]:
-        """`_accumulate`, through the bounce buffer where the CPU does not see the fresh gradient."""
-        link = self._store.link
-        if link.direct:
-            return self._accumulate(fresh, target, again=again)
-        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
-        window = self._store.piece_bytes // fresh.dtype.itemsize // cpu_adam.BLOCK * cpu_adam.BLOCK
-        found = []
-        for start in range(0, fresh.numel(), window):
-            part = fresh[start : start + window]
-            here = self._store.bounce(part.nbytes).view(part.dtype)
-            self._store.copy_down(here, part).wait()
-            link.uses(User.HOST, here, writes=False, label="fresh gradient")
-            found.append(self._accumulate(here, target[start : start + window], again=again))
-        return np.concatenate(found) if found else np.zeros(0)
+    def _send(
+        self,
+        ring: GradientRing,
+        fresh: torch.Tensor,
+        target: torch.Tensor,
+        blocks: npt.NDArray[np.float64],
+        *,
+        again: bool,
+    ) -> int:
+        """`_accumulate` once the fresh gradient is in RAM, with its sums in `blocks`; the job's number."""
+        number = 0
+        for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):
+            sums = blocks[start // cpu_adam.BLOCK : -(-end // cpu_adam.BLOCK)]
+
+            def use(landed: torch.Tensor, into: torch.Tensor = target[start:end], sums: Any = sums) -> None:
+                sums[:] = self._accumulate(landed, into, again=again)
+
+            number = ring.send(fresh[start:end], use)
+        return number
 
     def _accumulate(
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
@@ -339,7 +377,8 @@ class Gradients:
             else:
                 target.copy_(fresh)
             work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
-        return self._threads.run(work).blocks[0]
+        # Who waits for it helps, but for the ring's worker: torch's threads are the trainer's.
+        return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
 
     def _stage(self, unit: int, number: int) -> Stage:
         """Of a chunk that is staged."""
@@ -354,11 +393,15 @@ class Gradients:
         for (unit, number), stage in whole:
             if excess <= 0:
                 return
+            if not self.pages[unit].arrived(number):
+                continue  # nobody waits here: it goes when a later one comes, or somebody needs the room
             excess -= stage.data.nbytes
             self._take_home(self.pages[unit], number)
 
     def _take_home(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
+        if self._ring is not None:
+            self._ring.wait(state.sent)  # what failed is said by `check`
         del self._staged[page.index, number]
         stage, state.stage = state.stage, None
         assert stage is not None

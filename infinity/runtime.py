@@ -196,7 +196,7 @@ class Runtime:
                 ends.callback(parts.store.close)
                 ends.callback(parts.threads.close)
                 if parts.gradients is not None:
-                    ends.callback(parts.gradients.clear)
+                    ends.callback(parts.gradients.close)
                 ends.callback(parts.paging.forget)
                 for page in parts.pages:
                     ends.callback(page.end)
