@@ -17,6 +17,7 @@ may be half done. Whoever sends or settles meanwhile gets it raised.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -285,7 +286,12 @@ class GradientRing:
         events = [job.event for job in wanted if job.event is not None]
         transfer = store.link.to_host(here, self._ring[start:end], events)
         store.meter.moved(Edge.DEVICE_TO_HOST, here.nbytes, transfer)
-        transfer.wait()
+        try:
+            transfer.wait()
+        except InfinityError:
+            with contextlib.suppress(InfinityError):
+                transfer.wait()  # the copy may be under way all the same, in bytes that others get next
+            raise
         store.link.uses(User.HOST, here, writes=False, label="fresh gradient")
         for job in wanted:
             if job.use is not None:
