@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,8 +280,8 @@ def test_the_third_of_a_ring_of_two_waits_without_lock_and_gil() -> None:
         seen: list[bool] = []
 
         def look() -> None:
-            while len(ring._jobs) < 2:
-                pass
+            while len(ring._jobs) < 2 or not ring._changed._waiters:  # the worker waits for its copy
+                time.sleep(0.001)
             lock = runtime._parts.paging.lock
             seen.append(lock.acquire(timeout=WATCHDOG / 2))
             if seen[0]:

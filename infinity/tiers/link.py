@@ -119,7 +119,7 @@ ARRIVED = Arrived()
 
 
 class DeviceLink(Protocol):
-    """Copies between host RAM and a device. Called under the runtime's lock."""
+    """Copies between host RAM and a device. Called under the runtime's lock, but for `to_host`."""
 
     direct: bool
     """Whether code on the CPU can use what is on the device."""
@@ -358,12 +358,13 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """A recent one, where copies are timed."""
-        if self._idle is None:
+        """A recent one, where copies are timed. Another thread may end that meanwhile."""
+        idle, anchor = self._idle, self._anchor
+        if idle is None:
             return None
-        if self._anchor is None or self._anchor.old:
-            self._anchor = Anchor(self._idle)
-        return self._anchor
+        if anchor is None or anchor.old:
+            self._anchor = anchor = Anchor(idle)
+        return anchor
 
 
 class _Current:
