@@ -168,6 +168,8 @@ class Backend:
         """A parameter's gradient is complete: take it from autograd. accumulator: whom it goes through."""
         gradient = take_gradient(parameter)
         place = self._place(parameter)
+        if gradient is not None:
+            self._gradients.await_room(place.page.index, place.index, gradient)
         with self._paging.lock:
             self._refuse()
             if gradient is not None:

@@ -397,7 +397,7 @@ class Chain:
 
     def _still_right(self) -> bool:
         """Whether what was read before the gate opened can be used, and is all that staging is needed for."""
-        if self._version != self._state_page.version or self._gradient_page.in_ram(self.chunk_index) is None:
+        if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
             return False
         return bool(self._room.nbytes) or self.page.home.in_place or self._present() is not None
 

@@ -8,6 +8,13 @@ _SHARE = 4
 """Ample staging takes at the most one in so many bytes of the host budget."""
 
 
+_RING_SHARE = 64
+"""A ring for gradients takes at the most one in so many bytes of the device budget."""
+
+_LARGEST_RING = 64 << 20
+"""Bytes. A link of 50 GB/s takes 1.3 ms for them: more than the host's threads are late, as a rule."""
+
+
 @dataclass(frozen=True)
 class Comfort:
     """How much working room a placement leaves, and how far down it may go."""
@@ -29,6 +36,13 @@ class Comfort:
         if self.chains is not None:
             return self.chains * chain
         return max(2 * chain, min(host // _SHARE // 4096 * 4096, unit))
+
+    def ring(self, device: int, block: int) -> int:
+        """Bytes of the ring for gradients, of `device` bytes of the tier: the least is two of the smallest
+        blocks (`block` bytes)."""
+        if self.pieces == 1:
+            return 2 * block
+        return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
 
 
 LOOKAHEAD = 12

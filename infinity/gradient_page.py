@@ -12,6 +12,7 @@ import torch
 
 from infinity import cpu_adam
 from infinity.config import round_up
+from infinity.gradient_ring import GradientRing
 from infinity.layout import UnitLayout
 from infinity.plan import Plan
 from infinity.store import Home
@@ -33,6 +34,8 @@ class ChunkState:
     """What is known of one chunk of a gradient page."""
 
     stage: Stage | None = None
+    sent: int = 0
+    """The number of the last job of the ring that changes the chunk; 0: none."""
     stored: bool = False
     """Whether the home holds anything of this step."""
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
@@ -42,7 +45,11 @@ class ChunkState:
 class GradientPage:
     """The gradients of one unit's trainable parameters."""
 
-    def __init__(self, index: int, layout: UnitLayout, home: Home, plan: Plan) -> None:
+    def __init__(
+        self, index: int, layout: UnitLayout, home: Home, plan: Plan, ring: GradientRing | None = None
+    ) -> None:
+        """ring: through which gradients come down, where they do."""
+        self._ring = ring
         self.index = index
         self.layout = layout
         self.home = home
@@ -83,7 +90,28 @@ class GradientPage:
         return self._offsets[number]
 
     def in_ram(self, number: int) -> torch.Tensor | None:
-        """A chunk where it is in host RAM, uint8 (nbytes,): staged, or at home there; else None."""
+        """A chunk where it is in host RAM, uint8 (nbytes,): staged, or at home there; else None.
+
+        Waits until all that was added to it is there. Raises the ring's failure.
+        """
+        self.settle(number)
+        return self.memory(number)
+
+    def is_in_ram(self, number: int) -> bool:
+        """Whether a chunk is in host RAM, or what is added to it on its way there."""
+        return self.home.in_place or self.states[number].stage is not None
+
+    def arrived(self, number: int) -> bool:
+        """Whether all that was added to a chunk is there. Never blocks."""
+        return self._ring is None or self._ring.arrived(self.states[number].sent)
+
+    def settle(self, number: int) -> None:
+        """Wait until all that was added to a chunk is there. Raises the ring's failure."""
+        if self._ring is not None and self.states[number].sent:
+            self._ring.settle(self.states[number].sent)
+
+    def memory(self, number: int) -> torch.Tensor | None:
+        """`in_ram`, for who adds: without waiting."""
         stage = self.states[number].stage
         if stage is not None:
             return stage.data
@@ -125,9 +153,13 @@ class GradientPage:
         return data[: count * self._dtypes[number].itemsize].view(self._dtypes[number])
 
     def squares(self, parameter: int) -> float:
-        """The sum of squares of what is stored: finite if and only if every element is."""
+        """The sum of squares of what is stored: finite if and only if every element is.
+
+        Waits for it. Raises the ring's failure.
+        """
         total = 0.0
         for number, piece in self.layout.pieces(parameter):
+            self.settle(number)
             sums = self.states[number].blocks[parameter, piece.start]
             if sums.size:
                 total = cpu_adam.sum_in_order(sums, total)

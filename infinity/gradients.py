@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from infinity import cpu_adam
 from infinity.device_units import DeviceUnits
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradient_page import ChunkState, GradientPage, Stage
+from infinity.gradient_ring import GradientRing
 from infinity.layout import Piece
 from infinity.scaling import LossScale
 from infinity.store import Store
@@ -41,9 +43,13 @@ class Gradients:
         store: Store,
         threads: cpu_adam.ThreadPool,
         scale: LossScale,
+        *,
         on_device: DeviceUnits | None = None,
+        ring: GradientRing | None = None,
     ) -> None:
-        """on_device: the units that the device updates, where there are any."""
+        """on_device: the units that the device updates, where there are any. ring: through which gradients
+        come down, where the CPU does not see them as they are."""
+        self._ring = ring
         self.pages = pages
         self._store = store
         self._threads = threads
@@ -82,6 +88,20 @@ class Gradients:
         # A backward begins with the last ones: as a rule the first look ends it.
         return any(page.content for page in reversed(self.pages.values()))
 
+    def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
+        """Wait until a fresh gradient finds room on its way down, without the runtime's lock.
+
+        What ends the wait loses the gradients of this step, as in `adding`.
+        """
+        if self._ring is None or self.on_device(unit):
+            return
+        counts = [piece.count for _, piece in self.pages[unit].layout.pieces(parameter)]
+        try:
+            self._ring.await_room(counts, fresh.dtype.itemsize)
+        except BaseException as error:
+            self._lose(error)
+            raise
+
     @contextmanager
     def adding(self, unit: int, parameter: int) -> Iterator[GradientPage]:
         """Inside, one fresh gradient is added to a parameter's, piece by piece.
@@ -108,13 +128,13 @@ class Gradients:
         return sorted(found, key=lambda each: page.states[each[0]].stage is None)
 
     def add_in_place(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
-        """Add a whole fresh gradient, (numel,) in memory order, to one that rests in host RAM.
+        """Add a whole fresh gradient, (numel,) in memory order, to one in host RAM, where both are.
 
         The chunks of a region follow each other without a gap, so as a rule that is one pass.
         """
         again = parameter in page.content
         for start, target, places in page.runs(parameter):
-            sums = self._add_blocks(fresh[start : start + target.numel()], target, again=again)
+            sums = self._accumulate(fresh[start : start + target.numel()], target, again=again)
             first, *others = places
             page.states[first[0]].blocks[parameter, first[1]] = sums
             for number, begin in others:  # all of it is the first one's
@@ -139,13 +159,18 @@ class Gradients:
     def add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
         """Add one piece of a fresh gradient, (piece.count,), to a chunk that is in RAM."""
         state = page.states[number]
-        data = page.in_ram(number)
+        data = page.memory(number)
         assert data is not None
         if state.stage is None:
             page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
         target = page.typed(number, data)[piece.offset : piece.offset + piece.count]
         again = piece.parameter in page.content
-        state.blocks[piece.parameter, piece.start] = self._add_blocks(fresh, target, again=again)
+        if self._ring is None:
+            blocks = self._accumulate(fresh, target, again=again)
+        else:
+            blocks = np.zeros(-(-piece.count // cpu_adam.BLOCK))
+            state.sent = self._send(self._ring, fresh, target, blocks, again=again) or state.sent
+        state.blocks[piece.parameter, piece.start] = blocks
         if state.stage is not None:
             waiting = state.stage.waiting
             waiting.discard(piece.parameter)
@@ -171,6 +196,8 @@ class Gradients:
 
     def norm(self) -> float:
         """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
+        if self._ring is not None:
+            self._ring.wait()
         self.check()
         if self._on_device is not None:
             self._on_device.bring_down()
@@ -193,7 +220,8 @@ class Gradients:
 
     def check(self) -> None:
         """Raises the error that lost gradients of this step, if one did."""
-        for failure in (self._failure, *(page.home.failure for page in self.pages.values())):
+        on_the_way = None if self._ring is None else self._ring.failure
+        for failure in (on_the_way, self._failure, *(page.home.failure for page in self.pages.values())):
             if failure is not None:
                 raise failure.again()
 
@@ -262,6 +290,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget every gradient, and what went wrong with them."""
+        if self._ring is not None:
+            self._ring.renew()
         for page in self.pages.values():
             page.content.clear()
             page.arrivals.clear()
@@ -275,7 +305,9 @@ class Gradients:
         self._clipping = None
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Forget every gradient, and let go of all memory."""
+        if self._ring is not None:
+            self._ring.close()
         self.clear()
         for page in self.pages.values():
             page.forget_runs()
@@ -331,23 +363,25 @@ class Gradients:
                 "Call runtime.optimizer.zero_grad() after step().",
             )
 
-    def _add_blocks(
-        self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
-    ) -> npt.NDArray[np.float64]:
-        """`_accumulate`, through the bounce buffer where the CPU does not see the fresh gradient."""
-        link = self._store.link
-        if link.direct:
-            return self._accumulate(fresh, target, again=again)
-        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
-        window = self._store.piece_bytes // fresh.dtype.itemsize // cpu_adam.BLOCK * cpu_adam.BLOCK
-        found = []
-        for start in range(0, fresh.numel(), window):
-            part = fresh[start : start + window]
-            here = self._store.bounce(part.nbytes).view(part.dtype)
-            self._store.copy_down(here, part).wait()
-            link.uses(User.HOST, here, writes=False, label="fresh gradient")
-            found.append(self._accumulate(here, target[start : start + window], again=again))
-        return np.concatenate(found) if found else np.zeros(0)
+    def _send(
+        self,
+        ring: GradientRing,
+        fresh: torch.Tensor,
+        target: torch.Tensor,
+        blocks: npt.NDArray[np.float64],
+        *,
+        again: bool,
+    ) -> int:
+        """`_accumulate` once the fresh gradient is in RAM, with its sums in `blocks`; the job's number."""
+        number = 0
+        for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):
+            sums = blocks[start // cpu_adam.BLOCK : -(-end // cpu_adam.BLOCK)]
+
+            def use(landed: torch.Tensor, into: torch.Tensor = target[start:end], sums: Any = sums) -> None:
+                sums[:] = self._accumulate(landed, into, again=again)
+
+            number = ring.send(fresh[start:end], use)
+        return number
 
     def _accumulate(
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
@@ -367,16 +401,19 @@ class Gradients:
             else:
                 target.copy_(fresh)
             work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
-        return self._threads.run(work).blocks[0]
+        # Who waits for it helps, but for the ring's worker: torch's threads are the trainer's.
+        return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
 
     def _is_whole(self, page: GradientPage, number: int) -> None:
         """A stage waits for nothing any more. Such stages go home, but for the latest."""
         nbytes = page.nbytes(number)
         self._whole[page.index, number] = nbytes
         self._whole_bytes += nbytes
-        while self._whole_bytes > self._most_kept:
-            unit, oldest = next(iter(self._whole))
-            self._take_home(self.pages[unit], oldest)
+        for unit, oldest in list(self._whole):
+            if self._whole_bytes <= self._most_kept:
+                return
+            if self.pages[unit].arrived(oldest):  # else it goes when a later one comes: nobody waits here
+                self._take_home(self.pages[unit], oldest)
 
     def _unstage(self, page: GradientPage, number: int) -> None:
         """A chunk is staged no longer."""
@@ -386,6 +423,8 @@ class Gradients:
 
     def _take_home(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
+        if self._ring is not None:
+            self._ring.wait(state.sent)  # what failed is said by `check`
         stage = state.stage
         assert stage is not None
         self._unstage(page, number)

@@ -92,6 +92,7 @@ class Placement:
     piece_bytes: int
     transit_bytes: int
     resident_bytes: int
+    ring_bytes: int
 
 
 class Candidate:
@@ -107,9 +108,11 @@ class Candidate:
         *,
         line: Sequence[Kind],
         spread: bool,
+        ring: bool = False,
     ) -> None:
         """line: the order of kinds, parameters first; see `line_of`. spread: the order of units is such that
-        states and gradients beyond any cut are evenly apart in the model."""
+        states and gradients beyond any cut are evenly apart in the model. ring: gradients leave the device
+        through one."""
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [
@@ -126,6 +129,7 @@ class Candidate:
         """Units whose chains ample staging has room for: of eager updates one's gradients come while the
         states of another leave."""
         self._trained = rule is not None
+        self._has_ring = ring and rule is not None
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
         for unit in units:
             self._measure(unit, precision, rule)
@@ -169,9 +173,20 @@ class Candidate:
         """Bytes of transit: the bounce buffer, and pieces where pages take two hops."""
         return self.piece_bytes * (1 + comfort.pieces * (room.device is not None))
 
+    def ring(self, comfort: Comfort, room: Room) -> int:
+        """Bytes of the ring for gradients on the device, and of its landing in host RAM."""
+        if room.device is None or not self._has_ring:
+            return 0
+        return comfort.ring(room.device, _SMALLEST_PIECE)
+
     def working(self, comfort: Comfort, room: Room) -> int:
         """Bytes of host RAM for what is on its way."""
-        return self.staging(comfort, room) + self.transit(comfort, room)
+        return self.staging(comfort, room) + self.transit(comfort, room) + self.ring(comfort, room)
+
+    @property
+    def least_near(self) -> int:
+        """The fewest bytes of a device that do, whatever the others have."""
+        return self.near(0, LEAST.lookahead) + self._has_ring * LEAST.ring(0, _SMALLEST_PIECE)
 
     @property
     def total(self) -> int:
@@ -199,7 +214,7 @@ class Candidate:
         return self._residents[lookahead]
 
     def near(self, cut: int, lookahead: int) -> int:
-        """Bytes of the tier that computes if the pages before `cut` rest there. Grows with `cut`."""
+        """Bytes of pages in the tier that computes if those before `cut` rest there. Grows with `cut`."""
         return self.ends[cut] + self.residents(lookahead)[cut]
 
     def cuts(self, room: Room, comfort: Comfort) -> tuple[int, int] | None:
@@ -214,7 +229,8 @@ class Candidate:
             near = 0
             far = self._last(lambda cut: self.near(cut, comfort.lookahead), room.host - working)
         else:
-            near = self._last(lambda cut: self.near(cut, comfort.lookahead), room.device)
+            device = room.device - self.ring(comfort, room)
+            near = self._last(lambda cut: self.near(cut, comfort.lookahead), device)
             far = self._last(lambda cut: self.ends[cut] - self.ends[max(near, 0)], room.host - working)
         nvme = room.nvme if comfort.nvme else 0
         if min(near, far) < 0 or self.total - self.ends[far] > nvme:
@@ -242,14 +258,17 @@ class Candidate:
         working = self.working(comfort, room)
         bottom = bisect.bisect_left(self.ends, self.total - room.nvme)  # from here on, all fits nvme
         if tier is Tier.DEVICE:
+            if working > room.host:
+                return None
             near = bisect.bisect_left(self.ends, self.ends[bottom] - (room.host - working))
-            return self.near(near, comfort.lookahead) if working <= room.host else None
+            return self.near(near, comfort.lookahead) + self.ring(comfort, room)
         if room.device is None:
             if tier is Tier.HOST:
                 return working + self.near(bottom, comfort.lookahead)
             far = self._last(lambda cut: self.near(cut, comfort.lookahead), room.host - working)
         else:
-            near = self._last(lambda cut: self.near(cut, comfort.lookahead), room.device)
+            device = room.device - self.ring(comfort, room)
+            near = self._last(lambda cut: self.near(cut, comfort.lookahead), device)
             if near < 0:
                 return None
             if tier is Tier.HOST:
@@ -270,7 +289,7 @@ class Candidate:
         resident = self.residents(comfort.lookahead)[cuts[computes_in is Tier.HOST]]
         left = {Tier.HOST: room.host - self.working(comfort, room)}
         if room.device is not None:
-            left[Tier.DEVICE] = room.device
+            left[Tier.DEVICE] = room.device - self.ring(comfort, room)
         left[computes_in] -= resident
         homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
         for kind, unit in self._line:
@@ -289,6 +308,7 @@ class Candidate:
             piece_bytes=self.piece_bytes,
             transit_bytes=self.transit(comfort, room),
             resident_bytes=max(sum(heapq.nlargest(comfort.lookahead, away)), *together, 0),
+            ring_bytes=self.ring(comfort, room),
         )
 
 
@@ -327,12 +347,15 @@ class Search:
         *,
         line: Sequence[Kind],
         flowing: bool,
+        ring: bool = False,
     ) -> None:
         """line: the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all
-        through a backward: pages are spread, and there is staging for two units, if it fits."""
+        through a backward: pages are spread, and there is staging for two units, if it fits. ring: gradients
+        leave the device through one."""
         self._surveyed = surveyed
         self._line = line
         self._flowing = flowing
+        self._ring = ring
         self._precision = precision
         self._rule = rule
         self._groupings = _groupings(surveyed)
@@ -357,7 +380,7 @@ class Search:
         """Budgets that do together, of those the ones with the least memory; less of any one does not."""
         found = []
         for candidate in self._candidates():
-            room = Room(None if unified else candidate.near(0, LEAST.lookahead), 0, candidate.total * nvme)
+            room = Room(None if unified else candidate.least_near, 0, candidate.total * nvme)
             host = candidate.needed(Tier.HOST, room)
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
@@ -385,6 +408,7 @@ class Search:
                     self._rule,
                     line=self._line,
                     spread=self._flowing,
+                    ring=self._ring,
                 )
             yield self._measured[grouping, chunk]
 

@@ -22,6 +22,9 @@ from infinity.workspace import workspace_of
 
 _SECONDS_PER_DAY = 86_400
 
+_LARGEST_BLOCK = 4 << 20
+"""Bytes of the ring that go down at once: a link is at its best with them, and the worker soon at work."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -54,6 +57,9 @@ class Plan:
     """Bytes at the peak of a step, parameters and gradients excluded; None: unknown."""
     reserved: int
     """Bytes of the computing tier's budget that are left to activations and buffers."""
+    ring_bytes: int = 0
+    """Bytes of the ring through which gradients leave a device apart, and of its landing in host RAM; 0 where
+    the CPU can use what is there."""
     holes: int = 0
     """Of these, bytes for the holes between activations in the heap (infinity/heap.py)."""
     headroom: int = 0
@@ -120,16 +126,25 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device tier's memory: pages, the pool of residents, a workspace; 0 when unified."""
+        """Bytes of the device tier's memory: pages and what works there; 0 when unified."""
         if self.unified:
             return 0
-        return self.home_bytes[Tier.DEVICE] + self.resident_bytes + self.workspace_bytes
+        return self.home_bytes[Tier.DEVICE] + self.resident_bytes + self.workspace_bytes + self.ring_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host arena: pages, staging and transit, and when unified the pool of residents."""
+        """Bytes of the host arena: pages and what works there, and when unified the pool of residents."""
         resident = self.resident_bytes if self.unified else 0
-        return self.home_bytes[Tier.HOST] + self.staging_bytes + self.transit_bytes + resident
+        return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
+
+    @property
+    def ring_block_bytes(self) -> int:
+        """The most bytes that pass through the ring as one."""
+        return min(_LARGEST_BLOCK, self.ring_bytes // 2)
+
+    @property
+    def _working_in_ram(self) -> int:
+        return self.staging_bytes + self.transit_bytes + self.ring_bytes
 
     @property
     def ram_bytes(self) -> int:
@@ -178,11 +193,12 @@ class Plan:
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dict per tier with its name and bytes. `activations` is None where unknown.
 
-        working: slots, the pool of residents, the workspace of updates, and `headroom`.
+        working: staging, transit, the pool of residents, the ring and its landing, the workspace of updates,
+        and `headroom`.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
-        near = self.resident_bytes + self.workspace_bytes
-        working = {Tier.DEVICE: near, Tier.HOST: self.staging_bytes + self.transit_bytes, Tier.NVME: 0}
+        near = self.resident_bytes + self.workspace_bytes + self.ring_bytes
+        working = {Tier.DEVICE: near, Tier.HOST: self._working_in_ram, Tier.NVME: 0}
         if self.unified:
             working[Tier.HOST] += self.resident_bytes
         kinds = {(tier, kind): 0 for tier in Tier for kind in Kind}

@@ -23,6 +23,7 @@ from infinity.rules import Rule
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.device import available_bytes
+from infinity.tiers.link import is_direct
 from infinity.units import Survey, survey
 from infinity.workspace import largest_workspace
 
@@ -87,7 +88,14 @@ def make_plan(
         unknown=_UNKNOWN_SHARE if device.type == "cuda" else None,
         headroom=available.headroom,
     )
-    search = Search(surveyed, precision, rule, line=line_of(accumulation), flowing=update == "eager")
+    search = Search(
+        surveyed,
+        precision,
+        rule,
+        line=line_of(accumulation),
+        flowing=update == "eager",
+        ring=not (unified or is_direct(device)),
+    )
     draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes), unified)
     placement = search.place(draft.room(reserve))
     if placement is None:
@@ -171,6 +179,7 @@ class _Draft:
             piece_bytes=placement.piece_bytes,
             transit_bytes=placement.transit_bytes,
             resident_bytes=placement.resident_bytes,
+            ring_bytes=placement.ring_bytes,
             budgets=self.budgets,
             **others,
         )

@@ -91,7 +91,7 @@ class ReadAhead:
             chain = self._unlocked[0]
             page = self._gradients.pages[chain.unit]
             # A gradient that went home did so because its room was needed.
-            if self._can_read(chain) and page.in_ram(chain.chunk_index) is not None:
+            if self._can_read(chain) and page.is_in_ram(chain.chunk_index):
                 yield (chain,)
             self._unlocked.popleft()
 

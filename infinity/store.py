@@ -146,13 +146,12 @@ class Store:
         self.meter = meter
         self._writes: deque[tuple[Home, Flight]] = deque()
         self._opened: list[Home] = []
-        device_bytes = plan.home_bytes[Tier.DEVICE] + plan.resident_bytes + plan.workspace_bytes
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
-            self.device = open_device(plan.device, None if plan.unified else device_bytes, self.host)
+            self.device = open_device(plan.device, None if plan.unified else plan.device_bytes, self.host)
             cleanup.callback(self.device.close)
             if plan.device.type == "cuda":
-                share = Share(plan.budgets[Tier.DEVICE], device_bytes)
+                share = Share(plan.budgets[Tier.DEVICE], plan.device_bytes)
                 cleanup.enter_context(capped(plan.device, share, others=others))
             self.link: DeviceLink = CpuLink() if self.device.shares_host else open_link(plan.device)
             cleanup.callback(self.link.close)
@@ -165,6 +164,9 @@ class Store:
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.workspace, self.kernels = self._open_workspace()
             """For updates on the device, where the plan has such: uint8 (plan.workspace_bytes,) there."""
+            self.ring, self.landing = self._open_ring()
+            """Where gradients pass, if the plan has such a way: uint8 (plan.ring_bytes,) on the device, and
+            in host RAM."""
             self.nvme: NvmeTier | None = None
             if plan.home_bytes[Tier.NVME]:
                 self.nvme = cleanup.enter_context(
@@ -200,6 +202,14 @@ class Store:
         kernels = Kernels(plan.device, _kinds(plan))
         with self.device.pool("workspace", plan.workspace_bytes).lease(plan.workspace_bytes) as lease:
             return lease.residency(), kernels
+
+    def _open_ring(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        nbytes = self.plan.ring_bytes
+        if not nbytes or self.link.direct:
+            return None, None
+        pools = self.device.pool("ring", nbytes), self.host.pool("landing", nbytes)
+        with pools[0].lease(nbytes) as ring, pools[1].lease(nbytes) as landing:
+            return ring.residency(), landing.residency()
 
     @property
     def piece_bytes(self) -> int:
@@ -358,7 +368,7 @@ class Store:
         self._bounce = None
         for home in self._opened:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
-        self.workspace = self.kernels = None
+        self.workspace = self.kernels = self.ring = self.landing = None
         self._cleanup.close()
 
     def _finish_write(self) -> None:

@@ -150,7 +150,7 @@ class Updater:
             flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
             if gradients.on_device(unit):
                 gradients.add_on_device(unit, parameter, flat)
-            elif page.home.in_place:
+            elif page.home.in_place and self._store.link.direct:
                 gradients.add_in_place(page, parameter, flat)
             else:
                 for number, piece in gradients.pieces(page, parameter):

@@ -14,6 +14,7 @@ from infinity.config import Budget
 from infinity.device_units import DeviceUnits
 from infinity.edits import EditTracker
 from infinity.gradient_page import GradientPage
+from infinity.gradient_ring import GradientRing
 from infinity.gradients import Gradients
 from infinity.health import Health
 from infinity.heap import HeapGuard
@@ -137,9 +138,10 @@ class _Builder:
         scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
         gradients, updater = None, None
         if states is not None:
-            gradient_pages = self._gradient_pages()
+            ring = None if store.ring is None else GradientRing(store)
+            gradient_pages = self._gradient_pages(ring)
             on_device = DeviceUnits(pages, gradient_pages, states, store) if plan.updated_on_device else None
-            gradients = Gradients(gradient_pages, store, threads, scale, on_device)
+            gradients = Gradients(gradient_pages, store, threads, scale, on_device=on_device, ring=ring)
             updater = Updater(
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
@@ -197,9 +199,9 @@ class _Builder:
             for unit, layout in enumerate(self.plan.layout.units)
         }
 
-    def _gradient_pages(self) -> dict[int, GradientPage]:
+    def _gradient_pages(self, ring: GradientRing | None) -> dict[int, GradientPage]:
         return {
-            unit: GradientPage(unit, layout, self._home(unit, Kind.GRADIENT), self.plan)
+            unit: GradientPage(unit, layout, self._home(unit, Kind.GRADIENT), self.plan, ring)
             for unit, layout in enumerate(self.plan.layout.units)
         }
 

@@ -18,7 +18,7 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -26,6 +26,9 @@ import torch
 
 from infinity.tiers.anchor import Anchor, EventTiming
 from infinity.tiers.driver import Driver, Event, Stream, cuda_driver
+
+After = Event | Sequence[Event] | None
+"""What a copy down comes after: see `DeviceLink.to_host`."""
 
 _PIECE = 64 << 20
 """Bytes of a copy up at the most, so that an urgent one passes a page of 1 GiB: 1.3 ms at 50 GB/s, in which
@@ -116,7 +119,7 @@ ARRIVED = Arrived()
 
 
 class DeviceLink(Protocol):
-    """Copies between host RAM and a device. Called under the runtime's lock."""
+    """Copies between host RAM and a device. Called under the runtime's lock, but for `to_host`."""
 
     direct: bool
     """Whether code on the CPU can use what is on the device."""
@@ -127,9 +130,11 @@ class DeviceLink(Protocol):
         """Copy host bytes up. Both contiguous, of equal bytes. `last_return`: of the lease over `into`,
         see the note; 0 for bytes that were never lent, or where `follow_compute` covers their last use."""
 
-    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
-        """Copy device bytes down, as they are after the event (see `record`), or without one as compute will
-        have left them by all that is queued. Both contiguous, of equal bytes; `source` is kept until then."""
+    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
+        """Copy device bytes down, as they are after the events (see `record`), or without one as compute will
+        have left them by all that is queued. Both contiguous, of equal bytes; `source` is kept until then.
+
+        With events, any thread may call it, and wait for the transfer."""
 
     def record(self) -> Event | None:
         """The moment when compute has come to what is queued now; None where it has already."""
@@ -166,7 +171,7 @@ class CpuLink:
     ) -> Transfer:
         return _copied(into, source)
 
-    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
+    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
         return _copied(into, source)
 
     def record(self) -> Event | None:
@@ -243,6 +248,8 @@ class CopyStreams:
         self._under_way: deque[EventTransfer] = deque()
         """Copies down, oldest first: torch's allocator may own what they read (a fresh gradient), and would
         hand it out again if nobody kept it."""
+        self._queueing_down = threading.Lock()
+        """Guards them: more than one thread asks for copies down."""
         self._idle: Stream | None = None
         """For anchors, while copies are timed."""
         self._anchor: Anchor | None = None
@@ -261,12 +268,15 @@ class CopyStreams:
             self._wait(Order.LAST_USE, self._last_use(last_return), stream)
         return self._copy(stream, into, source, _PIECE)
 
-    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
-        self._wait(Order.LAST_WRITER, self.record() if after is None else after, self._down)
+    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
+        events = self.record() if after is None else after
+        for event in events if isinstance(events, Sequence) else (events,):
+            self._wait(Order.LAST_WRITER, event, self._down)
         transfer = self._copy(self._down, into, source, 0)
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft()
-        self._under_way.append(transfer)
+        with self._queueing_down:
+            while self._under_way and self._under_way[0].done():
+                self._under_way.popleft()
+            self._under_way.append(transfer)
         return transfer
 
     def record(self) -> Event:
@@ -348,12 +358,13 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """A recent one, where copies are timed."""
-        if self._idle is None:
+        """A recent one, where copies are timed. Another thread may end that meanwhile."""
+        idle, anchor = self._idle, self._anchor
+        if idle is None:
             return None
-        if self._anchor is None or self._anchor.old:
-            self._anchor = Anchor(self._idle)
-        return self._anchor
+        if anchor is None or anchor.old:
+            self._anchor = anchor = Anchor(idle)
+        return anchor
 
 
 class _Current:
@@ -387,6 +398,11 @@ def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
         yield
     finally:
         _emulation.made_by = before
+
+
+def is_direct(device: torch.device) -> bool:
+    """What `open_link(device).direct` will be."""
+    return device.type != "cuda" and getattr(_emulation, "made_by", None) is None
 
 
 def open_link(device: torch.device) -> DeviceLink:

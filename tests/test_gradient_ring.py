@@ -1,0 +1,469 @@
+"""Gradients leave through the ring: hooks return, nothing is lost or counted twice, and no bit differs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import parity
+import pytest
+import torch
+from emulated_device import COMPUTE, LIBRARY, EmulatedDevice
+from homes import ROOMY, budget_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from process_resources import nothing_left
+from torch import nn
+
+import infinity
+from infinity.cpu_adam import BLOCK
+from infinity.errors import ConfigError, DeviceError
+from infinity.gradient_ring import Job, fit, placed
+from infinity.placement import Kind
+from infinity.planning import Available, make_plan
+from infinity.rules import Rule
+from infinity.telemetry import Edge
+from infinity.tiers import Tier, link
+from infinity.tiers.driver import Driver
+
+WATCHDOG = 30
+"""Seconds after which what should not wait is let go, and found out."""
+
+BIG = 4 * BLOCK
+"""Elements of four blocks of the smallest ring, and of two rings."""
+
+
+RING = 8 * BLOCK
+"""Bytes of the smallest ring: two blocks."""
+
+
+class Layers(nn.Module):
+    """Weights that are a block of the smallest ring each, and biases that share one."""
+
+    def __init__(self, *sizes: int, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(64, size // 64, bias=bias) for size in sizes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(inputs).float().square().mean() for layer in self.layers]).sum()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(100 + batch)
+    return torch.randn(4, 64).to(dtype)
+
+
+@contextlib.contextmanager
+def planned_apart() -> Iterator[None]:
+    """Plans inside are for an emulated device."""
+    driver = Driver.load(str(LIBRARY))
+    with link.emulated(driver, driver.foreign(COMPUTE)):
+        yield
+
+
+def budget_of(home: str, model: nn.Module, directory: Path, precision: Any) -> Any:
+    with planned_apart():
+        return budget_for(home, model, adamw(model), directory, precision)
+
+
+@contextlib.contextmanager
+def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> Iterator[Any]:
+    """A runtime with its parameters on the device, all else in RAM, and a ring of two blocks.
+
+    device: None for one that the CPU sees.
+    """
+    precision = options.pop("precision", infinity.Precision(compute="fp32"))
+    budget = infinity.Budget(device=ROOMY, host=ROOMY)
+    units = infinity.plan(model, adamw(model), budget=budget, precision=precision, device="cpu").layout.units
+    ring = 0 if device is None else RING
+    near = infinity.Budget(device=sum(unit.nbytes for unit in units) + ring, host=ROOMY)
+    with (
+        contextlib.nullcontext() if device is None else device.in_use(),
+        infinity.offload(
+            model, adamw(model), budget=near, precision=precision, device="cpu", **options
+        ) as runtime,
+    ):
+        plan = runtime.plan
+        assert plan.ring_bytes == ring
+        homes = {home[kind] for home in plan.homes for kind in (Kind.GRADIENT, Kind.OPTIMIZER)}
+        assert homes == {Tier.HOST} and plan.home_bytes[Tier.DEVICE]
+        yield runtime
+
+
+@contextlib.contextmanager
+def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
+    """Copies down do not begin inside, nor before what is given is called; a watchdog asserts that nobody
+    waited for them."""
+    down = runtime._parts.store.link.streams["down"]
+    late: list[str] = []
+
+    def let_go() -> None:
+        device.let_go(down)
+
+    def too_late() -> None:
+        late.append("somebody waited for a copy that is held")
+        let_go()
+
+    watchdog = threading.Timer(WATCHDOG, too_late)
+    device.hold(down)
+    watchdog.start()
+    try:
+        yield let_go
+    finally:
+        let_go()
+        watchdog.cancel()
+        watchdog.join()
+    assert late == []
+
+
+def finished(model: nn.Module, runtime: Any) -> dict[str, Any]:
+    """A step's rest, and what it has left."""
+    found: dict[str, Any] = {"gradients": [runtime.grad(each) for each in model.parameters()]}
+    found["norm"] = float(runtime.clip_grad_norm_(0.5))
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    found["parameters"] = parity.copied(model.state_dict())
+    found["optimizer"] = parity.tensors_copied(runtime.optimizer.state_dict())
+    return found
+
+
+def stepped(model: nn.Module, runtime: Any) -> dict[str, Any]:
+    model(inputs()).backward()
+    return finished(model, runtime)
+
+
+@functools.cache
+def expected(*sizes: int, bias: bool = True) -> dict[str, Any]:
+    """What one step leaves where the CPU sees the device."""
+    model = Layers(*sizes, bias=bias)
+    with mock.patch.object(link._emulation, "made_by", None), opened(None, model) as runtime:
+        return stepped(model, runtime)
+
+
+# --- room -----------------------------------------------------------------------------------------------
+
+
+def job(start: int, end: int) -> Job:
+    made = Job(torch.uint8, lambda landed: None)
+    made.start, made.end = start, end
+    return made
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 4])), max_size=30),
+    returns=st.lists(st.booleans(), min_size=60, max_size=60),
+)
+def test_room_is_given_once_and_in_order(
+    size: int, sizes: list[tuple[int, int]], returns: list[bool]
+) -> None:
+    taken: list[Job] = []
+    back = iter(returns)
+    for nbytes, alignment in sizes:
+        start = placed(nbytes, alignment, size, taken)
+        if start is not None:
+            assert start % alignment == 0 and start + nbytes <= size
+            assert all(each.end <= start or start + nbytes <= each.start for each in taken)
+            taken.append(job(start, start + nbytes))
+        else:
+            assert taken or nbytes > size, "an empty ring has room for all that is no larger"
+        while taken and next(back, False):
+            taken.pop(0)
+
+
+def test_room_for_several_is_looked_for_one_after_the_other() -> None:
+    assert fit([4, 4], 1, 8, [])
+    assert not fit([4, 4], 1, 8, [job(0, 1)])
+    assert fit([4, 4, 4], 1, 8, []), "of more than the ring has, as much as it has"
+    assert not fit([4, 4, 4], 1, 8, [job(0, 4)])
+    assert fit([3], 1, 8, [job(3, 5)]) and not fit([4], 1, 8, [job(3, 5)])
+    assert fit([], 1, 8, [job(0, 8)])
+
+
+@pytest.mark.parametrize("budget", [{"device": "1MiB", "host": "8MiB"}, {"device": "4GiB", "host": "8GiB"}])
+def test_a_plan_has_a_ring_of_at_least_two_blocks(budget: dict[str, str]) -> None:
+    model = nn.Linear(300, 300, device="meta")
+    rule = Rule.of(adamw(model))
+
+    def made(**changed: Any) -> infinity.Plan:
+        return make_plan(
+            model,
+            changed.get("rule", rule),
+            budget=infinity.Budget(**{**budget, **changed.get("budget", {})}),
+            precision=infinity.Precision(),
+            device=torch.device("cpu"),
+            available=Available(device=1 << 30, host=1 << 30),
+        )
+
+    direct = made()
+    with planned_apart():
+        apart, unified, inference = made(), made(budget={"device": None}), made(rule=None)
+    assert direct.ring_bytes == unified.ring_bytes == inference.ring_bytes == 0
+    assert apart.ring_bytes >= 2 * apart.ring_block_bytes >= 8 * BLOCK
+    assert apart.ring_block_bytes <= 4 << 20
+    assert apart.device_bytes == apart.home_bytes[Tier.DEVICE] + apart.resident_bytes + apart.ring_bytes
+    assert apart.smallest[Tier.DEVICE] == direct.smallest[Tier.DEVICE] + RING
+    assert apart.smallest[Tier.HOST] == direct.smallest[Tier.HOST] + RING
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    widths=st.lists(st.sampled_from([3, 64, 130]), min_size=1, max_size=4),
+    device=st.integers(1, 600_000),
+    host=st.integers(1, 2_000_000),
+    nvme=st.none() | st.integers(1, 2_000_000),
+)
+def test_what_a_plan_with_a_ring_needs_is_exact(
+    widths: list[int], device: int, host: int, nvme: int | None
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, 2 * width) for width in widths))
+
+    def made(**budget: Any) -> infinity.Plan:
+        paths = {"/nowhere": budget.pop("nvme")} if budget["nvme"] else budget.pop("nvme")
+        with planned_apart():
+            return make_plan(
+                model,
+                Rule.of(adamw(model)),
+                budget=infinity.Budget(**budget, nvme=paths),
+                precision=infinity.Precision(),
+                device=torch.device("cpu"),
+                available=Available(device=1 << 26, host=1 << 26),
+            )
+
+    budget = {"device": device, "host": host, "nvme": nvme}
+    for _ in range(4):
+        try:
+            plan = made(**budget)
+        except infinity.BudgetError as error:
+            assert error.tier is not None and error.needed is not None
+            with pytest.raises(infinity.BudgetError):
+                made(**{**budget, error.tier: max(1, error.needed - 4096)})
+            budget[error.tier] = error.needed
+        else:
+            break
+    assert plan.ring_bytes >= RING
+    assert plan.device_bytes <= plan.budgets[Tier.DEVICE] and plan.host_bytes <= plan.budgets[Tier.HOST]
+
+
+# --- what hooks and others wait for ---------------------------------------------------------------------
+
+
+def test_hooks_return_while_copies_are_held() -> None:
+    device, model = EmulatedDevice(1), Layers(BLOCK, BLOCK // 2)
+    with opened(device, model) as runtime:
+        with held(device, runtime):
+            model(inputs()).backward()
+        assert parity.differences(finished(model, runtime), expected(BLOCK, BLOCK // 2)) == []
+
+
+def test_the_third_of_a_ring_of_two_waits_without_lock_and_gil() -> None:
+    """Also Ctrl-C lands, and the step can be repeated."""
+    device, model = EmulatedDevice(2), Layers(*3 * [BLOCK], bias=False)
+    with opened(device, model) as runtime:
+        ring = runtime._parts.gradients._ring
+        seen: list[bool] = []
+
+        def look() -> None:
+            while len(ring._jobs) < 2 or not ring._changed._waiters:  # the worker waits for its copy
+                time.sleep(0.001)
+            lock = runtime._parts.paging.lock
+            seen.append(lock.acquire(timeout=WATCHDOG / 2))
+            if seen[0]:
+                lock.release()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with held(device, runtime):
+            loss = model(inputs())
+            other = threading.Thread(target=look)
+            other.start()
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            other.join()
+            assert seen == [True]
+            del loss
+        with pytest.raises(ConfigError, match="zero_grad"):
+            runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        assert parity.differences(stepped(model, runtime), expected(*3 * [BLOCK], bias=False)) == []
+
+
+def test_who_reads_gradients_waits_for_them() -> None:
+    device, model = EmulatedDevice(3), Layers(BLOCK)
+    readers: list[Callable[[Any], Any]] = [
+        lambda runtime: runtime.grad(model.layers[0].weight),
+        lambda runtime: runtime.clip_grad_norm_(1.0),
+        lambda runtime: runtime.optimizer.step(),
+        lambda runtime: runtime.optimizer.zero_grad(),
+    ]
+    with opened(device, model) as runtime:
+        for read in readers:
+            runtime.optimizer.zero_grad()
+            with held(device, runtime) as let_go:
+                model(inputs()).backward()
+                timer = threading.Timer(0.1, let_go)
+                timer.start()
+                read(runtime)
+                assert timer.finished.is_set(), "somebody read what had not come down"
+                timer.join()
+
+
+def test_a_runtime_closes_while_copies_are_held() -> None:
+    device, model = EmulatedDevice(4), Layers(BLOCK, BLOCK // 2)
+    with nothing_left(garbage=True):
+        with opened(device, model) as runtime:
+            down = runtime._parts.store.link.streams["down"]
+            device.hold(down)
+            model(inputs()).backward()
+            timer = threading.Timer(0.1, device.let_go, (down,))
+            timer.start()
+            runtime.close()
+            timer.join()
+            assert runtime._parts.gradients._ring._jobs
+        del runtime
+        gc.collect()
+
+
+# --- what comes of them ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(BLOCK, BLOCK // 2), (BIG, 64), (3 * BIG + 64, 2 * BIG)])
+def test_bytes_down_are_those_of_the_gradients(sizes: tuple[int, ...]) -> None:
+    """Per backward, exactly; nothing else comes down, and what goes up are the updated regions."""
+    device, model = EmulatedDevice(5), Layers(*sizes)
+    nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    with opened(device, model) as runtime:
+        for backwards in (1, 2):
+            before = runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes
+            for _ in range(backwards):
+                model(inputs()).backward()
+            runtime.clip_grad_norm_(1.0)
+            assert runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes - before == backwards * nbytes
+            runtime.optimizer.zero_grad()
+        before = runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes
+        assert parity.differences(stepped(model, runtime), expected(*sizes)) == []
+        assert runtime.stats.edges[Edge.HOST_TO_NVME].bytes == 0
+
+
+def test_neighbours_come_down_in_one_copy() -> None:
+    device, model = EmulatedDevice(6), Layers(*[64] * 20)
+    with opened(device, model) as runtime:
+        with held(device, runtime):
+            model(inputs()).backward()
+            before = runtime.stats.edges[Edge.DEVICE_TO_HOST].transfers
+        runtime.clip_grad_norm_(1.0)
+        assert runtime.stats.edges[Edge.DEVICE_TO_HOST].transfers - before <= 2, "of 40 gradients"
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamWaitEvent", "cuEventQuery"])
+def test_a_copy_that_fails_is_told_and_the_step_can_be_repeated(call: str) -> None:
+    device, model = EmulatedDevice(7), Layers(BLOCK, BLOCK // 2)
+    with opened(device, model) as runtime:
+        model(inputs()).backward()
+        runtime.optimizer.zero_grad()
+        with held(device, runtime):
+            loss = model(inputs())
+            device.fail(call, 700)
+            with contextlib.suppress(DeviceError):
+                loss.backward()
+        with pytest.raises(DeviceError) as caught:
+            runtime.optimizer.step()
+        assert caught.value.call == call and caught.value.name == "CUDA_ERROR_ILLEGAL_ADDRESS"
+        with pytest.raises(DeviceError):
+            runtime.grad(model.layers[0].weight)
+        runtime.optimizer.zero_grad()
+        del loss
+        assert parity.differences(stepped(model, runtime), expected(BLOCK, BLOCK // 2)) == []
+
+
+class Mixed(nn.Module):
+    """Gradients of two dtypes, of odd sizes, of a weight that is used twice, and of one that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(64, 301)
+        self.norm = nn.LayerNorm(301)
+        self.second = nn.Linear(301, 64)
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.tanh(self.first(batch)).float())
+        out = self.second(hidden.to(self.second.weight.dtype))
+        out = out + self.second(torch.tanh(hidden).to(out.dtype))
+        return (out.float().square().mean() * self.scale.float().exp()).sum()
+
+
+def trained(
+    home: str, directory: Path, device: EmulatedDevice | None, *, compute: str, update: str, how: str
+) -> dict[str, Any]:
+    """What three steps of three micro-batches leave. how: "plain", or by `accumulate`."""
+    model = Mixed()
+    precision = infinity.Precision(compute=compute, keep=("norm.*",))
+    budget = budget_of(home, model, directory, precision)
+    losses = []
+    with (
+        contextlib.nullcontext() if device is None else device.in_use(),
+        infinity.offload(
+            model,
+            adamw(model),
+            budget=budget,
+            precision=precision,
+            device="cpu",
+            update=update,
+            accumulation=3 if update == "eager" else None,
+        ) as runtime,
+    ):
+        assert bool(runtime.plan.ring_bytes) == (device is not None)
+        dtype = precision.compute_dtype
+
+        def loss_of(number: int) -> torch.Tensor:
+            return model(inputs(number, dtype)) / 3
+
+        for step in range(3):
+            numbers = range(3 * step, 3 * step + 3)
+            if how == "accumulate":
+                losses += [each.item() for each in runtime.accumulate(numbers, loss_of, together=3)]
+            else:
+                for number in numbers:
+                    loss = loss_of(number)
+                    loss.backward()
+                    losses.append(loss.item())
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+        return {
+            "losses": losses,
+            "parameters": parity.copied(model.state_dict()),
+            "optimizer": parity.tensors_copied(runtime.optimizer.state_dict()),
+        }
+
+
+@pytest.mark.parametrize("how", ["plain", "accumulate"])
+@pytest.mark.parametrize("update", ["lazy", "eager", "sync"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_every_bit_is_that_of_gradients_that_stay(
+    compute: str, update: str, how: str, tmp_path: Path
+) -> None:
+    if (compute, update) == ("fp16", "eager"):
+        pytest.skip("is refused")
+    for seed, home in enumerate(("host", "nvme", "mixed")):
+        expected = trained(home, tmp_path, None, compute=compute, update=update, how=how)
+        for threads in (False, True):
+            device = EmulatedDevice(seed, threads=threads)
+            found = trained(home, tmp_path, device, compute=compute, update=update, how=how)
+            assert parity.differences(found, expected) == []
