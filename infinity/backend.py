@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from infinity.accumulate import Accumulator
+from infinity.decision import GroupOf
 from infinity.eager import EagerStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
 from infinity.telemetry import Phase
-from infinity.update import GroupOf
 
 
 class Backend:

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from infinity import cpu_adam
 from infinity.config import round_up
+from infinity.decision import Decision
 from infinity.errors import InfinityError
 from infinity.gradient_page import GradientPage
 from infinity.health import Health
@@ -67,23 +66,6 @@ _NEXT = {
     ChainState.LOST: (ChainState.IDLE,),
 }
 """The transitions that there are. To IDLE also when the runtime ends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One unit's update, as `step()` or an eager update decided it: nothing that changes later has a say."""
-
-    hypers: Sequence[cpu_adam.Hyper]
-    native: Sequence[cpu_adam.NativeHyper]
-    """Of each of them."""
-    parameters: Mapping[int, tuple[int, int]]
-    """Parameter that is updated -> (index among the hypers, seed of its roundings)."""
-    scale: float
-    """From the gradient as stored to the one that the rule sees."""
-    fresh: frozenset[int]
-    """Chunks whose moments begin with this update."""
-    edited: frozenset[int]
-    """Parameters whose master is their value as it is now."""
 
 
 class Chain:

@@ -20,14 +20,14 @@ import contextlib
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from infinity import cpu_adam
-from infinity.chain import NOTHING, Chain, ChainState, Decision
+from infinity.chain import NOTHING, Chain, ChainState
+from infinity.decision import Decision, GroupOf, count_step, decide
 from infinity.device_units import DeviceUnits
 from infinity.device_update import Turn
 from infinity.errors import InfinityError
@@ -36,13 +36,10 @@ from infinity.health import Health
 from infinity.memory_order import in_memory_order
 from infinity.page import ParameterPage, Presence
 from infinity.read_ahead import ReadAhead
-from infinity.states import StatePage, States
+from infinity.states import States
 from infinity.store import Store
 from infinity.telemetry import Edge
 from infinity.tiers.link import ARRIVED, Transfer
-
-GroupOf = Callable[[int, int], Mapping[str, Any] | None]
-"""The live param group of (unit, parameter), or None where the optimizer does not have it."""
 
 _MOST_RUNNING = 8
 """Updates under way that need no staging; more would only lengthen queues."""
@@ -301,7 +298,7 @@ class Updater:
 
     def _open(self, unit: int, group_of: GroupOf) -> None:
         """Decide the update of a unit. From here on every count says that the unit's step was."""
-        decision = self._decided(unit, group_of)
+        decision = decide(unit, group_of, self._gradients, self._states)
         if decision is None:
             return
         group = self._units[unit]
@@ -318,34 +315,7 @@ class Updater:
                     self._due[unit] = due
             group.left = len(chosen)
         with torch._C.DisableTorchFunctionSubclass():
-            self._count(self._pages[unit], self._states.pages[unit], decision, group_of)
-
-    def _decided(self, unit: int, group_of: GroupOf) -> Decision | None:
-        """None where no parameter of the unit is updated."""
-        state, rule = self._states.pages[unit], self._states.rule
-        known: dict[tuple[int, int, bool], int] = {}
-        hypers: list[cpu_adam.Hyper] = []
-        parameters = {}
-        for index in self._gradients.pages[unit].content:
-            group = group_of(unit, index)
-            if group is None:
-                continue
-            step, first = state.steps[index] + 1, index not in state.has_moments
-            key = (id(group), step, first)
-            if key not in known:
-                known[key] = len(hypers)
-                hypers.append(rule.hyper(group, step, first))
-            parameters[index] = (known[key], state.seed(index, step))
-        if not parameters:
-            return None
-        return Decision(
-            hypers=hypers,
-            native=[each.native() for each in hypers],
-            parameters=parameters,
-            scale=self._gradients.unscale,
-            fresh=frozenset(number for number, begun in enumerate(state.begun) if not begun),
-            edited=frozenset(state.edited),
-        )
+            count_step(self._pages[unit], self._states, decision, group_of)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue a unit's update behind what the device computes, and before all that will use its outcome."""
@@ -356,21 +326,6 @@ class Updater:
         }
         units.update(unit, turns, decision.scale)
         self._store.meter.updating(time.perf_counter() - started)
-
-    def _count(self, page: ParameterPage, state: StatePage, decision: Decision, group_of: GroupOf) -> None:
-        touched = decision.parameters.keys()
-        if not all(state.begun):
-            for number, chunk in enumerate(page.layout.chunks):
-                if any(piece.parameter in touched for piece in chunk.pieces):
-                    state.begun[number] = True
-        state.edited -= touched
-        for index in touched:
-            state.steps[index] += 1
-            group = group_of(page.index, index)
-            if group is not None and self._states.rule.written(group):
-                state.has_moments.add(index)
-            torch.autograd.graph.increment_version(page.parameters[index])
-        page.acknowledge()
 
     # --- room -------------------------------------------------------------------------------------------
 

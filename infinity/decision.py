@@ -1,0 +1,82 @@
+"""Decision: what one unit's update in a step is to do, settled once, and counted as done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity import cpu_adam
+from infinity.gradients import Gradients
+from infinity.page import ParameterPage
+from infinity.states import States
+
+GroupOf = Callable[[int, int], Mapping[str, Any] | None]
+"""The live param group of (unit, parameter), or None where the optimizer does not have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One unit's update, as `step()` or an eager update decided it: nothing that changes later has a say."""
+
+    hypers: Sequence[cpu_adam.Hyper]
+    native: Sequence[cpu_adam.NativeHyper]
+    """Of each of them."""
+    parameters: Mapping[int, tuple[int, int]]
+    """Parameter that is updated -> (index among the hypers, seed of its roundings)."""
+    scale: float
+    """From the gradient as stored to the one that the rule sees."""
+    fresh: frozenset[int]
+    """Chunks whose moments begin with this update."""
+    edited: frozenset[int]
+    """Parameters whose master is their value as it is now."""
+
+
+def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -> Decision | None:
+    """The update of every parameter of a unit that has a gradient and a group, as they are now; None without.
+
+    Raises as `Rule.hyper`.
+    """
+    state, rule = states.pages[unit], states.rule
+    known: dict[tuple[int, int, bool], int] = {}
+    hypers: list[cpu_adam.Hyper] = []
+    parameters = {}
+    for index in gradients.pages[unit].content:
+        group = group_of(unit, index)
+        if group is None:
+            continue
+        step, first = state.steps[index] + 1, index not in state.has_moments
+        key = (id(group), step, first)
+        if key not in known:
+            known[key] = len(hypers)
+            hypers.append(rule.hyper(group, step, first))
+        parameters[index] = (known[key], state.seed(index, step))
+    if not parameters:
+        return None
+    return Decision(
+        hypers=hypers,
+        native=[each.native() for each in hypers],
+        parameters=parameters,
+        scale=gradients.unscale,
+        fresh=frozenset(number for number, begun in enumerate(state.begun) if not begun),
+        edited=frozenset(state.edited),
+    )
+
+
+def count_step(page: ParameterPage, states: States, decision: Decision, group_of: GroupOf) -> None:
+    """Every count of the unit says from here on that its update was, however late it runs."""
+    state, touched = states.pages[page.index], decision.parameters.keys()
+    if not all(state.begun):
+        for number, chunk in enumerate(page.layout.chunks):
+            if any(piece.parameter in touched for piece in chunk.pieces):
+                state.begun[number] = True
+    state.edited -= touched
+    for index in touched:
+        state.steps[index] += 1
+        group = group_of(page.index, index)
+        if group is not None and states.rule.written(group):
+            state.has_moments.add(index)
+        torch.autograd.graph.increment_version(page.parameters[index])
+    page.acknowledge()
