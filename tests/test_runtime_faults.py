@@ -98,8 +98,7 @@ def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Pat
             faults.shorten(kind, nth, 512)
 
     trained = train(home, compute, tmp_path, every_third, 0)
-    # The first was cut short, and every third. How many there are depends on what is read ahead.
-    assert trained.calls[kind]
+    assert trained.calls[kind] > clean(home, compute).calls[kind]
     assert trained.failures == 0
     assert differences(trained.result, clean(home, compute).result) == []
 
