@@ -6,7 +6,8 @@ has memory of its own (the CPU stands in for it):
 
     host      everything in RAM below the device
     nvme      everything on the disk
-    offload   parameters on the device, the rest in RAM, as ZeRO-Offload has them
+    offload   parameters on the device, the rest in RAM, as ZeRO-Offload has them; with room for mirrors
+    tight     the same without that room
     unified   everything in RAM, where the CPU computes
 
 A step is forward, backward, `step()` and `zero_grad()`. Its calls are the interpreter's events for profilers
@@ -74,7 +75,8 @@ WARM_UP = 4
 HOMES = {
     "host": (Tier.HOST, Tier.HOST),
     "nvme": (Tier.NVME, Tier.NVME),
-    "offload": (Tier.DEVICE, Tier.HOST),
+    "offload": (Tier.HOST, Tier.HOST),
+    "tight": (Tier.DEVICE, Tier.HOST),
     "unified": (Tier.HOST, Tier.HOST),
 }
 """Of parameters, and of gradients and states."""
@@ -178,10 +180,11 @@ def budget_for(home: str, layout: Layout, model: nn.Module, directory: str) -> i
     page = plan.layout.units[0].nbytes
     if home == "unified":
         return infinity.Budget(host=pages + working + LOOKAHEAD * page)
-    device = (layout.units if home == "offload" else LOOKAHEAD) * page
+    device = (layout.units if home in ("offload", "tight") else LOOKAHEAD) * page
     if home == "nvme":
         return infinity.Budget(device=device, host=working, nvme={directory: 2 * pages})
-    return infinity.Budget(device=device, host=pages + working)
+    # A mirror more than fits nowhere.
+    return infinity.Budget(device=device, host=pages + working - (layout.units * page if home == "tight" else 0))
 
 
 def check(plan: Any, home: str, layout: Layout) -> None:
@@ -192,6 +195,7 @@ def check(plan: Any, home: str, layout: Layout) -> None:
     near, far = HOMES[home]
     wanted = {Kind.PARAMETER: near, Kind.GRADIENT: far, Kind.OPTIMIZER: far}
     assert all(unit == wanted for unit in plan.homes), plan.homes
+    assert len(plan.mirrored) == (layout.units if home == "offload" else 0)
 
 
 def batch() -> torch.Tensor:

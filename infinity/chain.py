@@ -30,7 +30,7 @@ from infinity.health import Health
 from infinity.page import ParameterPage
 from infinity.states import StatePage, States
 from infinity.store import Store
-from infinity.tiers import PAGE_ALIGNMENT
+from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.link import ARRIVED, Transfer, User
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -95,6 +95,8 @@ class Chain:
         self._health = health
         self._state_page = states
         self._gradient_page = gradients
+        self._has_copy = not store.device.shares_host and page.home.tier is not Tier.DEVICE
+        """Whether the model computes with a copy of the page, where there is one."""
         self._dtype = page.layout.regions[self.chunk.region].dtype
         self._start = page.layout.chunk_start(chunk_index)
         self._state_offset = states.offset(chunk_index)
@@ -330,7 +332,7 @@ class Chain:
                 store.write(self._state_page.home, self._state_offset, self._states, self._lose)
             if not page.home.in_place:
                 store.write(page.home, self._start, self._parameter, self._lose)
-            living = None if store.device.shares_host or page.permanent else page.living()
+            living = page.living() if self._has_copy else None
             if living is not None:
                 into = living[self._start : self._start + self._parameter.nbytes]
                 self.copy = store.copy_up(into, self._parameter)

@@ -51,12 +51,15 @@ class ParameterPage:
         parameters: Sequence[nn.Parameter],
         stand_ins: Sequence[torch.Tensor],
         addresses: dict[int, ParameterPage],
+        permanent: bool = False,
     ) -> None:
-        """addresses: where `land` notes the residency's address; shared by all pages."""
+        """addresses: where `land` notes the residency's address; shared by all pages. permanent: once it has
+        landed, the page never leaves: where the model computes is its home, or has a mirror of it."""
         self.index = index
         self.layout = layout
         self.home = home
         self.parameters = tuple(parameters)
+        self.permanent = permanent
         self.presence = Presence.AWAY
         self.residency: torch.Tensor | None = None
         """uint8 (layout.nbytes,) while PRESENT."""
@@ -77,12 +80,6 @@ class ParameterPage:
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
-
-    @property
-    def permanent(self) -> bool:
-        """Whether the home itself is the residency, so that the page never leaves."""
-        memory = self.home.memory
-        return memory is not None and self.residency is not None and self.residency is memory
 
     def convert(self) -> None:
         """Replace the Parameters' own memory by stand-ins. Once, before the first arrival."""

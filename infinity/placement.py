@@ -29,6 +29,13 @@ from infinity.units import Grouping, Survey
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Elements, most useful first; the last is the smallest there is."""
 
+_LONG_CHUNK = 1 << 22
+"""Elements, for a device of its own memory, whose step waits for every call that Python makes for a chunk.
+Of 7B parameters there are some 1,700 of them: 50 calls each are a hundredth of a step."""
+
+_LONG_SHARE = 64
+"""Chunks are long where two of their chains take at the most one in so many bytes of host RAM."""
+
 _SMALL = 8
 """A page is small that has one in so many of the bytes of the mean one."""
 
@@ -347,25 +354,27 @@ class Search:
         *,
         line: Sequence[Kind],
         flowing: bool,
-        ring: bool = False,
+        own_memory: bool = False,
     ) -> None:
         """line: the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all
-        through a backward: pages are spread, and there is staging for two units, if it fits. ring: gradients
-        leave the device through one."""
+        through a backward: pages are spread, and there is staging for two units, if it fits. own_memory: the
+        CPU does not see the device's: gradients leave it through a ring, and chunks may be long."""
         self._surveyed = surveyed
         self._line = line
         self._flowing = flowing
-        self._ring = ring
+        self._own_memory = own_memory
         self._precision = precision
         self._rule = rule
         self._groupings = _groupings(surveyed)
         self._chunks = _chunk_lengths(surveyed)
+        self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory else 0
+        """Elements of long chunks, where there are any."""
         self._measured: dict[tuple[int, int], Candidate] = {}
 
     def place(self, room: Room) -> Placement | None:
         """The first placement that fits: comfort first, then large units, then large chunks."""
         for comfort in COMFORTS:
-            for candidate in self._candidates():
+            for candidate in self._useful(room):
                 placement = candidate.place(room, comfort)
                 if placement is not None:
                     return placement
@@ -397,20 +406,34 @@ class Search:
         needed = self.needed(tier, room) if enough else None
         return enough if needed is None else needed
 
+    def _useful(self, room: Room) -> Iterator[Candidate]:
+        """All candidates for `place`, long chunks first where RAM has room for them."""
+        for grouping in range(len(self._groupings)):
+            if self._long > self._chunks[0]:
+                long = self._candidate(grouping, self._long)
+                if 2 * long.chain_bytes * _LONG_SHARE <= room.host:
+                    yield long
+            for chunk in self._chunks:
+                yield self._candidate(grouping, chunk)
+
     def _candidates(self) -> Iterator[Candidate]:
-        for grouping, chunk in itertools.product(range(len(self._groupings)), range(len(self._chunks))):
-            if (grouping, chunk) not in self._measured:
-                self._measured[grouping, chunk] = Candidate(
-                    self._surveyed,
-                    self._groupings[grouping],
-                    self._chunks[chunk],
-                    self._precision,
-                    self._rule,
-                    line=self._line,
-                    spread=self._flowing,
-                    ring=self._ring,
-                )
-            yield self._measured[grouping, chunk]
+        """Without long chunks, which never do where others do not."""
+        for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
+            yield self._candidate(grouping, chunk)
+
+    def _candidate(self, grouping: int, chunk: int) -> Candidate:
+        if (grouping, chunk) not in self._measured:
+            self._measured[grouping, chunk] = Candidate(
+                self._surveyed,
+                self._groupings[grouping],
+                chunk,
+                self._precision,
+                self._rule,
+                line=self._line,
+                spread=self._flowing,
+                ring=self._own_memory,
+            )
+        return self._measured[grouping, chunk]
 
 
 def _groupings(surveyed: Survey) -> list[Grouping]:
@@ -425,6 +448,10 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
     """Distinct chunk lengths in elements, the longest first: none much longer than all that is trained."""
+    return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
+
+
+def _most_useful(surveyed: Survey, length: int) -> int:
+    """`length`, or what is enough for all that is trained."""
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
-    longest = round_up(max(trained, 1), BLOCK)
-    return list(dict.fromkeys(min(length, longest) for length in _CHUNKS))
+    return min(length, round_up(max(trained, 1), BLOCK))

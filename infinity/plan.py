@@ -77,6 +77,8 @@ class Plan:
     """Backwards of a step, as declared; None: unknown."""
     updates_there: bool = False
     """Whether the device updates the units whose pages all rest on it."""
+    mirrored: frozenset[int] = frozenset()
+    """Units whose parameters are at home in host RAM and stay on the device too; see infinity/mirror.py."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
@@ -129,7 +131,13 @@ class Plan:
         """Bytes of the device tier's memory: pages and what works there; 0 when unified."""
         if self.unified:
             return 0
-        return self.home_bytes[Tier.DEVICE] + self.resident_bytes + self.workspace_bytes + self.ring_bytes
+        working = self.resident_bytes + self.workspace_bytes + self.ring_bytes
+        return self.home_bytes[Tier.DEVICE] + self.mirror_bytes + working
+
+    @functools.cached_property
+    def mirror_bytes(self) -> int:
+        """Bytes of the device's memory for the parameters of mirrored units."""
+        return sum(self.page_bytes(unit, Kind.PARAMETER) for unit in self.mirrored)
 
     @property
     def host_bytes(self) -> int:
@@ -178,6 +186,7 @@ class Plan:
             computes_in_ram=self.device.type == "cpu",
             updated_on_device=self.updated_on_device,
             deferred=self.deferred,
+            mirrored=self.mirrored,
         )
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
@@ -193,6 +202,7 @@ class Plan:
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dict per tier with its name and bytes. `activations` is None where unknown.
 
+        params: those of mirrored units are counted in both tiers that have them.
         working: staging, transit, the pool of residents, the ring and its landing, the workspace of updates,
         and `headroom`.
         """
@@ -204,6 +214,7 @@ class Plan:
         kinds = {(tier, kind): 0 for tier in Tier for kind in Kind}
         for tier, kind, nbytes in self._resting():
             kinds[tier, kind] += nbytes
+        kinds[Tier.DEVICE, Kind.PARAMETER] += self.mirror_bytes
         computes_in = Tier.HOST if self.unified else Tier.DEVICE
         used[computes_in] += self.reserved
         working[computes_in] += self.headroom

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import machine, twin_flow
+from infinity import machine, mirror, twin_flow
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.headroom import NO_HEADROOM, Headroom
@@ -94,7 +94,7 @@ def make_plan(
         rule,
         line=line_of(accumulation),
         flowing=update == "eager",
-        ring=not (unified or is_direct(device)),
+        own_memory=not (unified or is_direct(device)),
     )
     draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes), unified)
     placement = search.place(draft.room(reserve))
@@ -167,7 +167,16 @@ class _Draft:
         found = planned(placement)
         if not self.unified and twin_flow.has_kernels(device):
             found = self._with_updates_on_device(found, self.room(reserve), planned)
+        if not self.unified:
+            found = self._with_mirrors(found)
         return replace(found, prediction=found.predict())
+
+    def _with_mirrors(self, plan: Plan) -> Plan:
+        host_free = self.budgets[Tier.HOST] - plan.host_bytes
+        homes, units = mirror.mirrored(
+            plan.homes, plan.page_sizes, host_free, updated_on_device=plan.updated_on_device
+        )
+        return replace(plan, homes=homes, mirrored=units)
 
     def _planned(self, placement: Placement, **others: Any) -> Plan:
         return Plan(

@@ -140,6 +140,7 @@ def traffic(
     computes_in_ram: bool,
     updated_on_device: Collection[int] = (),
     deferred: Collection[int] = (),
+    mirrored: Collection[int] = (),
 ) -> Traffic:
     """What follows from where pages rest.
 
@@ -149,20 +150,20 @@ def traffic(
     have a budget of its own. Any other such page comes up for forward and for backward, and its trained part
     goes through the update; gradients are written once and read once (by eager updates only those of
     `deferred` units); states are read and written. Of updated_on_device, units whose pages all rest there,
-    nothing moves.
+    nothing moves; of mirrored ones parameters go up after the update, and at no other time.
     """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
     away = sum(
         nbytes
-        for nbytes, home in zip(pages[Kind.PARAMETER], homes, strict=True)
-        if home[Kind.PARAMETER] not in near
+        for unit, (nbytes, home) in enumerate(zip(pages[Kind.PARAMETER], homes, strict=True))
+        if home[Kind.PARAMETER] not in near and unit not in mirrored
     )
     missing = 1 - min(1.0, resident / away) if away else 0.0
     forward = backward = accumulation = updating = Phase()
     for unit, home in enumerate(homes):
         parameter, gradient, states = (pages[kind][unit] for kind in Kind)
-        come_up = math.ceil(parameter * missing)
+        come_up = 0 if unit in mirrored else math.ceil(parameter * missing)
         parameter_home = home[Kind.PARAMETER]
         brought = Phase(
             disk_read=come_up if parameter_home is Tier.NVME else 0,
@@ -176,6 +177,8 @@ def traffic(
         sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
         when = "lazy" if update == "eager" and unit in deferred else update
         updating += _updating(home, sizes, when, unified)
+        if unit in mirrored:
+            updating += Phase(to_device=trained[unit])
         if gradient and Tier.NVME in home.values():
             updating += Phase(chunks=chunks[unit])
         at_once, later = _gradient(home[Kind.GRADIENT], gradient, when, unified)

@@ -156,7 +156,8 @@ class Store:
             self.link: DeviceLink = CpuLink() if self.device.shares_host else open_link(plan.device)
             cleanup.callback(self.link.close)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
-            self._homes[Tier.DEVICE] = self.device.pool("device homes", plan.home_bytes[Tier.DEVICE])
+            near = plan.home_bytes[Tier.DEVICE] + plan.mirror_bytes
+            self._homes[Tier.DEVICE] = self.device.pool("device homes", near)
             self.staging: Pool = self.host.pool("staging", plan.staging_bytes)
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
             with self._transit.lease(plan.piece_bytes) as lease:
@@ -194,6 +195,13 @@ class Store:
         home = Home(tier, nbytes, memory, tier is Tier.HOST or self.device.shares_host)
         self._opened.append(home)
         return home
+
+    def mirror(self, home: Home) -> torch.Tensor:
+        """A copy of a home in host RAM, uint8 (nbytes,), where the model computes: compute comes after it."""
+        with self._homes[Tier.DEVICE].lease(home.nbytes) as lease:
+            memory = lease.residency()
+        self.link.fence(self.copy_up(memory, home.view(0, home.nbytes)))
+        return memory
 
     def _open_workspace(self) -> tuple[torch.Tensor | None, Kernels | None]:
         plan = self.plan

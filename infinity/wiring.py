@@ -182,16 +182,23 @@ class _Builder:
                 parameters=self.parameters[unit],
                 stand_ins=[stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
                 addresses=addresses,
+                permanent=self._stays(unit),
             )
             for unit, layout in enumerate(self.plan.layout.units)
         ]
         for page in pages:
             page.convert()
-            memory = page.home.memory
-            if memory is not None and (self.plan.unified or page.home.tier is Tier.DEVICE):
+            if page.permanent:
                 page.arrive()
-                page.land(memory)
+                memory = page.home.memory
+                assert memory is not None
+                page.land(self.store.mirror(page.home) if page.index in self.plan.mirrored else memory)
         return pages
+
+    def _stays(self, unit: int) -> bool:
+        """Whether a unit's parameters are always where the model computes."""
+        near = Tier.HOST if self.plan.unified else Tier.DEVICE
+        return self.homes[unit].tier is near or unit in self.plan.mirrored
 
     def _state_pages(self) -> dict[int, StatePage]:
         return {

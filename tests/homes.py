@@ -57,7 +57,8 @@ def budget_for(
 ) -> Any:
     """The infinity.Budget with which every page of the model rests at `home`, working room at its smallest.
 
-    "mixed" has room for half of the pages of each kind of memory, and the disk takes the rest.
+    "mixed" has room for half of the pages of each kind of memory, and the disk takes the rest. "mirrored" is
+    ZeRO-Offload's: parameters on the device and in RAM, gradients and states in RAM.
     """
     nvme = {str(directory): ROOMY}
     if home == "unified":
@@ -73,6 +74,11 @@ def budget_for(
         return infinity.Budget(device=apart, host=host)
     if home == "host":
         return infinity.Budget(device=near, host=ROOMY)
+    if home == "mirrored":
+        plan = infinity.plan(model, optimizer, budget=roomy, precision=precision, device=device)
+        pages = [unit.nbytes for unit in plan.layout.units]
+        # Where all are at home on the device, none has to be resident besides.
+        return infinity.Budget(device=near - max(pages) + sum(pages), host=ROOMY)
     tight = infinity.Budget(device=near, host=host, nvme=nvme)
     if home == "nvme":
         return tight
@@ -89,6 +95,10 @@ def check_homes(home: str, plan: Any) -> None:
     if home == "mixed":
         assert Tier.NVME in tiers
         assert len(tiers) > 1
+        return
+    if home == "mirrored":
+        assert plan.mirrored
+        assert tiers == {Tier.HOST}
         return
     if home == "host":
         # Room for the largest page to be resident can be more than the other pages need of it.

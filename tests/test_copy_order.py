@@ -34,9 +34,9 @@ from infinity.tiers import link
 from infinity.tiers.driver import Driver
 from infinity.tiers.link import Order
 
-HOMES = ("host", "mixed", "device", "nvme")
+HOMES = ("host", "mixed", "device", "nvme", "mirrored")
 UPDATES = ("lazy", "eager", "sync")
-SEEDS_OF_A_PROGRAM = 36
+SEEDS_OF_A_PROGRAM = 45
 """Each place three times, so that what copies without streams give is computed once for three seeds."""
 BLOCKS = 5
 WIDTH = 8

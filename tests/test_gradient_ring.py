@@ -100,7 +100,7 @@ def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> I
         plan = runtime.plan
         assert plan.ring_bytes == ring
         homes = {home[kind] for home in plan.homes for kind in (Kind.GRADIENT, Kind.OPTIMIZER)}
-        assert homes == {Tier.HOST} and plan.home_bytes[Tier.DEVICE]
+        assert homes == {Tier.HOST} and plan.mirrored
         yield runtime
 
 
@@ -216,7 +216,8 @@ def test_a_plan_has_a_ring_of_at_least_two_blocks(budget: dict[str, str]) -> Non
     assert direct.ring_bytes == unified.ring_bytes == inference.ring_bytes == 0
     assert apart.ring_bytes >= 2 * apart.ring_block_bytes >= 8 * BLOCK
     assert apart.ring_block_bytes <= 4 << 20
-    assert apart.device_bytes == apart.home_bytes[Tier.DEVICE] + apart.resident_bytes + apart.ring_bytes
+    pages = apart.home_bytes[Tier.DEVICE] + apart.mirror_bytes
+    assert apart.device_bytes == pages + apart.resident_bytes + apart.ring_bytes
     assert apart.smallest[Tier.DEVICE] == direct.smallest[Tier.DEVICE] + RING
     assert apart.smallest[Tier.HOST] == direct.smallest[Tier.HOST] + RING
 

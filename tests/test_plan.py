@@ -62,8 +62,9 @@ def check(made: Plan, budget: Budget) -> None:
     """What the runtime relies on."""
     away = [
         unit.nbytes
-        for unit, homes in zip(made.layout.units, made.homes, strict=True)
+        for index, (unit, homes) in enumerate(zip(made.layout.units, made.homes, strict=True))
         if homes[Kind.PARAMETER] is not (Tier.HOST if made.unified else Tier.DEVICE)
+        and index not in made.mirrored
     ]
     assert made.resident_bytes >= max(away, default=0)
     assert made.transit_bytes >= made.piece_bytes
@@ -191,9 +192,12 @@ def test_with_room_all_rests_near_and_parameters_come_first() -> None:
     assert made.resident_bytes == made.nvme_bytes == 0
     parameters = sum(unit.nbytes for unit in made.layout.units)
     made = planned(model, device=parameters, host="64MiB")
+    assert made.device_bytes == made.mirror_bytes == parameters
+    assert {homes[Kind.OPTIMIZER] for homes in made.homes} == {Tier.HOST}
+    made = planned(model, device=parameters, host=made.host_bytes - parameters)
     assert {homes[Kind.PARAMETER] for homes in made.homes} == {Tier.DEVICE}
     assert {homes[Kind.OPTIMIZER] for homes in made.homes} == {Tier.HOST}
-    assert made.device_bytes == parameters
+    assert made.device_bytes == parameters and not made.mirrored
 
 
 def test_where_no_page_moves_there_is_no_staging() -> None:
