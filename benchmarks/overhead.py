@@ -183,8 +183,8 @@ def budget_for(home: str, layout: Layout, model: nn.Module, directory: str) -> i
     device = (layout.units if home in ("offload", "tight") else LOOKAHEAD) * page
     if home == "nvme":
         return infinity.Budget(device=device, host=working, nvme={directory: 2 * pages})
-    # A mirror more than fits nowhere.
-    return infinity.Budget(device=device, host=pages + working - (layout.units * page if home == "tight" else 0))
+    mirrors = 0 if home == "tight" else layout.units * page
+    return infinity.Budget(device=device, host=pages - layout.units * page + mirrors + working)
 
 
 def check(plan: Any, home: str, layout: Layout) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Sequence
 
 import torch
 
@@ -55,6 +56,9 @@ class ChainState(enum.Enum):
     LOST = "lost"
     """A write failed: nobody has these parameters any more."""
 
+    __hash__ = object.__hash__
+    """By identity, without a call of Enum's."""
+
 
 _NEXT = {
     ChainState.IDLE: (ChainState.DUE, ChainState.READING),
@@ -82,6 +86,7 @@ class Chain:
         health: Health,
     ) -> None:
         self.page = page
+        self.unit = page.index
         self.chunk_index = chunk_index
         self.chunk = page.layout.chunks[chunk_index]
         self.state = ChainState.IDLE
@@ -121,17 +126,14 @@ class Chain:
         """Whether the states were read before the gate opened."""
         self._form: cpu_adam.UpdateForm | None = None
         """Of the update, once there was one."""
+        self.rests = all([home.in_place for home in (page.home, gradients.home, states.home)])
+        """Whether all that it takes rests in host RAM, so that it never needs staging."""
+        self._addresses: Sequence[int] | None = None
+        """Of the arrays of a chain that `rests`, once there was an update."""
         self._at_home: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         """Parameter slice, gradient and states of a chain that `rests`, once they were asked for."""
-
-    @property
-    def unit(self) -> int:
-        return self.page.index
-
-    @property
-    def numel(self) -> int:
-        """Elements that the open update changes."""
-        return sum([segment[1] for segment in self._segments()])
+        self.numel = 0
+        """Elements that the update changes, while COMPUTING."""
 
     @property
     def needed(self) -> int:
@@ -150,14 +152,10 @@ class Chain:
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 
     @property
-    def rests(self) -> bool:
-        """Whether all that it takes rests in host RAM, so that it never needs staging."""
-        homes = (self.page.home, self._gradient_page.home, self._state_page.home)
-        return all([home.in_place for home in homes])
-
-    @property
     def in_place(self) -> bool:
         """While DUE: whether all that it takes is in host RAM."""
+        if self.rests:
+            return True
         return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
 
     @property
@@ -201,6 +199,10 @@ class Chain:
         """The gate opens: IDLE -> DUE, or READING or GATED -> READING. Returns whether it still needs
         staging."""
         assert self.decision is None
+        if self.rests:
+            self.decision = decision
+            self._to(ChainState.DUE)
+            return True
         if self.state is not ChainState.IDLE and not self._still_right():
             self.revoke()
         self.decision = decision
@@ -214,10 +216,11 @@ class Chain:
             self._to(ChainState.READING)
         return False
 
-    def update_at_home(
-        self, decision: Decision, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool
+    def compute_at_home(
+        self, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """IDLE -> COMPUTING, of a chain that `rests`: its gate opens, and all is there."""
+        """DUE -> COMPUTING, of a chain that `rests`. Raises the ring's failure."""
+        self._gradient_page.settle(self.chunk_index)
         if self._at_home is None:
             offset = self._gradient_page.offset(self.chunk_index)
             self._at_home = (
@@ -225,9 +228,7 @@ class Chain:
                 self._gradient_page.home.view(offset, self.gradient_bytes),
                 self._state_page.home.view(self._state_offset, self.state_bytes),
             )
-        self.decision = decision
         self._parameter, self._gradient, self._states = self._at_home
-        self._to(ChainState.DUE)
         return self.compute(states, threads, awaited=awaited)
 
     def grant(self, memory: torch.Tensor) -> None:
@@ -305,22 +306,32 @@ class Chain:
         awaited: the caller is about to wait for it.
         """
         link = self._store.link
-        link.uses(User.HOST, self._gradient, writes=False, label="update")
-        link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
+        if link.checked:
+            link.uses(User.HOST, self._gradient, writes=False, label="update")
+            link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
         decision, memory = self.decision, (self._parameter, self._gradient, self._states)
         assert decision is not None
         if self.chunk_index in decision.fresh:
             states.fill(self._state_page, self.chunk_index, self._states)
         if decision.edited:
             self._follow_edits(decision)
+        segments = self._segments(decision)
         if self._form is None:
-            work = self._work(states)
+            work = self._work(states, decision, segments)
             self.ticket = threads.submit(work, awaited=awaited)
             self._form = cpu_adam.UpdateForm.of(work, memory)
+            self._addresses = self._form.addresses(memory) if self.rests else None
         else:
             self.ticket = threads.submit_again(
-                self._form, memory, self._segments(), decision.native, scale=decision.scale, awaited=awaited
+                self._form,
+                self._form.addresses(memory) if self._addresses is None else self._addresses,
+                segments,
+                decision.native,
+                scale=decision.scale,
+                owners=memory,
+                awaited=awaited,
             )
+        self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
         self._to(ChainState.COMPUTING)
         return self.ticket
 
@@ -353,7 +364,7 @@ class Chain:
     def abandon(self) -> None:
         """Any -> IDLE, once nothing touches the memory any more, whatever becomes of it."""
         self.end()
-        self._at_home = None
+        self._at_home = self._addresses = None
         self._kept = NOTHING
         self._let_go()
         self.ticket = self.decision = None
@@ -422,25 +433,25 @@ class Chain:
         self._gradient = self._kept
         self.was_ahead = False
 
-    def _segments(self) -> list[tuple[int, int, int, int, int]]:
-        """(start, count, hyper, index, seed) of the pieces that the open update changes."""
-        assert self.decision is not None
-        chosen = self.decision.parameters
+    def _segments(self, decision: Decision) -> list[tuple[int, int, int, int, int]]:
+        """(start, count, hyper, index, seed) of the pieces that the update changes."""
+        chosen = decision.parameters
         return [
             (each.offset, each.count, chosen[each.parameter][0], each.start, chosen[each.parameter][1])
             for each in self.chunk.pieces
             if each.parameter in chosen
         ]
 
-    def _work(self, states: States) -> cpu_adam.Update:
+    def _work(
+        self, states: States, decision: Decision, segments: list[tuple[int, int, int, int, int]]
+    ) -> cpu_adam.Update:
         """What is to be computed, in full."""
-        assert self.decision is not None
         arrays = self._state_page.arrays(self.chunk_index, self._states)
         return cpu_adam.Update(
             grad=self._gradient_page.typed(self.chunk_index, self._gradient),
-            segments=[cpu_adam.Segment(*each) for each in self._segments()],
-            hypers=self.decision.hypers,
-            scale=self.decision.scale,
+            segments=[cpu_adam.Segment(*each) for each in segments],
+            hypers=decision.hypers,
+            scale=decision.scale,
             **states.rule.moments_of(arrays),
             **self._masters(arrays),
         )

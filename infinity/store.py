@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -293,17 +294,17 @@ class Store:
         self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
     ) -> Transfer:
         """Copy host bytes up. last_return: of the lease over `into`; see infinity/tiers/link.py."""
-        with self.meter.stalling(Edge.HOST_TO_DEVICE, Wait.COPY):
-            transfer = self.link.to_device(into, source, last_return, lane)
-        self.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes, transfer)
+        started = time.perf_counter()
+        transfer = self.link.to_device(into, source, last_return, lane)
+        self.meter.copied(Edge.HOST_TO_DEVICE, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
     def copy_down(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
         """Copy device bytes to the host, as they are after an event of compute (`link.record`), or
         without one as compute will have left them."""
-        with self.meter.stalling(Edge.DEVICE_TO_HOST, Wait.COPY):
-            transfer = self.link.to_host(into, source, after)
-        self.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes, transfer)
+        started = time.perf_counter()
+        transfer = self.link.to_host(into, source, after)
+        self.meter.copied(Edge.DEVICE_TO_HOST, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
     def brought_down(self, memory: torch.Tensor) -> torch.Tensor:

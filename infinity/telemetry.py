@@ -28,6 +28,9 @@ class Edge(Enum):
     DEVICE_TO_HOST = "device->host"
     HOST_TO_NVME = "host->nvme"
 
+    __hash__ = object.__hash__
+    """By identity, without a call of Enum's."""
+
 
 class Wait(Enum):
     """What the training thread waits for when it waits for a transfer."""
@@ -291,6 +294,23 @@ class Meter:
             tally.bytes += nbytes
             tally.transfers += 1
         if (recorder := self._recorder) is not None:
+            recorder.moved(edge, nbytes, transfer)
+
+    def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
+        """`moved`, and the training thread spent `seconds` until now to ask for it: `stalling`, Wait.COPY."""
+        state = self._thread
+        with self._lock:
+            tally = self._now.edges[edge]
+            tally.bytes += nbytes
+            tally.transfers += 1
+            if not state.waits:
+                tally.stall_seconds += seconds
+                if state.faults:
+                    tally.fault_seconds += seconds
+        if (recorder := self._recorder) is not None:
+            if not state.waits:
+                wait = Wait.FAULT if state.faults else Wait.COPY
+                recorder.waited(edge.value, wait, *_until_now(seconds))
             recorder.moved(edge, nbytes, transfer)
 
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:

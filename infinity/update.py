@@ -266,8 +266,11 @@ class Updater:
         for chain in list(self._active):
             if chain.state is ChainState.COMPUTING:
                 assert chain.ticket is not None
-                if self._shares_cpu or chain.ticket.done():
+                if self._shares_cpu:
                     self._write(chain)
+                elif chain.ticket.done():
+                    chain.ticket.wait()  # lets go of memory
+                    chain.write()
             if chain.state is ChainState.WRITING and chain.copy.done():
                 self._active.remove(chain)
                 self._deliver(chain)
@@ -438,13 +441,13 @@ class Updater:
         (decision, chains), group.resting = group.resting, None
         for first in range(0, len(chains), _MOST_RUNNING):
             batch = chains[first : first + _MOST_RUNNING]
-            tickets = [
-                chain.update_at_home(decision, self._states, self._threads, awaited=True) for chain in batch
-            ]
+            for chain in batch:
+                chain.open(decision)
+                self._compute(chain)
             started = time.perf_counter()
-            for chain, ticket in zip(batch, tickets, strict=True):
-                self._store.meter.submitted(ticket, chain.numel)
-                ticket.wait()
+            for chain in batch:
+                assert chain.ticket is not None
+                chain.ticket.wait()
                 chain.write()
                 self._deliver(chain)
             self._store.meter.updating(time.perf_counter() - started)
@@ -472,6 +475,10 @@ class Updater:
 
     def _try_grant(self, chain: Chain) -> bool:
         """Begin a DUE chain; False if there is no room."""
+        if chain.rests:
+            self._compute(chain)
+            self._begun(chain)
+            return True
         memory = self._try_take(chain.needed)
         if memory is None:
             return False
@@ -480,6 +487,10 @@ class Updater:
 
     def _grant(self, chain: Chain, memory: torch.Tensor) -> None:
         chain.grant(memory)
+        self._begun(chain)
+
+    def _begun(self, chain: Chain) -> None:
+        """A chain is DUE no longer."""
         self._active.append(chain)
         queue = self._due[chain.unit]
         queue.remove(chain)
@@ -497,10 +508,9 @@ class Updater:
         self._compute(chain)
 
     def _compute(self, chain: Chain) -> None:
-        numel = chain.numel
-        chain.compute(self._states, self._threads, awaited=self._shares_cpu)
-        assert chain.ticket is not None
-        self._store.meter.submitted(chain.ticket, numel)
+        begin = chain.compute_at_home if chain.rests else chain.compute
+        ticket = begin(self._states, self._threads, awaited=self._shares_cpu)
+        self._store.meter.submitted(ticket, chain.numel)
 
     def _end(self, chain: Chain) -> None:
         """Bring one chain to its end, but for its writes. Raises StorageError."""

@@ -57,6 +57,10 @@ class UpdateForm:
             places=tuple(places),
         )
 
-    def addresses(self, memory: Sequence[int]) -> list[int]:
-        """Of the arrays in the order of `places`, 0 for none. memory: the addresses of the pieces."""
-        return [0 if each is None else memory[each[0]] + each[1] for each in self.places]
+    def addresses(self, memory: Sequence[torch.Tensor]) -> list[int]:
+        """Of the arrays in the order of `places`, 0 for none.
+
+        memory: as `of` had it, of the same sizes, contiguous, on the CPU.
+        """
+        begins = [each.data_ptr() for each in memory]
+        return [0 if each is None else begins[each[0]] + each[1] for each in self.places]

@@ -160,22 +160,21 @@ class ThreadPool:
     def submit_again(
         self,
         form: UpdateForm,
-        memory: Sequence[torch.Tensor],
+        addresses: Sequence[int],
         segments: Sequence[tuple[int, int, int, int, int]],
         hypers: Sequence[NativeHyper],
         *,
         scale: float,
+        owners: Sequence[torch.Tensor],
         awaited: bool = False,
     ) -> Ticket[UpdateResult]:
-        """Queues an update of a form that was checked before, in other memory.
+        """Queues an update of a form that was checked before, in the same or other memory.
 
-        memory: as `UpdateForm.of` had it, of the same sizes, contiguous, on the CPU. segments: (start, count,
-        hyper, index, seed) each, see `Segment`. hypers: `Hyper.native()` of each. ConfigError for a closed
-        pool, and hyper-parameters or segments out of range.
+        addresses: as of `UpdateForm.addresses`; `owners` keep that memory. segments: (start, count, hyper,
+        index, seed) each, see `Segment`. hypers: `Hyper.native()` of each. ConfigError for a closed pool, and
+        hyper-parameters or segments out of range.
         """
-        grad, parameter, remainder, copy, first, second, first_scale, second_scale = form.addresses(
-            [each.data_ptr() for each in memory]
-        )
+        grad, parameter, remainder, copy, first, second, first_scale, second_scale = addresses
         native = self._native.submit_update(
             grad=grad,
             grad_dtype=form.grad_dtype,
@@ -193,7 +192,7 @@ class ThreadPool:
             hypers=hypers,
             scale=scale,
             elements=form.elements,
-            owners=memory,
+            owners=owners,
             awaited=awaited,
         )
         return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)

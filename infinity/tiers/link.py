@@ -123,6 +123,8 @@ class DeviceLink(Protocol):
 
     direct: bool
     """Whether code on the CPU can use what is on the device."""
+    checked: bool
+    """Whether a checker listens to `uses`."""
 
     def to_device(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
@@ -165,6 +167,7 @@ class CpuLink:
     """Device and host are both RAM: a copy is a copy, done when it returns."""
 
     direct = True
+    checked = False
 
     def to_device(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
@@ -238,6 +241,7 @@ class CopyStreams:
     def __init__(self, driver: Driver, compute: Callable[[], Stream]) -> None:
         """compute: the stream on which the calling thread's kernels are queued."""
         self._driver = driver
+        self.checked = driver.checked
         self._compute = compute
         self._up = {Lane.PREFETCH: driver.stream(), Lane.URGENT: driver.stream(priority=1)}
         self._down = driver.stream()
@@ -301,7 +305,7 @@ class CopyStreams:
         self.follow_compute()
 
     def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
-        if not self._driver.checked:
+        if not self.checked:
             return
         touched = self._compute().touched if user is User.COMPUTE else self._driver.touched_by_host
         for each in memory:
