@@ -170,11 +170,18 @@ def forced() -> Iterator[None]:
         yield
 
 
-def budget_for(home: str, layout: Layout, model: nn.Module, directory: str) -> infinity.Budget:
+def budget_for(
+    home: str, layout: Layout, model: nn.Module, directory: str, accumulation: int | None
+) -> infinity.Budget:
     """That leaves the pages no other home, by the sizes in a plan with room for everything everywhere."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    ample = infinity.Budget(device="1GiB", host="1GiB")
-    plan = infinity.plan(model, optimizer, budget=ample, precision=PRECISION, device="cpu")
+    plan = infinity.plan(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        budget=infinity.Budget(device="1GiB", host="1GiB"),
+        precision=PRECISION,
+        device="cpu",
+        accumulation=accumulation,
+    )
     pages = sum(plan.home_bytes.values())
     working = CHAINS * plan.chain_bytes + (1 + CHAINS) * plan.piece_bytes
     page = plan.layout.units[0].nbytes
@@ -219,15 +226,16 @@ def step_calls(
     """Of so many training steps, each."""
     model, x = model_of(layout), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    accumulation = 1 if update == "eager" else None
     with forced():
         runtime = infinity.offload(
             model,
             optimizer,
-            budget=budget_for(home, layout, model, directory),
+            budget=budget_for(home, layout, model, directory, accumulation),
             precision=PRECISION,
             device="cpu",
             update=update,
-            accumulation=1 if update == "eager" else None,
+            accumulation=accumulation,
         )
     with runtime:
         check(runtime.plan, home, layout)

@@ -130,7 +130,8 @@ class Precision:
     """Patterns (fnmatch) of parameter names that stay fp32, such as "*.norm.*"; capitals count."""
 
     accumulate: str = "fp32"
-    """What gradients are summed and kept in: "fp32", or "compute" for each parameter's own dtype."""
+    """What gradients are summed in: "fp32", or "compute" for each parameter's own dtype. They also rest in
+    it, unless a step has one backward only; see `gradient_dtype`."""
 
     def __post_init__(self) -> None:
         _one_of("compute precision", self.compute, tuple(_COMPUTE_DTYPES))
@@ -158,8 +159,16 @@ class Precision:
         return self.compute_dtype
 
     def accumulate_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the gradient page of parameters that have `dtype` in their page."""
+        """The dtype in which gradients of parameters that have `dtype` in their page are summed."""
         return torch.float32 if self.accumulate == "fp32" else dtype
+
+    def gradient_dtype(self, dtype: torch.dtype, accumulation: int | None) -> torch.dtype:
+        """The dtype of the gradient page of parameters that have `dtype` in their page.
+
+        accumulation: backwards of a step, as declared; None: unknown. The gradient of the only one is added
+        to nothing, so it has all its bits in the dtype in which it comes.
+        """
+        return dtype if accumulation == 1 else self.accumulate_dtype(dtype)
 
 
 def _one_of(what: str, value: object, choices: tuple[str, ...]) -> None:

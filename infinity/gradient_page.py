@@ -12,6 +12,7 @@ import torch
 
 from infinity import cpu_adam
 from infinity.config import round_up
+from infinity.errors import ConfigError
 from infinity.gradient_ring import GradientRing
 from infinity.layout import UnitLayout
 from infinity.plan import Plan
@@ -63,9 +64,31 @@ class GradientPage:
         self.states = [ChunkState() for _ in layout.chunks]
         self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]
         self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
-        self._dtypes = [
-            plan.precision.accumulate_dtype(layout.regions[c.region].dtype) for c in layout.chunks
-        ]
+        self._dtypes = [plan.gradient_dtype(layout.regions[c.region].dtype) for c in layout.chunks]
+        self.as_they_come = frozenset(
+            index
+            for index in self._trainable
+            if plan.gradient_dtype(layout.parameters[index].dtype)
+            != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
+        )
+        """Parameters whose gradient rests as it comes, not in the dtype of sums: one, and no more."""
+
+    def check_single(self, parameter: int, dtype: torch.dtype) -> None:
+        """Of one of `as_they_come`. Raises ConfigError where a gradient of this dtype cannot rest so."""
+        layout = self.layout.parameters[parameter]
+        name = layout.names[0]
+        if parameter in self.content:
+            raise ConfigError(
+                f"One more gradient of {name} came than the one that accumulation=1 declares for a step.",
+                "Call zero_grad() after step(), and declare with accumulation= how many there are in a step, "
+                "or leave it out (a parameter that several reentrant checkpoints use has one of each).",
+            )
+        if dtype != layout.dtype:
+            raise ConfigError(
+                f"The gradient of {name} came in {dtype}, and with accumulation=1 it would rest in "
+                f"{layout.dtype}, which need not have all of its bits.",
+                "Leave the parameter's grad_dtype as it is, or accumulation= out.",
+            )
 
     def complete(self, parameters: Sequence[torch.Tensor], accumulation: int) -> bool:
         """Whether all of these, the unit's parameters, that take gradients have had so many."""

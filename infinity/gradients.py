@@ -103,15 +103,17 @@ class Gradients:
             raise
 
     @contextmanager
-    def adding(self, unit: int, parameter: int) -> Iterator[GradientPage]:
-        """Inside, one fresh gradient is added to a parameter's, piece by piece.
+    def adding(self, unit: int, parameter: int, dtype: torch.dtype) -> Iterator[GradientPage]:
+        """Inside, one fresh gradient of this dtype is added to a parameter's, piece by piece.
 
         Raises ConfigError after clipping. Whatever is raised inside loses the gradients of this step, which
-        `check` says until `clear`.
+        `check` says until `clear`; so does the ConfigError for one that cannot rest as it comes.
         """
         page = self.pages[unit]
         self._check_addition(page, parameter)
         try:
+            if parameter in page.as_they_come:
+                page.check_single(parameter, dtype)
             yield page
         except BaseException as error:
             self._lose(error)
@@ -238,8 +240,9 @@ class Gradients:
                 'Look at it in a hook of the parameter (p.register_hook), or offload with update="lazy".',
             )
         layout = page.layout.parameters[parameter]
-        parts = [self._copy(page, number, piece) for number, piece in page.layout.pieces(parameter)]
-        flat = torch.cat(parts) if parts else torch.zeros(0, dtype=layout.dtype, device="cpu")
+        dtype = self._store.plan.precision.accumulate_dtype(layout.dtype)
+        parts = [self._copy(page, number, piece).to(dtype) for number, piece in page.layout.pieces(parameter)]
+        flat = torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
         if self.unscale != 1.0:
             flat.mul_(self.unscale)
         return flat.as_strided(layout.shape, layout.stride)

@@ -18,8 +18,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from infinity.comfort import COMFORTS, LEAST, LEAST_IN_RAM, Comfort
-from infinity.config import Precision, round_up
+from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.layout import Extent, extents, page_bytes
 from infinity.rules import Rule, state_format
@@ -72,6 +74,8 @@ def line_of(accumulation: int | None) -> tuple[Kind, ...]:
     return tuple(Kind)
 
 
+DtypeOf = Callable[[torch.dtype], torch.dtype]
+
 Homes = tuple[dict[Kind, Tier | None], ...]
 """Per unit; None for a page without bytes."""
 
@@ -110,7 +114,7 @@ class Candidate:
         surveyed: Survey,
         grouping: Grouping,
         chunk_elements: int,
-        precision: Precision,
+        gradient_dtype: DtypeOf,
         rule: Rule | None,
         *,
         line: Sequence[Kind],
@@ -139,7 +143,7 @@ class Candidate:
         self._has_ring = ring and rule is not None
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
         for unit in units:
-            self._measure(unit, precision, rule)
+            self._measure(unit, gradient_dtype, rule)
         in_order = range(len(units))
         apart = evenly_apart(self.pages[Kind.OPTIMIZER]) if spread else in_order
         self._line = [(kind, unit) for kind in line for unit in (in_order if kind is line[0] else apart)]
@@ -148,7 +152,7 @@ class Candidate:
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
-    def _measure(self, unit: Sequence[Extent], precision: Precision, rule: Rule | None) -> None:
+    def _measure(self, unit: Sequence[Extent], gradient_dtype: DtypeOf, rule: Rule | None) -> None:
         gradient = optimizer = chains = 0
         for extent in unit:
             trained = rule is not None and extent.trainable
@@ -156,7 +160,7 @@ class Candidate:
                 chain = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
                 self.piece_bytes = max(self.piece_bytes, min(chain, _LARGEST_PIECE))
                 if rule is not None and trained:
-                    itemsize = precision.accumulate_dtype(extent.dtype).itemsize
+                    itemsize = gradient_dtype(extent.dtype).itemsize
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = state_format(rule.arrays(extent.dtype), count).nbytes
                     chain += gradients + states
@@ -349,21 +353,22 @@ class Search:
     def __init__(
         self,
         surveyed: Survey,
-        precision: Precision,
+        gradient_dtype: DtypeOf,
         rule: Rule | None,
         *,
         line: Sequence[Kind],
         flowing: bool,
         own_memory: bool = False,
     ) -> None:
-        """line: the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all
-        through a backward: pages are spread, and there is staging for two units, if it fits. own_memory: the
-        CPU does not see the device's: gradients leave it through a ring, and chunks may be long."""
+        """gradient_dtype: of the gradients of parameters of a dtype; see `Precision.gradient_dtype`. line:
+        the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all through a
+        backward: pages are spread, and there is staging for two units, if it fits. own_memory: the CPU does
+        not see the device's: gradients leave it through a ring, and chunks may be long."""
         self._surveyed = surveyed
         self._line = line
         self._flowing = flowing
         self._own_memory = own_memory
-        self._precision = precision
+        self._gradient_dtype = gradient_dtype
         self._rule = rule
         self._groupings = _groupings(surveyed)
         self._chunks = _chunk_lengths(surveyed)
@@ -427,7 +432,7 @@ class Search:
                 self._surveyed,
                 self._groupings[grouping],
                 chunk,
-                self._precision,
+                self._gradient_dtype,
                 self._rule,
                 line=self._line,
                 spread=self._flowing,

@@ -84,6 +84,10 @@ class Plan:
         """Bytes of a page; a multiple of 4096."""
         return self.page_sizes[kind][unit]
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of parameters that have `dtype` in their page rest."""
+        return self.precision.gradient_dtype(dtype, self.accumulation)
+
     def gradient_offset(self, unit: int, chunk: int) -> int:
         """Bytes from the start of the unit's gradient page to those of a chunk; a multiple of 4096."""
         return self._gradient_ends[unit][chunk]
@@ -296,7 +300,7 @@ class Plan:
     def _gradient_sizes(self, unit: int) -> Iterator[int]:
         layout = self.layout.units[unit]
         for chunk in layout.chunks:
-            dtype = self.precision.accumulate_dtype(layout.regions[chunk.region].dtype)
+            dtype = self.gradient_dtype(layout.regions[chunk.region].dtype)
             yield round_up(chunk.count * dtype.itemsize, PAGE_ALIGNMENT) if self.rule else 0
 
     def _resting(self) -> Iterator[tuple[Tier, Kind, int]]:

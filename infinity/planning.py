@@ -90,7 +90,7 @@ def make_plan(
     )
     search = Search(
         surveyed,
-        precision,
+        functools.partial(precision.gradient_dtype, accumulation=accumulation),
         rule,
         line=line_of(accumulation),
         flowing=update == "eager",

@@ -409,5 +409,5 @@ def _kinds(plan: Plan) -> set[UpdateKind]:
     }
     found: set[UpdateKind] = set()
     for dtype in regions:
-        found |= kinds_of(plan.rule.name, plan.precision.accumulate_dtype(dtype), dtype, moments)
+        found |= kinds_of(plan.rule.name, plan.gradient_dtype(dtype), dtype, moments)
     return found

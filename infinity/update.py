@@ -143,7 +143,7 @@ class Updater:
         Raises as `Gradients.adding`, and StorageError where a page cannot be read or written.
         """
         gradients = self._gradients
-        with gradients.adding(unit, parameter) as page:
+        with gradients.adding(unit, parameter, gradient.dtype) as page:
             flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
             if gradients.on_device(unit):
                 gradients.add_on_device(unit, parameter, flat)

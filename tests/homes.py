@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,18 +55,23 @@ def budget_for(
     precision: Any,
     *,
     device: str | torch.device = "cpu",
+    accumulation: int | None = None,
 ) -> Any:
     """The infinity.Budget with which every page of the model rests at `home`, working room at its smallest.
 
-    "mixed" has room for half of the pages of each kind of memory, and the disk takes the rest. "mirrored" is
-    ZeRO-Offload's: parameters on the device and in RAM, gradients and states in RAM.
+    accumulation: as it will be declared. "mixed" has room for half of the pages of each kind of memory, and
+    the disk takes the rest. "mirrored" is ZeRO-Offload's: parameters on the device and in RAM, gradients and
+    states in RAM.
     """
     nvme = {str(directory): ROOMY}
     if home == "unified":
         return infinity.Budget(host=ROOMY)
     apart = None if home == "unified-nvme" else room_on(device)
     roomy = infinity.Budget(device=apart, host=ROOMY, nvme=nvme)
-    smallest = infinity.plan(model, optimizer, budget=roomy, precision=precision, device=device).smallest
+    planned = functools.partial(
+        infinity.plan, model, optimizer, precision=precision, device=device, accumulation=accumulation
+    )
+    smallest = planned(budget=roomy).smallest
     host = smallest[Tier.HOST]
     if home == "unified-nvme":
         return infinity.Budget(host=host, nvme=nvme)
@@ -75,7 +81,7 @@ def budget_for(
     if home == "host":
         return infinity.Budget(device=near, host=ROOMY)
     if home == "mirrored":
-        plan = infinity.plan(model, optimizer, budget=roomy, precision=precision, device=device)
+        plan = planned(budget=roomy)
         pages = [unit.nbytes for unit in plan.layout.units]
         # Where all are at home on the device, none has to be resident besides.
         return infinity.Budget(device=near - max(pages) + sum(pages), host=ROOMY)
@@ -83,7 +89,7 @@ def budget_for(
     if home == "nvme":
         return tight
     assert home == "mixed", home
-    plan = infinity.plan(model, optimizer, budget=tight, precision=precision, device=device)
+    plan = planned(budget=tight)
     parameters = sum(unit.nbytes for unit in plan.layout.units)
     others = sum(plan.home_bytes.values()) - parameters
     return infinity.Budget(device=near + parameters // 2, host=host + others // 2, nvme=nvme)

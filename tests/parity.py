@@ -183,17 +183,22 @@ def paged(
     watch: bool = False,
     faults: Faults | None = None,
     update: str = "auto",
+    declared: bool = False,
 ) -> Run:
     """The same with the pages at `home` (see homes.py), slabs in `directory`.
 
     Watching reads every gradient and parameter at each step, which waits for updates; without it only the
     first step's gradients are read, and none with eager updates, which spend them. `faults` are injected into
-    the disk. Asserts that the pages are where they should be, and that nothing of them is left behind.
+    the disk. declared: whether the backwards of a step are; with eager updates they always are. Asserts that
+    the pages are where they should be, and that nothing of them is left behind.
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
     precision = infinity.Precision(compute=recipe.compute, states=recipe.states, keep=entry.keep)
-    budget = budget_for(home, model, optimizer, directory, precision, device=recipe.device)
+    accumulation = recipe.accumulate if declared or update == "eager" else None
+    budget = budget_for(
+        home, model, optimizer, directory, precision, device=recipe.device, accumulation=accumulation
+    )
     run = Run()
     with (
         injected(faults),
@@ -204,7 +209,7 @@ def paged(
             precision=precision,
             device=recipe.device,
             update=update,
-            accumulation=recipe.accumulate if update == "eager" else None,
+            accumulation=accumulation,
         ) as runtime,
     ):
         check_homes(home, runtime.plan)

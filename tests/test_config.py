@@ -76,6 +76,14 @@ def test_accumulation_in_the_compute_dtype_follows_the_parameter() -> None:
     assert precision.accumulate_dtype(torch.float32) is torch.float32
 
 
+def test_the_only_gradient_of_a_step_rests_as_it_comes() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert Precision().gradient_dtype(dtype, 1) is dtype
+        for accumulation in (None, 2):
+            assert Precision().gradient_dtype(dtype, accumulation) is torch.float32
+            assert Precision(accumulate="compute").gradient_dtype(dtype, accumulation) is dtype
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -74,8 +74,9 @@ def check(made: Plan, budget: Budget) -> None:
         ends = {Kind.GRADIENT: 0, Kind.OPTIMIZER: 0}
         for number, chunk in enumerate(unit.chunks):
             dtype = unit.regions[chunk.region].dtype
-            gradients = -(-chunk.count * made.precision.accumulate_dtype(dtype).itemsize // 4096) * 4096
-            gradients = gradients if made.rule else 0
+            summed = torch.float32 if made.precision.accumulate == "fp32" else dtype
+            itemsize = (dtype if made.accumulation == 1 else summed).itemsize
+            gradients = -(-chunk.count * itemsize // 4096) * 4096 if made.rule else 0
             states = made.state_format(index, number).nbytes
             assert made.gradient_offset(index, number) == ends[Kind.GRADIENT]
             assert made.state_offset(index, number) == ends[Kind.OPTIMIZER]
@@ -112,15 +113,19 @@ sizes = st.integers(1, 3 * MiB) | st.integers(1, 100_000)
         accumulate=st.sampled_from(["fp32", "compute"]),
     ),
     activations=st.none() | st.integers(0, MiB),
+    accumulation=st.sampled_from([None, 1, 2]),
     device=st.none() | sizes,
     host=sizes,
     nvme=st.none() | sizes,
 )
-def test_needed_is_exact(*, model, optimizer, precision, activations, device, host, nvme) -> None:
+def test_needed_is_exact(
+    *, model, optimizer, precision, activations, accumulation, device, host, nvme
+) -> None:
     budget = {"device": device, "host": host, "nvme": nvme and {"/nowhere": nvme}}
+    others = {"activations": activations, "accumulation": accumulation}
     short: list[str] = []
     for _ in range(4):
-        arguments = {"optimizer": optimizer, "precision": precision, "activations": activations, **budget}
+        arguments = {"optimizer": optimizer, "precision": precision, **others, **budget}
         try:
             made = planned(model, **arguments)
         except BudgetError as error:
@@ -227,8 +232,11 @@ def test_ample_staging_has_the_chains_of_a_unit_or_a_quarter(width: int, host: s
 
 
 def test_one_backward_a_step_keeps_states_nearer_than_gradients() -> None:
-    model, budget = stack([64] * 9), {"host": 550 << 10, "nvme": {"/swap": 64 * MiB}}
-    unknown, several, one = (planned(model, accumulation=each, **budget) for each in (None, 4, 1))
+    model, budget = stack([64] * 9), {"host": 500 << 10, "nvme": {"/swap": 64 * MiB}}
+    in_their_dtype = Precision(accumulate="compute")
+    unknown, several, one = (
+        planned(model, accumulation=each, precision=in_their_dtype, **budget) for each in (None, 4, 1)
+    )
     assert unknown.homes == several.homes
     check(one, Budget(**budget))
 

@@ -22,10 +22,12 @@ from small_runtime import TIED, loss_of
 from torch import nn
 
 import infinity
-from infinity import twin_flow
+from infinity import device_kernels, store, twin_flow
 from infinity.accumulate import Accumulator
 from infinity.aio import Faults
 from infinity.config import Budget
+from infinity.cpu_adam.page import GRAD_DTYPES
+from infinity.device_kernels import UpdateKind
 from infinity.errors import NonFiniteGradient, StorageError
 
 __all__ = ["kernels", "updated"]
@@ -87,6 +89,43 @@ def test_every_bit_is_that_of_the_cpus_updates(
     assert one[0] == other[0] and differences(one, other) == []
     assert one[0][-1] < one[0][0] - 0.3
     assert updated
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_gradients_that_rest_as_they_come_change_no_bit(
+    compute: str, part: bool, updated: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one backward declared: their kernels read two bytes where the others read four."""
+    asked: list[str] = []
+    kinds_of = device_kernels.kinds_of
+
+    def noted(*arguments: Any) -> set[UpdateKind]:
+        found = kinds_of(*arguments)
+        asked.extend(device_kernels.DTYPES[each.gradient] for each in found)
+        return found
+
+    monkeypatch.setattr(store, "kinds_of", noted)
+
+    def train(accumulation: int | None) -> Any:
+        asked.clear()
+        directory = tmp_path / str(accumulation)
+        with opened(directory, part=part, compute=compute, accumulation=accumulation) as (model, runtime):
+            loss_of(model, 9).backward()
+            gradients = {name: runtime.grad(each) for name, each in model.named_parameters()}
+            runtime.optimizer.zero_grad()
+            losses = [step(model, runtime, number % 2, clip=0.5) for number in range(4)]
+            state = tensors_copied(runtime.optimizer.state_dict())
+            dtypes = {page.dtype(0) for page in runtime._parts.gradients.pages.values()}
+            return (losses, gradients, copied(model.state_dict()), state), dtypes, set(asked)
+
+    wide, single = train(None), train(1)
+    assert updated
+    assert wide[1:] == ({torch.float32}, {"kF32"})
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
+    assert single[1:] == ({dtype}, {device_kernels.DTYPES[GRAD_DTYPES[dtype].value]})
+    assert differences(wide[0], single[0]) == []
 
 
 @pytest.mark.usefixtures("kernels")

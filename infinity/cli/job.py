@@ -134,12 +134,7 @@ def make_job(options: argparse.Namespace) -> Job:
     _check(options)
     torch.manual_seed(options.seed)
     model = subject(options.model)
-    # With one micro-batch nothing is accumulated: a gradient in its own dtype has all its bits.
-    precision = Precision(
-        compute=options.compute,
-        states=options.states,
-        accumulate="compute" if options.accumulate == 1 else "fp32",
-    )
+    precision = Precision(compute=options.compute, states=options.states)
     budget = Budget(
         device=options.budget_device, host=options.budget_host, nvme=_directories(options.budget_nvme)
     )
