@@ -67,6 +67,19 @@ class Module:
     def function(self, name: str) -> Function:
         """By its name, as compiled. Raises DeviceError (CUDA_ERROR_NOT_FOUND) where there is none."""
 
+class RepeatedMemory:
+    """One chunk of device memory behind each of many addresses, which all may read and write."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+
+    def release(self) -> None:
+        """Give it back, once nothing that is queued may use it; nobody else does. Again: does nothing.
+
+        Raises DeviceError, after every call that gives something back was made.
+        """
+
 class Driver:
     """The primary context of one device. Any thread may use it and what it makes."""
 
@@ -87,6 +100,17 @@ class Driver:
 
     def module(self, image: bytes) -> Module:
         """Load a cubin, a fat binary or PTX. Raises DeviceError where the device cannot use it."""
+
+    def synchronize(self) -> None:
+        """Sleep, without the GIL, until all is done that was queued on any stream. Raises DeviceError."""
+
+    @property
+    def granularity(self) -> int:
+        """Bytes of which a chunk to `repeat` is a multiple. Raises DeviceError."""
+
+    def repeat(self, chunk: int, count: int, value: int) -> RepeatedMemory:
+        """`chunk` bytes of device memory at `count` places side by side, filled with the byte `value` on the
+        null stream. Raises DeviceError, and leaves nothing then; ValueError for no bytes."""
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for DMA. Raises DeviceError."""

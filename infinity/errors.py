@@ -148,6 +148,7 @@ _DEVICE_CURES = {
     "CUDA_ERROR_OUT_OF_MEMORY": "Lower the device budget, or end other processes on the device.",
     "CUDA_ERROR_NO_DEVICE": 'Give device="cpu", or look with nvidia-smi why the driver finds no device.',
     "CUDA_ERROR_INVALID_DEVICE": "Give the number of a device that nvidia-smi lists.",
+    "CUDA_ERROR_NOT_SUPPORTED": "Update the NVIDIA driver: this needs CUDA 11 or later.",
     "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "Register each range of host memory once.",
 }
 

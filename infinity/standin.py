@@ -11,15 +11,15 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers
 from infinity.config import format_size
-from infinity.errors import BudgetError, InfinityError
+from infinity.errors import BudgetError, DeviceError, InfinityError
+from infinity.tiers.driver import Driver, current, driver_of
 
 _NAN_BYTE = 0xFF
 """All bits one is a NaN in every IEEE-like float type, bfloat16 and OCP's float8 types included."""
@@ -41,28 +41,23 @@ class StandIns:
     one of them span. The memory is unmapped once this object and the last tensor are gone. A stray write
     is lost: on the CPU it stays with the 4 KiB pages written, on CUDA it shows wherever the chunk does.
 
-    Raises BudgetError where not even the chunk is to be had, InfinityError where the kernel or the CUDA
-    driver refuses the mapping.
+    Raises BudgetError where not even the chunk is to be had, InfinityError (of the CUDA driver DeviceError)
+    where the kernel or the driver refuses the mapping.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
-            self.device = torch.device("cuda", index)
-            # Makes the device's context the current one, which the driver's calls below need.
-            with torch.cuda.device(index):
-                torch.cuda.synchronize()
-                mapping: CpuMapping | CudaMapping = CudaMapping(CudaDriver(load_libcuda()), index, largest)
-                # The fill runs on the default stream, for which torch's other streams do not wait.
-                torch.cuda.synchronize()
-            weakref.finalize(mapping, _release_cuda, mapping.release, index).atexit = False
-            kind = _CUDA_KIND
+            self.device, kind = torch.device("cuda", index), _CUDA_KIND
         else:
-            self.device = torch.device("cpu")
-            index, kind = 0, _CPU_KIND
+            self.device, index, kind = torch.device("cpu"), 0, _CPU_KIND
+        driver = driver_of(self.device)
+        mapping: CpuMapping | DeviceMapping
+        if driver is None:
             mapping = CpuMapping(largest)
-            # At exit the kernel unmaps; tensors that die later than that must not find their memory gone.
-            weakref.finalize(mapping, mapping.release).atexit = False
+            _with_the_last(mapping, mapping.release)
+        else:
+            mapping = _mapped_on(self.device, driver, largest)
         region = _tiers.adopt(
             mapping.address, mapping.nbytes, device_kind=kind, device_index=index, owner=mapping
         )
@@ -154,164 +149,45 @@ def _mapped(address: int | None, nbytes: int) -> int:
     return address
 
 
-class _Location(ctypes.Structure):
-    """CUmemLocation."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("requested_handle_types", ctypes.c_int),
-        ("location", _Location),
-        ("win32_handle_metadata", ctypes.c_void_p),
-        ("compression_type", ctypes.c_ubyte),
-        ("gpu_direct_rdma_capable", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
-
-
-class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
-
-
-_ON_DEVICE = 1
-"""CU_MEM_LOCATION_TYPE_DEVICE."""
-
-_PINNED = 1
-"""CU_MEM_ALLOCATION_TYPE_PINNED."""
-
-_MINIMUM = 0
-"""CU_MEM_ALLOC_GRANULARITY_MINIMUM."""
-
-_READ_WRITE = 3
-"""CU_MEM_ACCESS_FLAGS_PROT_READWRITE. Read-only is refused for device memory, and would turn a stray
-write into the end of the context."""
-
-_OUT_OF_MEMORY = 2
-"""CUDA_ERROR_OUT_OF_MEMORY."""
-
-_POINTER, _HANDLE, _FLAGS = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_ulonglong
-
-SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-    "cuMemGetAllocationGranularity": (
-        ctypes.POINTER(ctypes.c_size_t),
-        ctypes.POINTER(_AllocationProperties),
-        ctypes.c_int,
-    ),
-    "cuMemAddressReserve": (
-        ctypes.POINTER(_POINTER),
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        _POINTER,
-        _FLAGS,
-    ),
-    "cuMemCreate": (
-        ctypes.POINTER(_HANDLE),
-        ctypes.c_size_t,
-        ctypes.POINTER(_AllocationProperties),
-        _FLAGS,
-    ),
-    "cuMemMap": (_POINTER, ctypes.c_size_t, ctypes.c_size_t, _HANDLE, _FLAGS),
-    "cuMemSetAccess": (_POINTER, ctypes.c_size_t, ctypes.POINTER(_Access), ctypes.c_size_t),
-    "cuMemsetD8_v2": (_POINTER, ctypes.c_ubyte, ctypes.c_size_t),
-    "cuMemUnmap": (_POINTER, ctypes.c_size_t),
-    "cuMemAddressFree": (_POINTER, ctypes.c_size_t),
-    "cuMemRelease": (_HANDLE,),
-}
-"""The driver calls used here and their arguments; each returns a CUresult."""
-
-
-def load_libcuda() -> ctypes.CDLL:
-    """The CUDA driver's library. Raises InfinityError where there is none."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise InfinityError(
-            f"The CUDA driver's library cannot be loaded: {error}.",
-            'Install the NVIDIA driver, or give device="cpu".',
-        ) from error
-
-
-class CudaDriver:
-    """The CUDA driver API: every call is checked."""
-
-    def __init__(self, library: Any) -> None:
-        self._functions = {}
-        for name, arguments in SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes = arguments
-            function.restype = ctypes.c_int
-            self._functions[name] = function
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call `name`. Raises BudgetError for CUDA_ERROR_OUT_OF_MEMORY, InfinityError for any other."""
-        result = self._functions[name](*arguments)
-        if result == 0:
-            return
-        text = ctypes.c_char_p()
-        self._functions["cuGetErrorName"](result, ctypes.byref(text))
-        error = (text.value or b"unknown error").decode(errors="replace")
-        cause = f"The CUDA driver refused {name} for evicted parameters: {error} ({result})."
-        if result == _OUT_OF_MEMORY:
-            raise BudgetError(cause, "Lower the device budget, or end other processes on the device.")
-        raise InfinityError(
-            cause, "Check the driver (nvidia-smi), or update it: this needs CUDA 11 or later."
-        )
-
-
-class CudaMapping:
+class DeviceMapping:
     """One allocation of device memory of 0xff, mapped side by side over `nbytes` (whole chunks, at least
-    `largest`). The device's context must be current on the calling thread, also for `release`."""
+    `largest`). Before `release` nothing that is queued may use it any more."""
 
-    def __init__(self, driver: CudaDriver, index: int, largest: int) -> None:
-        location = _Location(_ON_DEVICE, index)
-        properties = _AllocationProperties(type=_PINNED, location=location)
-        granularity = ctypes.c_size_t()
-        driver.call("cuMemGetAllocationGranularity", granularity, properties, _MINIMUM)
-        self.chunk = _chunk_bytes(largest, granularity.value)
-        self.nbytes = max(1, -(-largest // self.chunk)) * self.chunk
-        undo: list[tuple[Any, ...]] = []
-        self.release = functools.partial(_undo, driver, undo)
+    def __init__(self, driver: Driver, largest: int) -> None:
         try:
-            base = _POINTER()
-            driver.call("cuMemAddressReserve", base, self.nbytes, 0, 0, 0)
-            self.address = base.value
-            undo.append(("cuMemAddressFree", self.address, self.nbytes))
-            handle = _HANDLE()
-            driver.call("cuMemCreate", handle, self.chunk, properties, 0)
-            undo.append(("cuMemRelease", handle.value))
-            for address in range(self.address, self.address + self.nbytes, self.chunk):
-                driver.call("cuMemMap", address, self.chunk, 0, handle.value, 0)
-                undo.append(("cuMemUnmap", address, self.chunk))
-            access = _Access(location, _READ_WRITE)
-            driver.call("cuMemSetAccess", self.address, self.nbytes, access, 1)
-            driver.call("cuMemsetD8_v2", self.address, _NAN_BYTE, self.chunk)
-        except BaseException:
-            self.release()
-            raise
+            self.chunk = _chunk_bytes(largest, driver.granularity)
+            count = max(1, -(-largest // self.chunk))
+            memory = driver.repeat(self.chunk, count, _NAN_BYTE)
+        except DeviceError as error:
+            if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            raise BudgetError(
+                f"The device has no memory left for evicted parameters: {error.cause}", error.cure
+            ) from error
+        self.nbytes = count * self.chunk
+        self.address = memory.address
+        self.release = memory.release
 
 
-def _undo(driver: CudaDriver, calls: list[tuple[Any, ...]]) -> None:
-    """Run `calls` from the last to the first, all of them, and forget them; the first error is raised."""
-    failed: InfinityError | None = None
-    while calls:
-        try:
-            driver.call(*calls.pop())
-        except InfinityError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
+def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapping:
+    """Its memory goes with the last that holds it."""
+    with current(device):
+        # What has failed before is raised here, and is not blamed on the mapping.
+        driver.synchronize()
+        mapping = DeviceMapping(driver, largest)
+        _with_the_last(mapping, functools.partial(_release, device, driver, mapping.release))
+        # The fill runs on the default stream, for which torch's other streams do not wait.
+        driver.synchronize()
+    return mapping
 
 
-def _release_cuda(release: functools.partial[None], index: int) -> None:
-    with torch.cuda.device(index):
-        torch.cuda.synchronize()  # kernels in flight may still read it
+def _release(device: torch.device, driver: Driver, release: Callable[[], None]) -> None:
+    with current(device):
+        driver.synchronize()  # kernels in flight may still read it
         release()
+
+
+def _with_the_last(mapping: object, release: Callable[[], object]) -> None:
+    # At exit the kernel, or the driver, unmaps; tensors that die later than that must not find their memory
+    # gone.
+    weakref.finalize(mapping, release).atexit = False

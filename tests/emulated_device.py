@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 
 import infinity
 from infinity import store
-from infinity.tiers import link, open_device
+from infinity.tiers import open_device
 from infinity.tiers.device import DeviceTier
-from infinity.tiers.driver import Driver, Event, Stream
+from infinity.tiers.driver import Driver, Event, Stream, emulated
 from infinity.tiers.link import CopyStreams, Order
 
 LIBRARY = Path(infinity.__file__).with_name("libinfinity_test_driver.so")
@@ -33,8 +34,11 @@ def _library() -> ctypes.CDLL:
     library.infinity_test_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     library.infinity_test_count.argtypes = [ctypes.c_char_p]
     library.infinity_test_count.restype = ctypes.c_uint64
-    library.infinity_test_violations.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
-    library.infinity_test_violations.restype = ctypes.c_size_t
+    for name in ("violations", "left", "calls"):
+        function = getattr(library, f"infinity_test_{name}")
+        function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        function.restype = ctypes.c_size_t
+    library.infinity_test_unregistered_copies.restype = ctypes.c_uint64
     library.infinity_test_name.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     library.infinity_test_separate_threads.argtypes = [ctypes.c_int]
     library.infinity_test_blind.argtypes = [ctypes.c_int]
@@ -69,7 +73,7 @@ class EmulatedDevice:
             self.compute.touched(region.address, region.nbytes, writes=True, label="somebody before")
             return tier
 
-        with mock.patch.object(store, "open_device", used_before), link.emulated(self.driver, self.compute):
+        with mock.patch.object(store, "open_device", used_before), emulated(self.driver, self.compute):
             yield self
         assert self.violations == [], self.violations[:3]
 
@@ -139,10 +143,34 @@ class EmulatedDevice:
 
     @property
     def violations(self) -> list[str]:
-        """Pairs of uses of the same bytes, of which one writes, that nothing orders; since the last reset."""
-        text = ctypes.create_string_buffer(1 << 16)
-        _library().infinity_test_violations(text, len(text))
-        return text.value.decode().splitlines()
+        """Pairs of uses of the same bytes, of which one writes, that nothing orders, and uses of stand-ins;
+        since the last reset."""
+        return _lines("violations")
+
+    @property
+    def left(self) -> list[str]:
+        """What was registered, reserved or allocated since the last reset and is still, garbage apart."""
+        if _lines("left"):
+            gc.collect()
+        return _lines("left")
+
+    @property
+    def calls(self) -> list[str]:
+        """The first 4096 calls since the last reset in their order, but for those that destroy streams and
+        events."""
+        return _lines("calls")
+
+    @property
+    def unregistered_copies(self) -> int:
+        """Copies since the last reset of which neither end lay in registered memory: a device would do them
+        in the calling thread's time."""
+        return int(_library().infinity_test_unregistered_copies())
+
+
+def _lines(control: str) -> list[str]:
+    text = ctypes.create_string_buffer(1 << 17)
+    getattr(_library(), f"infinity_test_{control}")(text, len(text))
+    return text.value.decode().splitlines()
 
 
 def host_uses(device: EmulatedDevice, tensor: torch.Tensor, *, writes: bool) -> None:

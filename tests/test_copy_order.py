@@ -30,8 +30,7 @@ from torch import nn
 import infinity
 from infinity import twin_flow
 from infinity.page import Presence
-from infinity.tiers import link
-from infinity.tiers.driver import Driver
+from infinity.tiers.driver import Driver, emulated
 from infinity.tiers.link import Order
 
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
@@ -118,7 +117,7 @@ def budget_of(home: str, kernels: bool = False) -> Any:
     """kernels: whether `twin_flow.has_kernels` says so."""
     model = Blocks()
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
-    with link.emulated(driver, driver.foreign(COMPUTE)):  # plans for which have a ring for gradients
+    with emulated(driver, driver.foreign(COMPUTE)):  # plans for which have a ring for gradients
         found = budget_for(home, model, adamw(model), Path(folder().name), precision)
         if home != "host":
             return found

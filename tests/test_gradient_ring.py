@@ -32,7 +32,8 @@ from infinity.placement import Kind
 from infinity.planning import Available, make_plan
 from infinity.rules import Rule
 from infinity.telemetry import Edge
-from infinity.tiers import Tier, link
+from infinity.tiers import Tier
+from infinity.tiers import driver as driver_module
 from infinity.tiers.driver import Driver
 
 WATCHDOG = 30
@@ -71,7 +72,7 @@ def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def planned_apart() -> Iterator[None]:
     """Plans inside are for an emulated device."""
     driver = Driver.load(str(LIBRARY))
-    with link.emulated(driver, driver.foreign(COMPUTE)):
+    with driver_module.emulated(driver, driver.foreign(COMPUTE)):
         yield
 
 
@@ -150,7 +151,7 @@ def stepped(model: nn.Module, runtime: Any) -> dict[str, Any]:
 def expected(*sizes: int, bias: bool = True) -> dict[str, Any]:
     """What one step leaves where the CPU sees the device."""
     model = Layers(*sizes, bias=bias)
-    with mock.patch.object(link._emulation, "made_by", None), opened(None, model) as runtime:
+    with mock.patch.object(driver_module._emulation, "now", None), opened(None, model) as runtime:
         return stepped(model, runtime)
 
 

@@ -14,7 +14,7 @@ from emulated_device import LIBRARY, EmulatedDevice, compute_uses, host_uses
 
 from infinity.errors import DeviceError
 from infinity.tiers import link as link_module
-from infinity.tiers.driver import Function, Stream
+from infinity.tiers.driver import Function, Stream, emulated
 from infinity.tiers.link import (
     ARRIVED,
     CopyStreams,
@@ -24,7 +24,6 @@ from infinity.tiers.link import (
     Order,
     Transfer,
     User,
-    emulated,
     open_link,
 )
 

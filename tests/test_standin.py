@@ -4,16 +4,19 @@ import ctypes
 import errno
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from emulated_device import EmulatedDevice, compute_uses
 from process_resources import nothing_left
 
 from infinity import standin
-from infinity.errors import BudgetError, InfinityError
-from infinity.standin import SIGNATURES, CpuMapping, CudaDriver, CudaMapping, StandIns
+from infinity.errors import BudgetError, DeviceError, InfinityError
+from infinity.standin import CpuMapping, StandIns
+from infinity.tiers.driver import Driver, emulated
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -184,151 +187,140 @@ def test_no_descriptor_left(monkeypatch: pytest.MonkeyPatch) -> None:
         CpuMapping(MIB)
 
 
-GRANULE = 2 * MIB
-BASE = 1 << 40
-HANDLE = 77
-
-
-class FakeCuda:
-    """libcuda, with real C calling conventions: records calls, fails the nth with `error`."""
-
-    def __init__(self, *, fail_at: int | None = None, error: int = 1) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self._fail_at = fail_at
-        self._error = error
-        self._name = ctypes.c_char_p(b"CUDA_ERROR_OF_THE_TEST")
-        for name, arguments in SIGNATURES.items():
-            prototype = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
-            setattr(self, name, prototype(self._function(name)))
-
-    def _function(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            if name == "cuGetErrorName":
-                arguments[1][0] = self._name
-                return 0
-            return self._answer(name, arguments)
-
-        return call
-
-    def _answer(self, name: str, arguments: tuple[Any, ...]) -> int:
-        number = len(self.calls)
-        self.calls.append((name, *(self._plain(argument) for argument in arguments)))
-        if number == self._fail_at:
-            return self._error
-        results = {
-            "cuMemGetAllocationGranularity": GRANULE,
-            "cuMemAddressReserve": BASE,
-            "cuMemCreate": HANDLE,
-        }
-        if name in results:
-            arguments[0][0] = results[name]
-        return 0
-
-    def _plain(self, argument: Any) -> Any:
-        """Structures by their fields, what is written to as None."""
-        if isinstance(argument, int):
-            return argument
-        content = argument[0]
-        if isinstance(content, ctypes.Structure):
-            return tuple(
-                (value.type, value.id) if isinstance(value, ctypes.Structure) else value
-                for value in (getattr(content, field[0]) for field in content._fields_)
-                if isinstance(value, (int, ctypes.Structure))
-            )
-        return None
-
-
-def properties(index: int) -> tuple[Any, ...]:
-    pinned, on_device = 1, 1
-    return (pinned, 0, (on_device, index), 0, 0, 0)
-
-
-def test_the_driver_calls_of_a_cuda_stand_in() -> None:
-    cuda = FakeCuda()
-    mapping = CudaMapping(CudaDriver(cuda), 3, 2 * GRANULE + 1)
-    assert (mapping.address, mapping.nbytes, mapping.chunk) == (BASE, 3 * GRANULE, GRANULE)
-    read_write = 3
-    assert cuda.calls == [
-        ("cuMemGetAllocationGranularity", None, properties(3), 0),
-        ("cuMemAddressReserve", None, 3 * GRANULE, 0, 0, 0),
-        ("cuMemCreate", None, GRANULE, properties(3), 0),
-        ("cuMemMap", BASE, GRANULE, 0, HANDLE, 0),
-        ("cuMemMap", BASE + GRANULE, GRANULE, 0, HANDLE, 0),
-        ("cuMemMap", BASE + 2 * GRANULE, GRANULE, 0, HANDLE, 0),
-        ("cuMemSetAccess", BASE, 3 * GRANULE, ((1, 3), read_write), 1),
-        ("cuMemsetD8_v2", BASE, 0xFF, GRANULE),
-    ]
-    cuda.calls.clear()
-    mapping.release()
-    mapping.release()
-    assert cuda.calls == [
-        ("cuMemUnmap", BASE + 2 * GRANULE, GRANULE),
-        ("cuMemUnmap", BASE + GRANULE, GRANULE),
-        ("cuMemUnmap", BASE, GRANULE),
-        ("cuMemRelease", HANDLE),
-        ("cuMemAddressFree", BASE, 3 * GRANULE),
-    ], "once, and in the order opposite to how it came"
-
-
-def test_the_structures_are_as_large_as_the_drivers() -> None:
-    sizes = [ctypes.sizeof(kind) for kind in (standin._AllocationProperties, standin._Access)]
-    assert sizes == [32, 12]
-
-
+GRANULE = 4096
+"""Of the test driver."""
 OPPOSITES = {
     "cuMemAddressReserve": "cuMemAddressFree",
     "cuMemCreate": "cuMemRelease",
     "cuMemMap": "cuMemUnmap",
 }
+MADE = [
+    "cuCtxSynchronize",
+    "cuMemGetAllocationGranularity",
+    "cuMemAddressReserve",
+    "cuMemCreate",
+    *3 * ["cuMemMap"],
+    "cuMemSetAccess",
+    "cuMemsetD8_v2",
+    "cuCtxSynchronize",
+]
+RELEASED = ["cuCtxSynchronize", *3 * ["cuMemUnmap"], "cuMemRelease", "cuMemAddressFree"]
 
 
-@pytest.mark.parametrize("number", range(7))
-def test_whichever_call_fails_nothing_is_left(number: int) -> None:
-    cuda = FakeCuda(fail_at=number, error=801)
-    with pytest.raises(InfinityError, match=r"CUDA_ERROR_OF_THE_TEST \(801\)") as caught:
-        CudaMapping(CudaDriver(cuda), 0, 2 * GRANULE)
-    assert cuda.calls[number][0] in str(caught.value)
-    done = [call[0] for call in cuda.calls[:number]]
-    undone = [call[0] for call in cuda.calls[number + 1 :]]
-    assert undone == [OPPOSITES[name] for name in reversed(done) if name in OPPOSITES]
+@pytest.fixture
+def device() -> Iterator[EmulatedDevice]:
+    gc.collect()  # stand-ins of tests before
+    made = EmulatedDevice(1)
+    with made.in_use():
+        yield made
+    assert made.left == []
 
 
-def test_no_memory_is_a_matter_of_the_budget() -> None:
-    with pytest.raises(BudgetError, match="cuMemCreate"):
-        CudaMapping(CudaDriver(FakeCuda(fail_at=2, error=2)), 0, 1)
+def test_the_driver_calls_of_a_stand_in_on_a_device(device: EmulatedDevice) -> None:
+    stand_ins = StandIns(CPU, 2 * GRANULE + 1)
+    assert (stand_ins.nbytes, stand_ins.held) == (3 * GRANULE, GRANULE)
+    assert device.calls == MADE
+    tensor = stand_ins.of((3, GRANULE), (GRANULE, 1), torch.int8)
+    del stand_ins
+    assert tensor.eq(-1).all()
+    assert device.calls == MADE
+    assert len(device.left) == 2
+    del tensor
+    assert device.calls == MADE + RELEASED, "once, and in the order opposite to how it came"
+
+
+def test_one_chunk_is_behind_all_addresses_of_a_device(device: EmulatedDevice) -> None:
+    memory = device.driver.repeat(GRANULE, 2, 7)
+    bytes_of = (ctypes.c_ubyte * (2 * GRANULE)).from_address(memory.address)
+    assert set(bytes_of) == {7}
+    memory.release()
+    memory.release()
+    assert device.count("cuMemUnmap") == 2
+    for chunk, count in ((0, 1), (GRANULE, 0)):
+        with pytest.raises(ValueError, match="at least once"):
+            device.driver.repeat(chunk, count, 7)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_whichever_call_fails_nothing_is_left(device: EmulatedDevice, number: int) -> None:
+    call = MADE[number]
+    nth = MADE[: number + 1].count(call)
+    device.fail(call, 801, nth)
+    with pytest.raises(DeviceError, match=r"CUDA_ERROR_NOT_SUPPORTED, 801") as caught:
+        StandIns(CPU, 3 * GRANULE)
+    assert caught.value.call == call.removesuffix("_v2")
+    assert "CUDA 11" in caught.value.cure
+    assert device.calls[: number + 1] == MADE[: number + 1]
+    undone = [OPPOSITES[name] for name in reversed(MADE[:number]) if name in OPPOSITES]
+    assert device.calls[number + 1 :] == undone
+
+
+def test_work_that_failed_before_is_not_blamed_on_the_mapping(device: EmulatedDevice) -> None:
+    for nth in (1, 2):
+        device.fail("cuCtxSynchronize", 700, nth)
+        with pytest.raises(DeviceError, match="cuCtxSynchronize"):
+            StandIns(CPU, GRANULE)
+    assert device.left == []
+
+
+def test_no_memory_is_a_matter_of_the_budget(device: EmulatedDevice) -> None:
+    device.fail("cuMemCreate", 2)
+    with pytest.raises(BudgetError, match="cuMemCreate") as caught:
+        StandIns(CPU, GRANULE)
+    assert "device budget" in caught.value.cure
 
 
 def test_a_release_that_fails_still_releases_the_rest() -> None:
-    cuda = FakeCuda(fail_at=6)
-    mapping = CudaMapping(CudaDriver(cuda), 0, 1)
-    cuda.calls = cuda.calls[:6]
-    with pytest.raises(InfinityError, match="cuMemUnmap"):
-        mapping.release()
-    assert [call[0] for call in cuda.calls[6:]] == ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"]
+    device = EmulatedDevice(2)
+    memory = device.driver.repeat(GRANULE, 2, 0xFF)
+    device.fail("cuMemUnmap", 1)
+    with pytest.raises(DeviceError, match="cuMemUnmap"):
+        memory.release()
+    # The addresses are still mapped in part: the driver refuses to free them, and that is the second error.
+    assert device.calls[-4:] == ["cuMemUnmap", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"]
+    memory.release()
+    assert len(device.calls) == 10
 
 
-def test_no_driver_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
+def test_a_write_to_a_stand_in_of_a_device_is_seen() -> None:
+    device = EmulatedDevice(3)
+    with emulated(device.driver, device.compute):
+        tensor = StandIns(CPU, GRANULE).of((8,), (1,), torch.float32)
+    assert device.violations == []
+    tensor[1] = 0.0
+    (found,) = device.violations
+    assert "written at byte 4" in found and "stand-in" in found
 
-    monkeypatch.setattr(ctypes, "CDLL", absent)
-    with pytest.raises(InfinityError, match=r"libcuda\.so\.1") as caught:
-        standin.load_libcuda()
-    assert 'device="cpu"' in caught.value.cure
+
+def test_a_stand_in_that_is_written_to_and_gone_is_seen_too() -> None:
+    device = EmulatedDevice(3)
+    with emulated(device.driver, device.compute):
+        tensor = StandIns(CPU, GRANULE).of((8,), (1,), torch.float32)
+    tensor[:] = 0.0
+    del tensor
+    assert device.left == []
+    assert len(device.violations) == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_cuda_device() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.zeros(1, device=device)
-    before, _ = torch.cuda.mem_get_info(device)
-    stand_ins = StandIns(torch.device("cuda"), 1 << 30)
-    tensor = stand_ins.of((1 << 14, 1 << 14), (1, 1 << 14), torch.float32)
-    assert tensor.device == device
-    assert tensor.stride() == (1, 1 << 14)
-    assert before - torch.cuda.mem_get_info(device)[0] < 64 * MIB
-    assert tensor[:, -64:].isnan().all()
-    assert torch.nn.Parameter(tensor).data_ptr() == tensor.data_ptr()
-    del tensor, stand_ins
-    gc.collect()
-    assert before - torch.cuda.mem_get_info(device)[0] < 32 * MIB
+def test_memory_that_kernels_may_still_read_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait in the release is needed: without it the unmapping is a violation."""
+
+    class Hasty:
+        def __init__(self, driver: Driver) -> None:
+            self._driver = driver
+
+        def synchronize(self) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._driver, name)
+
+    for wait, expected in ((True, 0), (False, 1)):
+        device = EmulatedDevice(4)
+        driver: Any = device.driver if wait else Hasty(device.driver)
+        monkeypatch.setattr(standin, "driver_of", lambda _, driver=driver: driver)
+        stand_ins = StandIns(CPU, GRANULE)
+        compute_uses(device, torch.zeros(4), writes=True)
+        del stand_ins
+        assert device.left == []
+        assert len(device.violations) == expected

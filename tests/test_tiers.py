@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from emulated_device import EmulatedDevice
 
 from infinity import _tiers, machine
 from infinity.errors import BudgetError, ConfigError
 from infinity.tiers import CpuDeviceTier, HostArena, MemoryTier, Tier, UnifiedTier, open_device
 from infinity.tiers import arena as arena_module
 from infinity.tiers.arena import register_with_cuda
+from infinity.tiers.driver import cuda_driver
 
 PAGE = 4096
 MIB = 1 << 20
@@ -227,70 +229,59 @@ def test_the_huge_page_probe_really_runs() -> None:
     assert result.speedup is None or result.speedup > 0
 
 
-class FakeCudart:
-    """Records what the arena asks of the CUDA runtime."""
-
-    cudaError = SimpleNamespace(success=0)
-    cudaGetErrorString = "error {}".format
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-        self.calls: list[tuple[str, int]] = []
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.calls.append(("register", address))
-        assert flags == 1
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unregister", address))
-        return 0
-
-
-@pytest.mark.parametrize("status", [0, 2])
-def test_registration_with_cuda_lasts_as_long_as_the_mapping(status: int) -> None:
+@pytest.mark.parametrize("code", [0, 2])
+def test_registration_with_cuda_lasts_as_long_as_the_mapping(code: int) -> None:
     """Also where the arena is dropped unclosed, and while an alias keeps the bytes mapped."""
+    device = EmulatedDevice()
     arena = HostArena(PAGE)
-    cudart = FakeCudart(status)
-    address = arena.region.address
-    registration = register_with_cuda(arena.region, cudart)
-    assert registration.done == (status == 0)
+    if code:
+        device.fail("cuMemHostRegister_v2", code)
+    registration = register_with_cuda(arena.region, device.driver)
+    assert registration.done == (code == 0)
     alias = arena.pool("pages", PAGE).lease(1).residency()
     del arena
     gc.collect()
-    assert cudart.calls == [("register", address)]
+    assert device.calls == ["cuMemHostRegister_v2"]
+    assert len(device.left) == (1 if code == 0 else 0)
     del alias
     gc.collect()
-    expected = [("register", address), ("unregister", address)]
-    assert cudart.calls == expected[: 2 if status == 0 else 1]
+    expected = ["cuMemHostRegister_v2", "cuMemHostUnregister"]
+    assert device.calls == expected[: 2 if code == 0 else 1]
+    assert device.left == []
 
 
 def test_a_registration_that_fails_says_why() -> None:
+    device = EmulatedDevice()
+    device.fail("cuMemHostRegister_v2", 2)
     with HostArena(PAGE) as arena:
-        assert "error 2" in register_with_cuda(arena.region, FakeCudart(2)).reason
+        reason = register_with_cuda(arena.region, device.driver).reason
+        assert "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in reason
 
 
 def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is registered is all in RAM before: CUDA would fault it in on one thread."""
+    emulated = EmulatedDevice()
     device = torch.device("cuda", 0)
     monkeypatch.setattr(arena_module, "usable_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(arena_module, "_numa_node", lambda device: -1)
     monkeypatch.setattr(arena_module, "_said", set())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(2))
+    monkeypatch.setattr(arena_module, "driver_of", lambda device: emulated.driver)
+    emulated.fail("cuMemHostRegister_v2", 2)
     with pytest.warns(UserWarning, match="memlock") as caught, HostArena(5 * PAGE, device=device) as arena:
         assert arena.resident_bytes == 5 * PAGE
         assert not arena.cuda_registration.done
-    assert len(caught) == 1 and "error 2" in str(caught[0].message)
+    assert len(caught) == 1 and "CUDA_ERROR_OUT_OF_MEMORY" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        emulated.fail("cuMemHostRegister_v2", 2)
         HostArena(PAGE, device=device).close()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(0))
     monkeypatch.setattr(arena_module, "_said", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with HostArena(PAGE, device=device) as arena:
             assert arena.cuda_registration.done
+    assert emulated.count("cuMemHostRegister_v2") == 3
 
 
 def test_a_region_of_somebody_else_returns_to_its_owner() -> None:
@@ -363,7 +354,7 @@ class TestCuda:
 
     def test_a_failed_registration_does_not_poison_the_next_kernel(self) -> None:
         with HostArena(4 * MIB, device="cuda") as host:
-            again = register_with_cuda(host.region, torch.cuda.cudart())
+            again = register_with_cuda(host.region, cuda_driver(torch.cuda.current_device()))
             assert not again.done
             assert torch.ones(4, device="cuda").sum().item() == 4
 

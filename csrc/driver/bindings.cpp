@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "driver.hpp"
+#include "repeated.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -152,6 +153,10 @@ NB_MODULE(_driver, m) {
 
     nb::class_<Module>(m, "Module").def("function", &Module::function, "name"_a, without_gil);
 
+    nb::class_<RepeatedMemory>(m, "RepeatedMemory")
+        .def_prop_ro("address", &RepeatedMemory::address)
+        .def("release", &RepeatedMemory::release, without_gil);
+
     nb::class_<Driver>(m, "Driver")
         .def_static("load", &load_driver, "path"_a, "device"_a = 0)
         .def_prop_ro("checked", &Driver::checked)
@@ -175,6 +180,15 @@ NB_MODULE(_driver, m) {
                 return std::make_shared<Module>(self, text);
             },
             "image"_a)
+        .def("synchronize", &Driver::synchronize, without_gil)
+        .def_prop_ro("granularity", [](const Driver& self) { return granularity(self); })
+        .def(
+            "repeat",
+            [](const std::shared_ptr<Driver>& self, std::size_t chunk, std::size_t count,
+               unsigned char value) {
+                return std::make_shared<RepeatedMemory>(self, chunk, count, value);
+            },
+            "chunk"_a, "count"_a, "value"_a, without_gil)
         .def("register_host", &Driver::register_host, "address"_a, "nbytes"_a, without_gil)
         .def("unregister_host", &Driver::unregister_host, "address"_a, without_gil)
         .def("touched_by_host", &touched_by_host, "address"_a, "nbytes"_a, nb::kw_only(),

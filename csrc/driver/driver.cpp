@@ -6,7 +6,7 @@
 
 namespace infinity::driver {
 
-Driver::Driver(Table table, int device) : table_(table) {
+Driver::Driver(Table table, int device) : table_(table), number_(device) {
     check(table_.init(0), "cuInit");
     check(table_.device_get(&device_, device), "cuDeviceGet");
     check(table_.context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
@@ -55,6 +55,11 @@ void Driver::give_back(EventHandle event, bool timing) noexcept {
     } catch (const std::bad_alloc&) {
         table_.event_destroy(event);
     }
+}
+
+void Driver::synchronize() {
+    const Current current(*this);
+    check(table_.synchronize(), "cuCtxSynchronize");
 }
 
 void Driver::register_host(Address address, std::size_t nbytes) {

@@ -26,6 +26,10 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
     const Table& table() const { return table_; }
     bool checked() const { return table_.touched != nullptr; }
+    int number() const { return number_; }
+
+    // Sleeps until all is done that was queued on any stream.
+    void synchronize();
 
     // Takes an event from those at rest, or makes one.
     EventHandle take_event(bool timing);
@@ -54,6 +58,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
   private:
     friend class Current;
     Table table_;
+    int number_;
     Device device_ = 0;
     ContextHandle context_ = nullptr;
     std::mutex mutex_;  // guards the events at rest

@@ -18,12 +18,42 @@ using StreamHandle = struct Str*;     // CUstream
 using EventHandle = struct Evt*;      // CUevent
 using ModuleHandle = struct Mod*;     // CUmodule
 using FunctionHandle = struct Func*;  // CUfunction
+using MemoryHandle = std::uint64_t;   // CUmemGenericAllocationHandle
+
+// CUmemLocation.
+struct Location {
+    int type;
+    int id;
+};
+// CUmemAllocationProp.
+struct AllocationProperties {
+    int type;
+    int requested_handle_types;
+    Location location;
+    void* win32_handle_metadata;
+    unsigned char compression_type;
+    unsigned char gpu_direct_rdma_capable;
+    unsigned short usage;
+    unsigned char reserved[4];
+};
+// CUmemAccessDesc.
+struct Access {
+    Location location;
+    int flags;
+};
+static_assert(sizeof(AllocationProperties) == 32 && sizeof(Access) == 12);
 
 inline constexpr Result success = 0;
-inline constexpr Result not_ready = 600;             // CUDA_ERROR_NOT_READY
-inline constexpr unsigned non_blocking = 1;          // CU_STREAM_NON_BLOCKING
-inline constexpr unsigned without_timing = 2;        // CU_EVENT_DISABLE_TIMING
-inline constexpr unsigned portable = 1;              // CU_MEMHOSTREGISTER_PORTABLE
+inline constexpr Result not_ready = 600;       // CUDA_ERROR_NOT_READY
+inline constexpr unsigned non_blocking = 1;    // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned without_timing = 2;  // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned portable = 1;        // CU_MEMHOSTREGISTER_PORTABLE
+inline constexpr int on_device = 1;            // CU_MEM_LOCATION_TYPE_DEVICE
+inline constexpr int pinned = 1;               // CU_MEM_ALLOCATION_TYPE_PINNED
+inline constexpr int minimum = 0;              // CU_MEM_ALLOC_GRANULARITY_MINIMUM
+// CU_MEM_ACCESS_FLAGS_PROT_READWRITE. Read-only is refused for device memory, and would turn a
+// stray write into the end of the context.
+inline constexpr int read_write = 3;
 inline constexpr std::size_t most_arguments = 4096;  // bytes of a kernel's arguments
 // CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END: arguments as bytes in one piece.
 inline constexpr std::uintptr_t launch_buffer = 1;
@@ -31,34 +61,48 @@ inline constexpr std::uintptr_t launch_buffer_size = 2;
 inline constexpr std::uintptr_t launch_end = 0;
 
 // Name in the library, field, type. One list, so that a call cannot be declared and not loaded.
-#define INFINITY_DRIVER_CALLS(X)                                                             \
-    X(cuInit, init, Result (*)(unsigned))                                                    \
-    X(cuGetErrorName, error_name, Result (*)(Result, const char**))                          \
-    X(cuGetErrorString, error_string, Result (*)(Result, const char**))                      \
-    X(cuDeviceGet, device_get, Result (*)(Device*, int))                                     \
-    X(cuDevicePrimaryCtxRetain, context_retain, Result (*)(ContextHandle*, Device))          \
-    X(cuDevicePrimaryCtxRelease_v2, context_release, Result (*)(Device))                     \
-    X(cuCtxGetCurrent, context_get, Result (*)(ContextHandle*))                              \
-    X(cuCtxSetCurrent, context_set, Result (*)(ContextHandle))                               \
-    X(cuCtxGetStreamPriorityRange, priority_range, Result (*)(int*, int*))                   \
-    X(cuStreamCreateWithPriority, stream_create, Result (*)(StreamHandle*, unsigned, int))   \
-    X(cuStreamDestroy_v2, stream_destroy, Result (*)(StreamHandle))                          \
-    X(cuStreamWaitEvent, stream_wait, Result (*)(StreamHandle, EventHandle, unsigned))       \
-    X(cuStreamQuery, stream_query, Result (*)(StreamHandle))                                 \
-    X(cuEventCreate, event_create, Result (*)(EventHandle*, unsigned))                       \
-    X(cuEventDestroy_v2, event_destroy, Result (*)(EventHandle))                             \
-    X(cuEventRecord, event_record, Result (*)(EventHandle, StreamHandle))                    \
-    X(cuEventQuery, event_query, Result (*)(EventHandle))                                    \
-    X(cuEventElapsedTime, event_elapsed, Result (*)(float*, EventHandle, EventHandle))       \
-    X(cuMemcpyAsync, copy, Result (*)(Address, Address, std::size_t, StreamHandle))          \
-    X(cuMemHostRegister_v2, host_register, Result (*)(void*, std::size_t, unsigned))         \
-    X(cuMemHostUnregister, host_unregister, Result (*)(void*))                               \
-    X(cuModuleLoadData, module_load, Result (*)(ModuleHandle*, const void*))                 \
-    X(cuModuleUnload, module_unload, Result (*)(ModuleHandle))                               \
-    X(cuModuleGetFunction, module_function,                                                  \
-      Result (*)(FunctionHandle*, ModuleHandle, const char*))                                \
-    X(cuLaunchKernel, launch,                                                                \
-      Result (*)(FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+#define INFINITY_DRIVER_CALLS(X)                                                                   \
+    X(cuInit, init, Result (*)(unsigned))                                                          \
+    X(cuGetErrorName, error_name, Result (*)(Result, const char**))                                \
+    X(cuGetErrorString, error_string, Result (*)(Result, const char**))                            \
+    X(cuDeviceGet, device_get, Result (*)(Device*, int))                                           \
+    X(cuDevicePrimaryCtxRetain, context_retain, Result (*)(ContextHandle*, Device))                \
+    X(cuDevicePrimaryCtxRelease_v2, context_release, Result (*)(Device))                           \
+    X(cuCtxGetCurrent, context_get, Result (*)(ContextHandle*))                                    \
+    X(cuCtxSetCurrent, context_set, Result (*)(ContextHandle))                                     \
+    X(cuCtxSynchronize, synchronize, Result (*)())                                                 \
+    X(cuCtxGetStreamPriorityRange, priority_range, Result (*)(int*, int*))                         \
+    X(cuStreamCreateWithPriority, stream_create, Result (*)(StreamHandle*, unsigned, int))         \
+    X(cuStreamDestroy_v2, stream_destroy, Result (*)(StreamHandle))                                \
+    X(cuStreamWaitEvent, stream_wait, Result (*)(StreamHandle, EventHandle, unsigned))             \
+    X(cuStreamQuery, stream_query, Result (*)(StreamHandle))                                       \
+    X(cuEventCreate, event_create, Result (*)(EventHandle*, unsigned))                             \
+    X(cuEventDestroy_v2, event_destroy, Result (*)(EventHandle))                                   \
+    X(cuEventRecord, event_record, Result (*)(EventHandle, StreamHandle))                          \
+    X(cuEventQuery, event_query, Result (*)(EventHandle))                                          \
+    X(cuEventElapsedTime, event_elapsed, Result (*)(float*, EventHandle, EventHandle))             \
+    X(cuMemcpyAsync, copy, Result (*)(Address, Address, std::size_t, StreamHandle))                \
+    X(cuMemHostRegister_v2, host_register, Result (*)(void*, std::size_t, unsigned))               \
+    X(cuMemHostUnregister, host_unregister, Result (*)(void*))                                     \
+    X(cuMemGetAllocationGranularity, granularity,                                                  \
+      Result (*)(std::size_t*, const AllocationProperties*, int))                                  \
+    X(cuMemAddressReserve, address_reserve,                                                        \
+      Result (*)(Address*, std::size_t, std::size_t, Address, unsigned long long))                 \
+    X(cuMemAddressFree, address_free, Result (*)(Address, std::size_t))                            \
+    X(cuMemCreate, memory_create,                                                                  \
+      Result (*)(MemoryHandle*, std::size_t, const AllocationProperties*, unsigned long long))     \
+    X(cuMemRelease, memory_release, Result (*)(MemoryHandle))                                      \
+    X(cuMemMap, memory_map,                                                                        \
+      Result (*)(Address, std::size_t, std::size_t, MemoryHandle, unsigned long long))             \
+    X(cuMemUnmap, memory_unmap, Result (*)(Address, std::size_t))                                  \
+    X(cuMemSetAccess, memory_access, Result (*)(Address, std::size_t, const Access*, std::size_t)) \
+    X(cuMemsetD8_v2, memory_fill, Result (*)(Address, unsigned char, std::size_t))                 \
+    X(cuModuleLoadData, module_load, Result (*)(ModuleHandle*, const void*))                       \
+    X(cuModuleUnload, module_unload, Result (*)(ModuleHandle))                                     \
+    X(cuModuleGetFunction, module_function,                                                        \
+      Result (*)(FunctionHandle*, ModuleHandle, const char*))                                      \
+    X(cuLaunchKernel, launch,                                                                      \
+      Result (*)(FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,       \
                  unsigned, StreamHandle, void**, void**))
 
 // Why no table could be made of a library.

@@ -40,6 +40,12 @@ class Checker {
     void use(Actor actor, std::uint64_t begin, std::uint64_t end, bool writes,
              const std::string& what);
 
+    // A use, for people.
+    std::string described(Actor actor, std::uint64_t begin, std::uint64_t end, bool writes,
+                          const std::string& what) const {
+        return describe({actor, 0, begin, end, writes, what});
+    }
+
     // Each pair of unordered uses once, in words; at most `most_kept`.
     const std::vector<std::string>& violations() const { return violations_; }
     static constexpr std::size_t most_kept = 64;

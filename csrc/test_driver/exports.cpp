@@ -1,4 +1,5 @@
-// The CUDA driver's names over a `Machine`, and the controls of tests (infinity_test_*).
+// The CUDA driver's names that have to do with streams and modules, over a `Machine`, and the
+// controls of tests (infinity_test_*).
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -10,31 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "machine.hpp"
+#include "call.hpp"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-using infinity::test_driver::Event;
-using infinity::test_driver::Machine;
-using infinity::test_driver::machine;
-using infinity::test_driver::Pace;
-using infinity::test_driver::Stream;
+using namespace infinity::test_driver;  // NOLINT: the library is about one namespace
 
 namespace {
-
-// Results, as cuda.h numbers them.
-constexpr int kSuccess = 0;
-constexpr int kInvalidValue = 1;
-constexpr int kNotInitialized = 3;
-constexpr int kInvalidDevice = 101;
-constexpr int kInvalidImage = 200;
-constexpr int kInvalidContext = 201;
-constexpr int kInvalidHandle = 400;
-constexpr int kNotFound = 500;
-constexpr int kNotReady = 600;
-constexpr int kIllegalAddress = 700;
-constexpr int kAlreadyRegistered = 712;
-constexpr int kNotRegistered = 713;
 
 struct Description {
     const char* name;
@@ -43,7 +24,7 @@ struct Description {
 const std::map<int, Description> kDescriptions = {
     {kSuccess, {"CUDA_SUCCESS", "no error"}},
     {kInvalidValue, {"CUDA_ERROR_INVALID_VALUE", "invalid argument"}},
-    {2, {"CUDA_ERROR_OUT_OF_MEMORY", "out of memory"}},
+    {kOutOfMemory, {"CUDA_ERROR_OUT_OF_MEMORY", "out of memory"}},
     {kNotInitialized, {"CUDA_ERROR_NOT_INITIALIZED", "initialization error"}},
     {kInvalidDevice, {"CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"}},
     {kInvalidImage, {"CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"}},
@@ -56,6 +37,7 @@ const std::map<int, Description> kDescriptions = {
      {"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
       "part or all of the memory is registered already"}},
     {kNotRegistered, {"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "the memory is not registered"}},
+    {kNotSupported, {"CUDA_ERROR_NOT_SUPPORTED", "operation not supported"}},
 };
 
 int describe(int result, const char** text, const char* Description::* field) {
@@ -68,22 +50,6 @@ constexpr char kHostKernels[] = "infinity-host-kernels:";
 using HostKernel = void (*)(const void* arguments, unsigned grid, unsigned block);
 
 char context_of_all;
-thread_local void* current_context = nullptr;
-
-std::map<std::uint64_t, std::size_t>& registered() {  // guarded by the machine's lock
-    static auto* const ranges = new std::map<std::uint64_t, std::size_t>;
-    return *ranges;
-}
-
-// What every call on a device has: its context current, the machine's lock, and a result that was
-// asked for.
-template <typename Action>
-int on_device(const char* call, const Action& action) {
-    if (current_context == nullptr) return kInvalidContext;
-    Machine::Lock lock = machine().lock();
-    const int injected = machine().enter(lock, call);
-    return injected != kSuccess ? injected : action(lock);
-}
 
 }  // namespace
 
@@ -209,6 +175,13 @@ EXPORT int cuMemcpyAsync(std::uint64_t into, std::uint64_t source, std::size_t n
         Stream* found = machine().find(stream);
         if (found == nullptr) return kInvalidHandle;
         if (nbytes != 0 && (into == 0 || source == 0)) return kInvalidValue;
+        for (const std::uint64_t end : {into, source}) {
+            if (machine().addresses().kind(end, nbytes) == Addresses::Kind::none)
+                return kIllegalAddress;
+        }
+        const Registered& registered = machine().registered();
+        if (!registered.covers(into, nbytes) && !registered.covers(source, nbytes))
+            machine().note_unregistered_copy();
         machine().run(*found, {{source, nbytes, false}, {into, nbytes, true}}, "copy", [=] {
             if (nbytes != 0) {
                 std::memmove(reinterpret_cast<void*>(into), reinterpret_cast<const void*>(source),
@@ -216,25 +189,6 @@ EXPORT int cuMemcpyAsync(std::uint64_t into, std::uint64_t source, std::size_t n
             }
         });
         return kSuccess;
-    });
-}
-
-EXPORT int cuMemHostRegister_v2(void* memory, std::size_t nbytes, unsigned) {
-    return on_device("cuMemHostRegister_v2", [&](Machine::Lock&) {
-        const auto begin = reinterpret_cast<std::uint64_t>(memory);
-        if (begin == 0 || nbytes == 0) return kInvalidValue;
-        for (const auto& [start, size] : registered()) {
-            if (start < begin + nbytes && begin < start + size) return kAlreadyRegistered;
-        }
-        registered()[begin] = nbytes;
-        return kSuccess;
-    });
-}
-
-EXPORT int cuMemHostUnregister(void* memory) {
-    return on_device("cuMemHostUnregister", [&](Machine::Lock&) {
-        const bool known = registered().erase(reinterpret_cast<std::uint64_t>(memory)) != 0;
-        return known ? kSuccess : kNotRegistered;
     });
 }
 
@@ -323,19 +277,6 @@ EXPORT void infinity_test_touched(Stream* stream, int by_host, std::uint64_t add
     Stream* found = by_host != 0 ? nullptr : machine().find(stream);
     if (by_host == 0 && found == nullptr) return;
     machine().touched(found, {address, nbytes, writes != 0}, label);
-}
-
-// The violations since the last reset, one a line, as much as fits; returns how many there are.
-EXPORT std::size_t infinity_test_violations(char* text, std::size_t size) {
-    const Machine::Lock lock = machine().lock();
-    std::string all;
-    for (const std::string& each : machine().violations()) all += each + "\n";
-    if (size > 0) {
-        const std::size_t count = std::min(size - 1, all.size());
-        std::memcpy(text, all.data(), count);
-        text[count] = 0;
-    }
-    return machine().violations().size();
 }
 
 // What violations call a stream.

@@ -17,17 +17,23 @@ Machine::~Machine() {
     while (!streams_.empty()) end_stream(held, streams_.front().get());
 }
 
-int Machine::enter(Lock& lock, const char* call) {
-    ++calls_;
+int Machine::begin(const char* call) {
     ++counts_[call];
+    if (log_.size() < most_logged) log_.emplace_back(call);
     for (auto failure = failures_.begin(); failure != failures_.end(); ++failure) {
         if (failure->call != call || --failure->left > 0) continue;
         const int code = failure->code;
         failures_.erase(failure);
         return code;
     }
-    dawdle(lock);
     return 0;
+}
+
+int Machine::enter(Lock& lock, const char* call) {
+    ++calls_;
+    const int injected = begin(call);
+    if (injected == 0) dawdle(lock);
+    return injected;
 }
 
 void Machine::dawdle(Lock& lock) {
@@ -140,9 +146,7 @@ bool Machine::query(const std::shared_ptr<Event>& event) {
 void Machine::run(Stream& stream, const std::vector<Bytes>& uses, const std::string& what,
                   std::function<void()> work) {
     queued_by_host(stream);
-    for (const Bytes& each : uses) {
-        checker_.use(stream.actor, each.begin, each.begin + each.nbytes, each.writes, what);
-    }
+    for (const Bytes& each : uses) queued_use(stream, each, what);
     if (stream.is_inline) {
         work();
         return;
@@ -152,17 +156,56 @@ void Machine::run(Stream& stream, const std::vector<Bytes>& uses, const std::str
 }
 
 void Machine::touched(Stream* stream, const Bytes& bytes, const std::string& what) {
-    if (stream != nullptr) queued_by_host(*stream);
-    const Checker::Actor actor = stream == nullptr ? host() : stream->actor;
-    checker_.use(actor, bytes.begin, bytes.begin + bytes.nbytes, bytes.writes, what);
+    if (stream == nullptr) {
+        use(host(), bytes, what);
+        return;
+    }
+    queued_by_host(*stream);
+    queued_use(*stream, bytes, what);
+}
+
+void Machine::synchronize(Lock& lock) {
+    until(lock, [this] {
+        return std::none_of(streams_.begin(), streams_.end(),
+                            [this](const auto& each) { return each->busy || ready(*each); });
+    });
+    follow(host(), checker_.clock(inline_.actor));
+    for (const auto& stream : streams_) follow(host(), checker_.clock(stream->actor));
+}
+
+bool Machine::knows_own_work() {
+    const Clock& known = checker_.clock(host());
+    const auto knows = [&](const Stream& stream) {
+        const auto mine = stream.last_use.find(std::this_thread::get_id());
+        if (mine == stream.last_use.end()) return true;
+        return stream.actor < known.size() && known[stream.actor] >= mine->second;
+    };
+    return knows(inline_) && std::all_of(streams_.begin(), streams_.end(),
+                                         [&](const auto& each) { return knows(*each); });
+}
+
+void Machine::taken_away(std::uint64_t begin, std::uint64_t nbytes, const std::string& what) {
+    checker_.use(host(), begin, begin + nbytes, true, what);
+}
+
+void Machine::report(std::string violation) {
+    const bool known = std::find(reports_.begin(), reports_.end(), violation) != reports_.end();
+    if (!known && reports_.size() < Checker::most_kept) reports_.push_back(std::move(violation));
 }
 
 void Machine::reset(Lock& lock, std::uint64_t seed, Pace pace) {
     drain(lock);
     failures_.clear();
     counts_.clear();
+    log_.clear();
     handed_over_.clear();
     checker_.clear();
+    reports_.clear();
+    unregistered_copies_ = 0;
+    addresses_.forget();
+    registered_.forget();
+    inline_.last_use.clear();
+    for (auto& stream : streams_) stream->last_use.clear();
     separate_threads_ = false;
     blind_ = false;
     random_.seed(seed);
@@ -203,6 +246,21 @@ std::uint64_t Machine::count(const std::string& call) const {
     return found == counts_.end() ? 0 : found->second;
 }
 
+std::vector<std::string> Machine::violations() {
+    std::vector<std::string> all = checker_.violations();
+    all.insert(all.end(), reports_.begin(), reports_.end());
+    const auto written = addresses_.written();
+    all.insert(all.end(), written.begin(), written.end());
+    return all;
+}
+
+std::vector<std::string> Machine::left() const {
+    std::vector<std::string> all = registered_.left();
+    const auto mapped = addresses_.left();
+    all.insert(all.end(), mapped.begin(), mapped.end());
+    return all;
+}
+
 void Machine::drain(Lock& lock) {
     hold(nullptr, false);
     until(lock, [this] {
@@ -225,6 +283,19 @@ void Machine::queued_by_host(Stream& stream) {
     checker_.follow(stream.actor, checker_.clock(actor));
     checker_.tick(stream.actor);
     checker_.tick(actor);
+}
+
+void Machine::use(Checker::Actor actor, const Bytes& bytes, const std::string& what) {
+    const std::uint64_t end = bytes.begin + bytes.nbytes;
+    checker_.use(actor, bytes.begin, end, bytes.writes, what);
+    if (addresses_.kind(bytes.begin, bytes.nbytes) == Addresses::Kind::ordinary) return;
+    report(checker_.described(actor, bytes.begin, end, bytes.writes, what) +
+           " where only a stand-in is");
+}
+
+void Machine::queued_use(Stream& stream, const Bytes& bytes, const std::string& what) {
+    use(stream.actor, bytes, what);
+    stream.last_use[std::this_thread::get_id()] = checker_.clock(stream.actor)[stream.actor];
 }
 
 bool Machine::ready(const Stream& stream) const {

@@ -28,7 +28,9 @@
 #include <thread>
 #include <vector>
 
+#include "addresses.hpp"
 #include "checker.hpp"
+#include "registered.hpp"
 
 namespace infinity::test_driver {
 
@@ -64,6 +66,8 @@ struct Stream {
     bool busy = false;    // its thread is running something
     unsigned favour = 1;  // how often it is drawn
     std::deque<Work> queue;
+    // The tick of the last use of bytes that a thread of the host has queued.
+    std::map<std::thread::id, std::uint64_t> last_use;
     std::thread thread;
     bool idle() const { return queue.empty() && !busy; }
 };
@@ -74,8 +78,10 @@ class Machine {
     ~Machine();
 
     using Lock = std::unique_lock<std::mutex>;
-    // Every call begins so: counts it, may run some work, and says what to return instead of doing
-    // it (0: go on).
+    // Every call begins so: counts it, and says what to return instead of doing it (0: go on).
+    int begin(const char* call);
+    // And a call that has to do with streams may run some work then. Others do not: garbage makes
+    // them, whenever it is collected, and what a seed draws shall not depend on that.
     int enter(Lock& lock, const char* call);
     Lock lock() { return Lock(mutex_); }
 
@@ -90,6 +96,21 @@ class Machine {
     void record(Stream& stream, const std::shared_ptr<Event>& event);
     void wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& event);
     bool query(const std::shared_ptr<Event>& event);
+
+    // Waits for all work, but for what a test holds: that it would wait for in vain. What is known
+    // afterwards is all work of every stream.
+    void synchronize(Lock& lock);
+    // Whether this thread knows to be done all the work that it has queued itself.
+    bool knows_own_work();
+
+    // Guarded by the lock.
+    Addresses& addresses() { return addresses_; }
+    Registered& registered() { return registered_; }
+    // A copy whose ends are both RAM that is not registered.
+    void note_unregistered_copy() { ++unregistered_copies_; }
+    // The host takes bytes away from under whoever uses them.
+    void taken_away(std::uint64_t begin, std::uint64_t nbytes, const std::string& what);
+    void report(std::string violation);
 
     struct Bytes {
         std::uint64_t begin;
@@ -111,7 +132,13 @@ class Machine {
     void release(std::uint64_t key);
     void acquire(std::uint64_t key);
     std::uint64_t count(const std::string& call) const;
-    const std::vector<std::string>& violations() const { return checker_.violations(); }
+    // The first calls since the last reset, at most `most_logged`, in their order.
+    const std::vector<std::string>& log() const { return log_; }
+    static constexpr std::size_t most_logged = 4096;
+    std::uint64_t unregistered_copies() const { return unregistered_copies_; }
+    std::vector<std::string> violations();
+    // What was taken since the last reset and not given back, in words.
+    std::vector<std::string> left() const;
     void drain(Lock& lock);
 
   private:
@@ -122,6 +149,9 @@ class Machine {
     }
     // The host's order, then one thing more of both.
     void queued_by_host(Stream& stream);
+    // An actor uses bytes now, which are not a stand-in's.
+    void use(Checker::Actor actor, const Bytes& bytes, const std::string& what);
+    void queued_use(Stream& stream, const Bytes& bytes, const std::string& what);
     bool ready(const Stream& stream) const;
     bool step();  // runs one piece of work of a stepped stream; false where none can
     void complete(const Work& work);
@@ -139,6 +169,10 @@ class Machine {
     std::uint64_t lateness_ = 8;  // calls after which an inline event shows, at the most
     std::uint64_t calls_ = 0;
     Checker checker_;
+    Addresses addresses_;
+    Registered registered_;
+    std::vector<std::string> reports_;
+    std::uint64_t unregistered_copies_ = 0;
     bool separate_threads_ = false;
     bool blind_ = false;  // waits and answers make no order
     std::map<std::thread::id, Checker::Actor> hosts_;
@@ -147,6 +181,7 @@ class Machine {
     std::map<Event*, std::shared_ptr<Event>> events_;
     Stream inline_;
     std::map<std::string, std::uint64_t> counts_;
+    std::vector<std::string> log_;
     struct Failure {
         std::string call;
         int left;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
@@ -16,6 +15,8 @@ from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers, machine
 from infinity.config import format_size
+from infinity.errors import DeviceError
+from infinity.tiers.driver import Driver, current, driver_of, has_driver
 from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
 
 _PROBE_BYTES = 64 << 20
@@ -100,15 +101,15 @@ class HostArena(MemoryTier):
             nbytes,
             huge_pages=huge_pages,
             numa_node=_numa_node(target),
-            populate=populate or target.type == "cuda",
+            populate=populate or has_driver(target),
         )
         super().__init__(Tier.HOST, region, nbytes)
         self.huge_pages = huge_pages
         self.cuda_registration = Registration(False, "no CUDA device is used")
-        if target.type == "cuda":
-            with torch.cuda.device(target):
-                cudart: Any = torch.cuda.cudart()
-                self.cuda_registration = register_with_cuda(region, cudart)
+        driver = driver_of(target)
+        if driver is not None:
+            with current(target):
+                self.cuda_registration = register_with_cuda(region, driver)
             if not self.cuda_registration.done:
                 say_slow_copies(self.cuda_registration.reason, nbytes)
 
@@ -118,22 +119,17 @@ class HostArena(MemoryTier):
         return self.region.resident_bytes()
 
 
-def register_with_cuda(region: _tiers.Region, cudart: Any) -> Registration:
+def register_with_cuda(region: _tiers.Region, driver: Driver) -> Registration:
     """Page-lock a region for DMA by every CUDA device, for as long as it is mapped.
 
-    cudart: torch.cuda.cudart(). A failure is a fact, not an error: copies work without, only slower.
+    A failure is a fact, not an error: copies work without, only slower. The CUDA runtime does not hear of it,
+    and so cannot blame the next kernel launch for it.
     """
-    portable = 1  # cudaHostRegisterPortable: valid in every context, not only the current device's
-    status = cudart.cudaHostRegister(region.address, region.nbytes, portable)
-    if status != cudart.cudaError.success:
-        # The runtime remembers the failure and would blame the next kernel launch for it.
-        if torch.cuda.is_available():
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
-        reason = cudart.cudaGetErrorString(status)
-        return Registration(False, f"cudaHostRegister: {reason}; copies are staged and slower")
-    address = region.address
-    region.before_release(lambda: cudart.cudaHostUnregister(address))
+    try:
+        driver.register_host(region.address, region.nbytes)
+    except DeviceError as error:
+        return Registration(False, f"{error.call}: {error.name}; copies are staged and slower")
+    region.before_release(functools.partial(driver.unregister_host, region.address))
     return Registration(True, "registered")
 
 

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from infinity.tiers.anchor import Anchor, EventTiming
-from infinity.tiers.driver import Driver, Event, Stream, cuda_driver
+from infinity.tiers.driver import Driver, Event, Stream, cuda_driver, emulation, has_driver
 
 After = Event | Sequence[Event] | None
 """What a copy down comes after: see `DeviceLink.to_host`."""
@@ -387,26 +387,9 @@ class _Current:
         return found
 
 
-_emulation = threading.local()
-
-
-@contextmanager
-def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
-    """Links to the CPU that this thread opens inside take it for a device of `driver`: how order is tested.
-
-    compute: the stream that stands for what torch does on the CPU.
-    """
-    before = getattr(_emulation, "made_by", None)
-    _emulation.made_by = lambda: CopyStreams(driver, lambda: compute)
-    try:
-        yield
-    finally:
-        _emulation.made_by = before
-
-
 def is_direct(device: torch.device) -> bool:
     """What `open_link(device).direct` will be."""
-    return device.type != "cuda" and getattr(_emulation, "made_by", None) is None
+    return not has_driver(device)
 
 
 def open_link(device: torch.device) -> DeviceLink:
@@ -418,5 +401,5 @@ def open_link(device: torch.device) -> DeviceLink:
         index = torch.cuda.current_device() if device.index is None else device.index
         driver = cuda_driver(index)
         return CopyStreams(driver, _Current(driver, torch.device("cuda", index)))
-    made_by: Callable[[], DeviceLink] | None = getattr(_emulation, "made_by", None)
-    return CpuLink() if made_by is None else made_by()
+    found = emulation()
+    return CpuLink() if found is None else CopyStreams(found.driver, lambda: found.compute)

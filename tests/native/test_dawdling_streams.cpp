@@ -11,6 +11,7 @@
 
 #include "check.hpp"
 #include "driver.hpp"
+#include "repeated.hpp"
 
 using namespace infinity::driver;
 
@@ -29,11 +30,14 @@ void reset(std::uint64_t seed, bool threads) {
     control<void(std::uint64_t, int)>("infinity_test_reset")(seed, threads ? 1 : 0);
 }
 
-std::string violations() {
+std::string lines(const char* name) {
     char text[4096];
-    control<std::size_t(char*, std::size_t)>("infinity_test_violations")(text, sizeof text);
+    control<std::size_t(char*, std::size_t)>(name)(text, sizeof text);
     return text;
 }
+
+std::string violations() { return lines("infinity_test_violations"); }
+std::string left() { return lines("infinity_test_left"); }
 
 Address at(const void* memory) { return reinterpret_cast<Address>(memory); }
 
@@ -141,6 +145,78 @@ void what_is_not_ordered_is_found(std::uint64_t seed) {
     CHECK(!violations().empty());
 }
 
+// Threads map, register and copy beside each other; each gives back what it took.
+void memory_is_given_back(std::uint64_t seed, bool threads) {
+    reset(seed, threads);
+    const auto driver = open();
+    std::vector<std::thread> hosts;
+    for (unsigned char number = 0; number < 4; ++number) {
+        hosts.emplace_back([&driver, number] {
+            const Stream stream(driver, 0);
+            std::vector<char> source(1 << 13, 'x');
+            std::vector<char> into(1 << 13);
+            for (int turn = 0; turn < 10; ++turn) {
+                RepeatedMemory memory(driver, granularity(*driver), 3, number);
+                driver->register_host(at(source.data()), source.size());
+                stream.copy(at(into.data()), at(source.data()), into.size(), 1000);
+                const auto* bytes = reinterpret_cast<const unsigned char*>(memory.address());
+                CHECK(bytes[0] == number && bytes[3 * granularity(*driver) - 1] == number);
+                finish(*stream.record(false));
+                driver->synchronize();
+                CHECK(into == source);
+                memory.release();
+                memory.release();
+                driver->unregister_host(at(source.data()));
+            }
+        });
+    }
+    for (std::thread& each : hosts) each.join();
+    CHECK(violations().empty());
+    CHECK(left().empty());
+}
+
+// Whichever call fails, nothing is left.
+void a_mapping_that_fails_leaves_nothing() {
+    reset(1, false);
+    const auto driver = open();
+    const std::size_t chunk = granularity(*driver);
+    for (const char* call :
+         {"cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemsetD8_v2"}) {
+        control<void(const char*, int, int)>("infinity_test_fail")(call, 1, 2);
+        bool failed = false;
+        try {
+            const RepeatedMemory memory(driver, chunk, 2, 1);
+        } catch (const CallFailed& error) {
+            failed = error.name() == "CUDA_ERROR_OUT_OF_MEMORY";
+        }
+        CHECK(failed);
+        CHECK(left().empty());
+    }
+    // What the driver must refuse: addresses and memory that are not what they are taken for.
+    const Table& table = driver->table();
+    const Driver::Current current(*driver);
+    Address address = 0;
+    CHECK(table.address_reserve(&address, 2 * chunk, 0, 0, 0) == success);
+    MemoryHandle memory = 0;
+    const AllocationProperties here = {pinned, 0, {on_device, 0}, nullptr, 0, 0, 0, {}};
+    CHECK(table.memory_create(&memory, chunk, &here, 0) == success);
+    CHECK(table.memory_map(address + 2 * chunk, chunk, 0, memory, 0) != success);  // beyond
+    CHECK(table.memory_map(address, chunk, 0, memory, 0) == success);
+    CHECK(table.memory_map(address, chunk, 0, memory, 0) != success);  // twice
+    CHECK(table.memory_fill(address, 1, chunk) != success);            // nobody may
+    CHECK(table.memory_unmap(address, 2 * chunk) != success);          // more than is mapped
+    CHECK(table.address_free(address, 2 * chunk) != success);          // still mapped
+    CHECK(table.memory_release(memory) == success);
+    CHECK(table.memory_release(memory) != success);                            // twice
+    CHECK(table.memory_map(address + chunk, chunk, 0, memory, 0) != success);  // released
+    CHECK(table.memory_unmap(address, chunk) == success);
+    CHECK(table.memory_unmap(address, chunk) != success);  // twice
+    CHECK(table.address_free(address, chunk) != success);  // a part
+    CHECK(table.address_free(address, 2 * chunk) == success);
+    CHECK(table.address_free(address, 2 * chunk) != success);  // twice
+    CHECK(left().empty());
+}
+
 void a_device_without_a_checker_is_told_nothing() {
     Table table = load(INFINITY_TEST_DRIVER);
     table.touched = nullptr;
@@ -158,8 +234,10 @@ int main() {
             threads_use_one_driver(seed, threads);
             kernels_run_between_copies(seed, threads);
             streams_end_with_their_work_done(seed, threads);
+            memory_is_given_back(seed, threads);
         }
     }
     what_is_not_ordered_is_found(1);
+    a_mapping_that_fails_leaves_nothing();
     a_device_without_a_checker_is_told_nothing();
 }
