@@ -68,6 +68,9 @@ def sweep(
             outcomes["poisoned"] += 1
             continue
         assert differences(trained.result, expected.result) == [], nth
+        if not trained.fired:  # runs differ by a few calls: this one made fewer, and nothing failed
+            assert trained.calls[kind] < nth
+            continue
         outcomes["repeated" if trained.failures else "unnoticed"] += 1
     assert outcomes["repeated"]
     assert outcomes["poisoned"] or kind == "read"  # an update whose reads fail is still to come
