@@ -59,6 +59,8 @@ class Trained:
     poisoned: bool = False
     calls: dict[str, int] = field(default_factory=dict)
     """Of the steps."""
+    fired: int = 0
+    """How many of them were failed."""
 
     @property
     def result(self) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], 
             trained.poisoned = poisoned(runtime, code, directory)
         trained.calls = {kind: count - before[kind] for kind, count in faults.calls.items()}
         faults.clear()
+        trained.fired = faults.fired
         if not trained.poisoned:
             try:
                 model.state_dict()

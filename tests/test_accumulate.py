@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from micro_batches import (
     threads_as_before,
     without_dropout,
 )
-from parity import differences
 from small_runtime import TIED, files, opened
 from torch import Tensor, nn
 from zoo import DIM, Entry, entry, vectors
@@ -253,24 +253,64 @@ def test_blocks_that_are_recomputed_keep_less_and_change_no_bit(tmp_path: Path) 
         assert_same(of, tmp_path, device_factor=4, recompute=True)
 
 
-def test_recomputed_blocks_drop_what_they_dropped(tmp_path: Path) -> None:
-    masks: dict[bool, list[Tensor]] = {False: [], True: []}
+def blocks_that_move(runtime: Any, count: int) -> list[int]:
+    """Of the first `count` modules in a sequence, those with a page that comes and goes."""
+    pages = runtime._parts.pages
+    return [
+        block
+        for block in range(count)
+        if any(
+            not pages[unit].permanent
+            for path, units in runtime.plan.layout.module_units.items()
+            if path.split(".")[0] == str(block)
+            for unit in units
+        )
+    ]
+
+
+@pytest.mark.parametrize(("device_factor", "resting"), [(3, 0), (4, 0), (5, 1)])
+def test_recomputed_blocks_drop_what_they_dropped(device_factor: int, resting: int, tmp_path: Path) -> None:
+    """In an order that the plan alone decides.
+
+    A micro-batch stops before every block that has to come but the first, and in backward behind every one.
+    Of those that have come equally far the first goes on first. resting: how many blocks need not come."""
+    here = threading.local()
+    Masks = dict[tuple[int, int], list[float]]  # (block, micro-batch) -> mask, in the order of the forwards
+    first: Masks = {}
+    again: Masks = {}
 
     class Dropping(Half):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             mask = F.dropout(torch.ones(DIM))
-            masks[torch._C._current_graph_task_id() != -1].append(mask)
+            masks = first if torch._C._current_graph_task_id() == -1 else again
+            key = (list(model).index(self), here.micro)
+            assert key not in masks
+            masks[key] = mask.tolist()
             return super().forward(x * mask, side=x, extra=[{"gain": mask}])[0]
 
-    model = nn.Sequential(*(Dropping() for _ in range(3)))
-    batches = [vectors(0, micro)[0] for micro in range(2)]
-    with opened(model, tmp_path, device_factor=4) as runtime, no_warnings():
-        runtime.accumulate(batches, lambda batch: model(batch).square().mean(), recompute=True)
-    # The last block is recomputed first, for one micro-batch after the other. What rests where the model
-    # computes stops nowhere, so that the order of its forwards is the plain loop's.
-    assert differences(masks[True][:2], masks[False][4:]) == []
-    recomputed, dropped = (sorted(mask.tolist() for mask in masks[each]) for each in (True, False))
-    assert recomputed == dropped
+    def loss_of(micro: int) -> Tensor:
+        here.micro = micro  # in the thread of the micro-batch, which runs its backward, too
+        return model(vectors(0, micro)[0]).square().mean()
+
+    count, micro_batches = 3, 3
+    model = nn.Sequential(*(Dropping() for _ in range(count)))
+    with opened(model, tmp_path, device_factor=device_factor) as runtime, no_warnings():
+        moving = blocks_that_move(runtime, count)
+        runtime.accumulate(range(micro_batches), loss_of, recompute=True)
+    assert moving == list(range(resting, count))
+    every = list(itertools.product(range(count), range(micro_batches)))
+
+    def down(each: tuple[int, int]) -> tuple[int, int, int]:
+        block, micro = each
+        return sum(stop <= block for stop in moving[1:]), micro, block
+
+    def up(each: tuple[int, int]) -> tuple[int, int, int]:
+        block, micro = each
+        return -sum(stop <= block for stop in moving), micro, -block
+
+    assert list(first) == sorted(every, key=down)
+    assert list(again) == sorted(every, key=up)
+    assert again == first
 
 
 def test_which_modules_are_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -21,6 +22,10 @@ TWO = (
     "tied, nvme, eager, accumulate 1, unclipped, groups 1, bf16 with fp32 states, adamw",
     "custom, host, lazy, accumulate 4, clipped, groups 2, fp32 with fp32 states, adamw",
 )
+
+
+OLDEST = {"infinity.aio.Faults", "infinity.tiers.Tier", "infinity.tiers.tier.usable_device"}
+"""What cases may import besides `infinity`: commit 9a250c9 has it, to which later ones are held."""
 
 
 @pytest.fixture
@@ -75,6 +80,18 @@ def test_a_directory_without_the_package(tmp_path: Path) -> None:
     done = run(tmp_path, "--against", tmp_path, "--case", TWO[1])
     assert done.returncode == 1
     assert "has no package infinity that works" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["homes.py", "parity.py", "zoo.py", "../benchmarks/bits.py"])
+def test_packages_of_older_commits_have_what_every_case_imports(name: str) -> None:
+    """Functions may import more, where the CPU's cases do not come or another commit's lack is told."""
+    found = set()
+    for statement in ast.parse((Path(__file__).parent / name).read_text()).body:
+        if isinstance(statement, ast.ImportFrom):
+            found |= {f"{statement.module}.{each.name}" for each in statement.names}
+        elif isinstance(statement, ast.Import):
+            found |= {each.name for each in statement.names}
+    assert {each for each in found if each.startswith("infinity.")} <= OLDEST
 
 
 def test_cases_are_told_apart_and_have_every_home(bits: ModuleType) -> None:

@@ -63,6 +63,7 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [edit, save, save_optimizer, load,
 @functools.cache
 def done_well(operation: Callable[[Any, Any], Any]) -> tuple[Any, dict[str, int]]:
     """What an operation after a step returns and leaves, and the transfers that it makes."""
+    clean("nvme", "bf16")  # before: a runtime inside of another would find that one's threads
     with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:
         faults = Faults()
         with opened("nvme", "bf16", Path(directory), faults) as (model, runtime):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from homes import HOMES, budget_for, check_homes
+from staged_gradients import StagedGradients
 from torch import nn
 
 import infinity
@@ -151,15 +152,18 @@ def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, i
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "a chunk of two parameters"])
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
-def test_bytes_moved_where_everything_is_on_disk(home: str, bias: bool, tmp_path: Path) -> None:
-    """From the third step on, with room for one resident page, updates before step() returns:
+def test_bytes_moved_where_everything_is_on_disk(
+    home: str, bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third step on, with room for one resident page and one chain, updates before step() returns:
 
     nvme -> host   2 (L - 1) P   forward and backward each find one page left by what came before
                  + L T           parameters for the update; unified, the resident page is used in place
-                 + L G + L S
-    host -> nvme   L T + L G + L S
+                 + L G + L S     but for gradients that their update still finds staged
+    host -> nvme   L T + L G + L S; the last gradients go, too, when later chains take all of the staging
     host -> device 2 (L - 1) P + T, the update of the resident page, where the device has its own memory
     """
+    staged = StagedGradients(monkeypatch)
     model = blocks(bias=bias)
     with opened(home, tmp_path, model, "sync") as runtime:
         plan = runtime.plan
@@ -168,33 +172,44 @@ def test_bytes_moved_where_everything_is_on_disk(home: str, bias: bool, tmp_path
         assert plan.resident_bytes == p
         assert plan.staging_bytes == plan.chain_bytes
         in_place = 1 if plan.unified else 0
-        moved = bytes_of_a_step(runtime, model, 3)
-        # A gradient that is smaller than the others may stay staged for its update.
-        stayed = L * (t + g + s) - moved[Edge.HOST_TO_NVME]
-        unread = 2 * (L - 1) * p + (L - in_place) * t + L * g + L * s - moved[Edge.NVME_TO_HOST]
-        assert 0 <= stayed <= unread <= plan.staging_bytes // 2
-        assert moved[Edge.HOST_TO_DEVICE] == (0 if plan.unified else 2 * (L - 1) * p + t)
-        assert moved[Edge.DEVICE_TO_HOST] == 0  # autograd makes gradients in RAM here
+        for _ in range(2):
+            bytes_of_a_step(runtime, model, 1)
+        staged.runtime = runtime
+        moved = bytes_of_a_step(runtime, model, 1)
+        found = staged.count()
+        assert found <= plan.staging_bytes // 2
+        assert moved == {
+            Edge.NVME_TO_HOST: 2 * (L - 1) * p + (L - in_place) * t + L * g - found + L * s,
+            Edge.HOST_TO_NVME: L * (t + g + s),
+            Edge.HOST_TO_DEVICE: 0 if plan.unified else 2 * (L - 1) * p + t,
+            Edge.DEVICE_TO_HOST: 0,  # autograd makes gradients in RAM here
+        }
         assert moved[Edge.NVME_TO_HOST] <= plan.traffic.disk_read
-        assert moved[Edge.HOST_TO_NVME] <= plan.traffic.disk_write
+        assert moved[Edge.HOST_TO_NVME] == plan.traffic.disk_write
 
 
-def test_an_update_under_the_next_forward_shares_its_read_of_the_parameters(tmp_path: Path) -> None:
-    """Unified, all on disk: the L T that an update reads by itself are forward's, but for the last step."""
-    model, steps = blocks(), 4
+def test_an_update_under_the_next_forward_shares_its_read_of_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unified, all on disk: the L T that an update reads by itself are forward's, but for the last step.
+
+    Gradients that their update finds staged are neither written nor read: zero_grad() comes before it."""
+    model, steps, staged = blocks(), 4, StagedGradients(monkeypatch)
     with opened("unified-nvme", tmp_path, model) as runtime:
         p, g, s = (runtime.plan.page_bytes(0, kind) for kind in Kind)
         bytes_of_a_step(runtime, model, 2)
+        staged.runtime = runtime
         before = runtime.stats.edges
         for _ in range(steps):
             step(model, runtime)
         settle(runtime)
         after = runtime.stats.edges
+        found = staged.count()
     read, written = (after[e].bytes - before[e].bytes for e in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
-    stayed = steps * L * (p + g + s) - written  # in staging, from where updates took them
-    assert 0 <= stayed <= steps * runtime.plan.staging_bytes // 2
-    shared = steps * (2 * (L - 1) * p + L * g + L * s)
-    assert shared - steps * runtime.plan.staging_bytes // 2 <= read <= shared + L * p + (steps + 1) * p
+    assert 0 < found <= steps * runtime.plan.staging_bytes // 2
+    assert written == steps * L * (p + g + s) - found
+    shared = steps * (2 * (L - 1) * p + L * g + L * s) - found
+    assert shared <= read <= shared + L * p + (steps + 1) * p
 
 
 def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
