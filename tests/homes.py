@@ -83,13 +83,11 @@ def budget_for(
     near = smallest[Tier.DEVICE]
     if home == "device":
         return infinity.Budget(device=apart, host=host)
-    if home == "host":
-        return infinity.Budget(device=near, host=ROOMY)
-    if home == "mirrored":
-        plan = planned(budget=roomy)
-        pages = [unit.nbytes for unit in plan.layout.units]
-        # Where all are at home on the device, none has to be resident besides.
-        return infinity.Budget(device=near - max(pages) + sum(pages), host=ROOMY)
+    if home in ("host", "mirrored"):
+        pages = [unit.nbytes for unit in planned(budget=roomy).layout.units]
+        # Where all are on the device, none has to be resident besides.
+        more = sum(pages) - max(pages) if home == "mirrored" else 0
+        return infinity.Budget(device=near + more, host=ROOMY)
     tight = infinity.Budget(device=near, host=host, nvme=nvme)
     if home == "nvme":
         return tight

@@ -215,7 +215,11 @@ def test_the_budgets_of_the_parts_hold_their_models_on_a_hopper(
             accumulation=1,
         )
         if spec.nvme == "none":  # ZeRO-Offload's placement
-            assert {homes[Kind.PARAMETER] for homes in plan.homes} == {Tier.DEVICE}
+            near = [
+                unit in plan.mirrored or homes[Kind.PARAMETER] is Tier.DEVICE
+                for unit, homes in enumerate(plan.homes)
+            ]
+            assert all(near)
             assert {homes[Kind.OPTIMIZER] for homes in plan.homes} <= {Tier.HOST, Tier.DEVICE}
 
 
