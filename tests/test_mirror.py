@@ -10,7 +10,7 @@ from typing import Any
 import parity
 import pytest
 import torch
-from emulated_device import EmulatedDevice
+from emulated_device import COMPUTE, LIBRARY, EmulatedDevice
 from homes import ROOMY
 from test_copy_order import BLOCKS, Blocks, adamw, budget_of
 from test_plan import check, planned, stack
@@ -19,8 +19,11 @@ import infinity
 from infinity.cpu_adam import BLOCK
 from infinity.mirror import mirrored
 from infinity.placement import Kind
+from infinity.planning import Available, make_plan
+from infinity.rules import Rule
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
+from infinity.tiers.driver import Driver, emulated
 
 NEAR, FAR, DISK = Tier.DEVICE, Tier.HOST, Tier.NVME
 INPUTS = torch.linspace(-1, 1, 32).view(4, 8)
@@ -75,6 +78,30 @@ def test_mirrors_are_counted_in_both_tiers_and_within_them() -> None:
         assert made.traffic.update.to_host == parameters - made.mirror_bytes
         seen.add(len(made.mirrored))
     assert {0, len(made.homes)} <= seen and len(seen) > 2
+
+
+def test_chunks_are_long_where_calls_are_waited_for_and_ram_has_room() -> None:
+    model = torch.nn.Linear(2048, 5000, bias=False, device="meta", dtype=torch.bfloat16)
+    rule = Rule.of(torch.optim.AdamW(model.parameters()))
+
+    def chunk(host: str) -> int:
+        made = make_plan(
+            model,
+            rule,
+            budget=infinity.Budget(device="64MiB", host=host),
+            precision=infinity.Precision(),
+            device=torch.device("cpu"),
+            available=Available(device=0, host=0),
+        )
+        staged = 2 * made.chain_bytes
+        assert made.layout.chunk_elements <= 1 << 20 or 64 * staged <= made.budgets[Tier.HOST]
+        return made.layout.chunk_elements
+
+    driver = Driver.load(str(LIBRARY))
+    assert chunk("16GiB") == 1 << 20
+    with emulated(driver, driver.foreign(COMPUTE)):
+        assert chunk("16GiB") == 1 << 22
+        assert chunk("1GiB") == 1 << 20
 
 
 # --- what travels ---------------------------------------------------------------------------------------
