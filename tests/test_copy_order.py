@@ -32,6 +32,7 @@ from infinity import twin_flow
 from infinity.page import Presence
 from infinity.tiers.driver import Driver, emulated
 from infinity.tiers.link import Order
+from infinity.update import Updater
 
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
 UPDATES = ("lazy", "eager", "sync")
@@ -200,6 +201,25 @@ def test_random_training_is_ordered_and_has_every_bit(first: int) -> None:
 def test_updates_on_the_device_are_ordered_too(update: str) -> None:
     for seed in range(6):
         check_at(seed, seed // 2, Place("device", update, kernels=True))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: nobody waits for an update on the CPU before its outcome is used."""
+    made = Updater.__init__
+
+    def apart(updater: Updater, *arguments: Any, **options: Any) -> None:
+        made(updater, *arguments, **options)
+        updater._shares_cpu = False
+
+    for seed, update in enumerate(UPDATES * 3):
+        number, place = seed // 3, Place(home, update)
+        expected = without_streams(number, place)
+        with monkeypatch.context() as patch, (device := EmulatedDevice(seed)).in_use():
+            patch.setattr(Updater, "__init__", apart)
+            found = trained(number, place)
+        assert device.count("cuMemcpyAsync") > 10
+        assert parity.differences(found, expected) == []
 
 
 @pytest.mark.parametrize("seed", range(0, 24, 3))
