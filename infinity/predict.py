@@ -1,8 +1,8 @@
 """How long a step should take: phase by phase, what every resource has to do at its rate. Pure arithmetic.
 
 A known limit on CUDA: each resource counts as if it never waited for another. Where host RAM has no room for
-mirrors, each chunk of parameters on the device goes down and up again for the CPU's update, and is waited for:
-time that is in no phase here, so predictions there are too short.
+mirrors, each chunk of parameters on the device goes down and up again for the CPU's update, and is waited
+for: time that is in no phase here, so predictions there are too short.
 """
 
 from __future__ import annotations
