@@ -277,6 +277,8 @@ class FakeStream:
 
 
 class FakeDriver:
+    checked = False
+
     def stream(self, priority: int = 0) -> FakeStream:
         return FakeStream()
 
