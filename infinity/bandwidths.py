@@ -16,7 +16,7 @@ import torch
 
 from infinity.cache import cache_file, read_json, write_json
 from infinity.predict import Bandwidths
-from infinity.profile import disk_speed, fault_speed, gradient_speed, link_speed, stream_speed
+from infinity.profile import disk_speed, link_speed, stream_speed
 
 _DISK_BYTES = 1 << 30
 """Of all paths together, at most. On a virtual disk, 32 MiB went at the speed of a burst; and a file that is
@@ -60,10 +60,6 @@ def measure_bandwidths(
     ]
     total = {key: sum(disk[key] for disk in disks) if disks else None for key in ("read", "write", "mixed")}
     host = figures.get("stream", lambda: {"rate": stream_speed(repeats=2)})
-    gradients = figures.get(
-        f"gradients {compute_dtype}", lambda: {"rate": gradient_speed(compute_dtype, repeats=3)}
-    )
-    faults = figures.get("faults", lambda: {"rate": fault_speed()}) if device.type == "cpu" else None
     where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     if device.type == "cpu":
         where += f" {torch.get_num_threads()} threads"
@@ -77,8 +73,6 @@ def measure_bandwidths(
         disk_write=total["write"],
         disk_mixed=total["mixed"],
         host_stream=host["rate"],
-        gradient_pass=gradients["rate"],
-        page_faults=None if faults is None else faults["rate"],
         link=link,
         flops=flops["rate"],
     )

@@ -41,10 +41,6 @@ class StepEstimate:
     A parameter's gradient counts until it is complete: then it goes to its page."""
     operations: Operations
     """All operations on tensors, views included."""
-    uses: int
-    """Operations of the forward that take a parameter."""
-    saved: int
-    """Tensors that the forward leaves to backward, parameters and views of them included."""
 
 
 def estimate_step(
@@ -65,7 +61,7 @@ def estimate_step(
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.random.fork_rng(devices=[]):
         state = dict(_fake_state(model, precision, device))
-        watch = _Watch(state.values())
+        watch = _Watch()
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda each: _fake_input(each, precision, device), (args, kwargs)
         )
@@ -73,12 +69,11 @@ def estimate_step(
             with torch.set_grad_enabled(train), watch:
                 with torch.autograd.graph.saved_tensors_hooks(watch.save, _as_it_is):
                     output = functional_call(model, state, args, kwargs)
-                uses = watch.uses
                 if train:
                     _backward(output)
         except _UNKNOWABLE:
             return None
-    return StepEstimate(activations=watch.peak, operations=watch.operations, uses=uses, saved=watch.saved)
+    return StepEstimate(activations=watch.peak, operations=watch.operations)
 
 
 def _fake_state(
@@ -121,21 +116,16 @@ def _backward(output: Any) -> None:
 class _Watch(TorchDispatchMode):
     """Operations, and bytes of the storages that they made and that still live: now, and at the most."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.operations = Operations()
-        self.uses = 0
-        """Of `parameters`, by operations."""
-        self.saved = 0
-        self._parameters = {id(each) for each in parameters}
         self._seen = WeakIdKeyDictionary()
         self._saving = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """What autograd keeps of a tensor that it saves: one without its graph, which would keep itself."""
-        self.saved += 1
         self._saving = True
         try:
             return tensor.detach()
@@ -148,8 +138,6 @@ class _Watch(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         for storage in _storages(leaves):
             self._seen[storage] = None  # not made here, or counted before
-        if func.namespace != "prim":
-            self.uses += any(id(leaf) in self._parameters for leaf in leaves)
         result = func(*args, **(kwargs or {}))
         self.operations.record(func, args, kwargs or {}, result)
         for storage in _storages(pytree.tree_leaves(result)):

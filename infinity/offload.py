@@ -18,7 +18,6 @@ from infinity.operators import Roofline, seconds_of
 from infinity.parameter import PagedParameter
 from infinity.plan import Plan
 from infinity.planning import Available, as_model, check_kinds, make_plan, update_time
-from infinity.rehearsal import overhead
 from infinity.rules import Rule
 from infinity.runtime import Runtime
 from infinity.tiers.tier import usable_device
@@ -85,8 +84,7 @@ def plan(
     model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
     knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
-    most), tiny models are trained where the device is the CPU (0.9 s), and bandwidths are probed and kept in
-    the cache directory (2 s; those of a disk soon expire). device: default "cuda" where there is one, else
+    most), and bandwidths are probed and kept in the cache directory (2 s; those of a disk soon expire). device: default "cuda" where there is one, else
     "cpu". update, accumulation: as of `offload`.
 
     Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
@@ -119,12 +117,7 @@ def plan(
     speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
     compute = seconds_of(estimate.operations, roofline, target)
-    per_chunk = 0.0
-    if target.type == "cpu":  # a CUDA device computes while Python runs ahead of it
-        cost = overhead(train=rule is not None)
-        compute += cost.seconds(estimate.uses, estimate.saved)
-        per_chunk = cost.chunk
-    return draft(activations=estimate.activations, compute=compute, per_chunk=per_chunk, speeds=speeds)
+    return draft(activations=estimate.activations, compute=compute, speeds=speeds)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -32,10 +32,9 @@ operands are made of, and results."""
 _COLD_BYTES = 64 << 20
 """Operands and results change from run to run over so much memory: no cache has those of a step ready."""
 
-_ROUNDS = 20
+_ROUNDS = 4
 """Over all operations, at the most. The first warms up, and counts only where there is no other."""
 
-_QUEUED_ROUNDS = 3
 _QUEUED_SECONDS = 0.006
 _MOST_QUEUED = 20
 """A device with a queue is timed over several runs of an operation in a row: a single one would be timed with
@@ -219,10 +218,18 @@ class Roofline:
         )
 
 
+class Seconds(NamedTuple):
+    """How long something takes, as a range."""
+
+    least: float
+    most: float
+
+
 def seconds_of(
     operations: Operations, roofline: Roofline, device: torch.device, *, limit: float = TIME_LIMIT
-) -> float:
-    """Seconds that all operations take one after the other on `device`.
+) -> Seconds:
+    """Seconds that all operations take one after the other on `device`: in the fastest round of the timing
+    pass, and in the slowest.
 
     roofline: tells which to time first, and estimates the rest as far as the timed ones do not tell better.
     limit: seconds for all runs; the one that exceeds it is finished. Random number generators, gradients
@@ -236,7 +243,13 @@ def seconds_of(
         cold = min(_COLD_BYTES, room // 6)
         memory = Memory(max([cold, *(2 * each.nbytes for each in order)]), device)
         rounds = _rounds(order, memory, end)
-    timed = _typical(rounds, operations)
+    whole = [each for each in rounds if len(each) == len(rounds[0])]
+    totals = [_total(operations, timed, roofline) for timed in whole[1:] or whole or [{}]]
+    return Seconds(min(totals), max(totals))
+
+
+def _total(operations: Operations, timed: Mapping[Operation, float], roofline: Roofline) -> float:
+    """Seconds of all operations by those that one round timed; the roofline has the rest."""
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -266,15 +279,13 @@ def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict
     kept = _Kept(min(_COLD_BYTES, memory.nbytes // 2))
     queued = memory.device.type == "cuda"
     found: list[dict[Operation, float]] = []
-    for number in range(_QUEUED_ROUNDS if queued else _ROUNDS):
+    for _ in range(_ROUNDS):
         found.append({})
         for operation in order:
             if time.perf_counter() >= end:
                 return [each for each in found if each]
             # Made-up operands are not good enough for every operator, and a device's memory may be short.
             with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
-                if number == 0:
-                    _run(operation, 1, memory, kept)
                 once = _run(operation, 1, memory, kept)
                 if queued:
                     times = min(_MOST_QUEUED, int(_QUEUED_SECONDS / max(once, 1e-9)))
@@ -309,26 +320,6 @@ def _run(operation: Operation, times: int, memory: Memory, kept: _Kept) -> float
         kept.add(operation.operator(*args, **kwargs), operation.result_bytes)
     _finish(memory.device)
     return time.perf_counter() - start
-
-
-def _typical(
-    rounds: Sequence[Mapping[Operation, float]], counts: Mapping[Operation, int]
-) -> dict[Operation, float]:
-    """What the round measured than which a quarter were faster. Of what had no turn in it, the next one's.
-
-    No step has each operation at its luckiest, nor each at its median: what others at work take now and then
-    is in no operation's median, and in every step. But they may be at work for most of these two seconds, and
-    not afterwards.
-    """
-    if not rounds:
-        return {}
-    whole = [each for each in rounds if len(each) == len(rounds[0])]
-    counted = sorted(whole[1:] or whole, key=lambda each: sum(each[op] * counts[op] for op in each))
-    typical = counted[(len(counted) - 1) // 4]
-    found: dict[Operation, float] = {}
-    for each in (*rounds, typical):
-        found |= each
-    return found
 
 
 def _room(device: torch.device) -> int:

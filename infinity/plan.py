@@ -12,6 +12,7 @@ import torch
 from infinity.config import Precision, format_size, round_up
 from infinity.deferral import deferred
 from infinity.layout import ModelLayout
+from infinity.operators import Seconds
 from infinity.placement import Homes, Kind
 from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic
 from infinity.rules import Rule, StateFormat, state_format
@@ -67,10 +68,8 @@ class Plan:
     prediction: Prediction | None = None
     """Of a step of one micro-batch; None: unknown."""
     speeds: Bandwidths | None = None
-    compute: float | None = None
-    """Seconds that the operations of one forward and backward take; None: unknown."""
-    per_chunk: float = 0.0
-    """Seconds of the trainer's thread for an update that streams through staging, beyond the update."""
+    compute: Seconds | None = None
+    """What the operations of one forward and backward take; None: unknown."""
     update: UpdateTime = "lazy"
     """When a step's updates run, as infinity.predict has it."""
     accumulation: int | None = None
@@ -183,7 +182,6 @@ class Plan:
             self.homes,
             self.page_sizes,
             trained,
-            [len(unit.chunks) for unit in self.layout.units],
             resident=self.resident_bytes,
             update=self.update,
             unified=self.unified,
@@ -200,8 +198,7 @@ class Plan:
         """
         if self.speeds is None or self.compute is None:
             return None
-        operations = self.compute + self._fault_seconds
-        return predict(self.traffic, self.speeds, operations, micro_batches, per_chunk=self.per_chunk)
+        return predict(self.traffic, self.speeds, self.compute, micro_batches)
 
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dict per tier with its name and bytes. `activations` is None where unknown.
@@ -241,10 +238,10 @@ class Plan:
         writes = f"writes {format_size(per_step)}/step to disk"
         speed = "predicted unknown s/step"
         if self.prediction is not None:
-            seconds = self.prediction.seconds
             what = "measured" if self.prediction.measured else "predicted"
-            speed = f"{what} {seconds:.2g} s/step · limited by {self.prediction.limited_by}"
-            writes += f" ({format_size(int(per_step * _SECONDS_PER_DAY / seconds))}/day)"
+            speed = f"{what} {self.prediction.text} s/step · limited by {self.prediction.limited_by}"
+            per_day = int(per_step * _SECONDS_PER_DAY / self.prediction.seconds)
+            writes += f" ({format_size(per_day)}/day)"
         line = speed if Tier.NVME not in self.budgets else f"{speed} · {writes}"
         smallest = " · ".join(f"{tier.value} {format_size(n)}" for tier, n in self.smallest.items())
         share = self._share()
@@ -265,16 +262,6 @@ class Plan:
     @property
     def _in_heap(self) -> int | None:
         return None if self.activations is None else self.activations + self.holes
-
-    @property
-    def _fault_seconds(self) -> float:
-        """Of memory that the heap gives back and that comes anew, in one forward and backward: where the plan
-        has room for holes, once as much as they take (0.26 to 0.41 of activations was seen, of 34 to 362 MB);
-        without it about as much as activations do (0.38 to 0.45 GB of 0.36 GB)."""
-        rate = None if self.speeds is None else self.speeds.page_faults
-        if rate is None or not self.activations:
-            return 0.0
-        return (self.holes or self.activations) / rate
 
     @functools.cached_property
     def page_sizes(self) -> dict[Kind, list[int]]:

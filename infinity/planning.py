@@ -15,6 +15,7 @@ from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.headroom import NO_HEADROOM, Headroom
 from infinity.layout import build
+from infinity.operators import Seconds
 from infinity.placement import Kind, Placement, Room, Search, line_of
 from infinity.plan import Plan
 from infinity.predict import Bandwidths, UpdateTime
@@ -65,8 +66,7 @@ def make_plan(
     available: Available,
     speeds: Bandwidths | None = None,
     activations: int | None = None,
-    compute: float | None = None,
-    per_chunk: float = 0.0,
+    compute: Seconds | None = None,
     update: UpdateTime = "lazy",
     accumulation: int | None = None,
 ) -> Plan:
@@ -76,7 +76,7 @@ def make_plan(
     activations: bytes at the peak of a step; they count against the tier that computes; where they are
     unknown, a CUDA device keeps a quarter free for them.
     compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
-    per_chunk: see Plan. Raises BudgetError where a budget is too small (`needed`: the smallest that would
+    Raises BudgetError where a budget is too small (`needed`: the smallest that would
     do), and ConfigError as `infinity.units.survey` does.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
@@ -119,7 +119,6 @@ def make_plan(
         activations=activations,
         speeds=speeds,
         compute=compute,
-        per_chunk=per_chunk,
         update=update,
         accumulation=accumulation,
     )

@@ -1,4 +1,7 @@
-"""How long a step should take: phase by phase, what every resource has to do at its rate. Pure arithmetic.
+"""Seconds of a step as a range: phase by phase, what every resource has to do at its rate. Pure arithmetic.
+
+A prediction is a roofline. Its lower end lets everything overlap that can, its upper end nothing; between them
+lies what hooks, waits and a shared machine cost, which no rate tells. The first step's own seconds replace it.
 
 A known limit on CUDA: each resource counts as if it never waited for another. Where host RAM has no room for
 mirrors, each chunk of parameters on the device goes down and up again for the CPU's update, and is waited
@@ -9,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from infinity.errors import ConfigError
+from infinity.operators import Seconds
 from infinity.placement import Homes, Kind
 from infinity.telemetry import Edge, Stats
 from infinity.tiers import Tier
@@ -29,10 +33,6 @@ class Bandwidths:
     """Reads and writes together, half of the bytes each."""
     host_stream: float
     """Reads and writes of the update's threads in place."""
-    gradient_pass: float
-    """Of fresh gradients in the compute dtype that the CPU takes over: copied, and squared for the norm."""
-    page_faults: float | None = None
-    """Of memory that the heap gave back and takes anew; None where the CPU does not compute."""
     link: float | None = None
     """Host to device or back, one way; None where they are the same memory."""
     flops: float
@@ -43,13 +43,16 @@ UpdateTime = Literal["lazy", "eager", "sync"]
 """When updates run: under the next forward, under the last backward, or after it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Seconds per step, and the seconds that each resource is busy in it (measured: is waited for)."""
 
-    seconds: float
+    least: float
+    """Whatever can overlap does."""
+    most: float
+    """Resources take turns. The same as `least` where the step was measured."""
     limited_by: str
-    """"compute", "disk", "update" or "link"."""
+    """"compute", "disk", "update" or "link": the one that `least` is spent on most."""
     compute: float
     disk: float
     update: float
@@ -63,7 +66,25 @@ class Prediction:
         disk = sum(step.edges[edge].stall_seconds for edge in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
         link = sum(step.edges[edge].stall_seconds for edge in (Edge.HOST_TO_DEVICE, Edge.DEVICE_TO_HOST))
         parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
-        return Prediction(step.seconds, max(parts, key=parts.__getitem__), **parts, measured=True)
+        longest = max(parts, key=parts.__getitem__)
+        return Prediction(
+            least=step.seconds, most=step.seconds, limited_by=longest, **parts, measured=True
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The middle of the range."""
+        return (self.least + self.most) / 2
+
+    @property
+    def text(self) -> str:
+        """The range in seconds for people, such as "0.28 to 0.41"."""
+        least, most = f"{self.least:.2g}", f"{self.most:.2g}"
+        return least if least == most else f"{least} to {most}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, and `seconds`, for JSON."""
+        return {"seconds": self.seconds, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +96,7 @@ class Phase:
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Read and written by the update's threads, or added to in RAM."""
-    gradients: int = 0
-    """Fresh, taken over by the CPU."""
-    chunks: int = 0
-    """A number, not bytes: updates for which something is brought from disk into staging, or back."""
+    """Read and written by the update's threads: updates, and gradients that are taken over or added to."""
 
     def __add__(self, other: Phase) -> Phase:
         return Phase(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES})
@@ -131,7 +148,6 @@ def traffic(
     homes: Homes,
     pages: Mapping[Kind, Sequence[int]],
     trained: Sequence[int],
-    chunks: Sequence[int],
     *,
     resident: int,
     update: UpdateTime,
@@ -143,8 +159,8 @@ def traffic(
 ) -> Traffic:
     """What follows from where pages rest.
 
-    pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated, in
-    so many chunks; resident: bytes of parameter pages, not at home where they are used, that forward and
+    pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
+    resident: bytes of parameter pages, not at home where they are used, that forward and
     backward each find there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may
     have a budget of its own. Any other such page comes up for forward and for backward, and its trained part
     goes through the update; gradients are written once and read once (by eager updates only those of
@@ -178,12 +194,10 @@ def traffic(
         updating += _updating(home, sizes, when, unified)
         if unit in mirrored:
             updating += Phase(to_device=trained[unit])
-        if gradient and Tier.NVME in home.values():
-            updating += Phase(chunks=chunks[unit])
         at_once, later = _gradient(home[Kind.GRADIENT], gradient, when, unified)
-        # A fresh gradient is in its parameter's dtype.
+        # A fresh gradient is in its parameter's dtype; it is read and stored.
         fresh = trained[unit] if gradient else 0
-        backward += at_once + Phase(gradients=fresh, to_host=0 if computes_in_ram else fresh)
+        backward += at_once + Phase(host=2 * fresh, to_host=0 if computes_in_ram else fresh)
         accumulation += later
     return Traffic(
         forward=forward, backward=backward, accumulation=accumulation, update=updating, when=update
@@ -222,74 +236,58 @@ def _gradient(home: Tier | None, nbytes: int, when: UpdateTime, unified: bool) -
     return stored, added + Phase(host=nbytes)
 
 
-_SLOWED = 0.25
-"""A CPU and a disk that work beside one another take so much of the shorter one's time longer: they share
-memory and what the kernel does, and the disk stands still where it has done all that was asked for while an
-operation runs. 1.15 s of operations became 1.41 to 1.51 beside 1.35 s of I/O, 2.4 s of I/O 2.7 beside 0.9 s
-of operations (309M parameters, 2 cores)."""
-
 _FORWARD_SHARE = 1 / 3
 """Of the operations of a forward and its backward, which has two products of matrices for each one."""
-
-
-def predict(
-    moved: Traffic,
-    speeds: Bandwidths,
-    operations: float,
-    micro_batches: int = 1,
-    *,
-    per_chunk: float = 0.0,
-) -> Prediction:
-    """The step's seconds: part by part, each as long as its busiest resource is.
-
-    operations: seconds that those of one forward and backward take. per_chunk: seconds of the trainer's
-    thread for each of `Phase.chunks`. Without a link (on the CPU) compute, update and copies share the CPU
-    and add up, and that and the disk take longer beside one another. Disk time takes as many bytes as can at
-    the mixed rate, the rest at its own. The step is limited by the resource that its seconds are spent on
-    most. Raises ConfigError for a step without micro-batches.
-    """
-    if micro_batches < 1:
-        raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
-    forward_share = 1.0 if moved.backward == Phase() else _FORWARD_SHARE
-    phases = []
-    for phase, forwards, backwards in moved.phases(micro_batches):
-        busy = _busy(phase, speeds)
-        busy["update"] += per_chunk * phase.chunks
-        busy["compute"] = operations * (forwards * forward_share + backwards * (1 - forward_share))
-        if backwards:  # accumulating takes the trainer's time: it waits for each gradient
-            busy["compute"] += busy.pop("update")
-        phases.append(busy)
-    spent = dict.fromkeys(_RESOURCES, 0.0)
-    for busy in phases:
-        for resource, seconds in _spent(busy, together=speeds.link is not None).items():
-            spent[resource] += seconds
-    compute, disk, update, link = (sum(phase.get(each, 0.0) for phase in phases) for each in _RESOURCES)
-    limited_by = max(spent, key=spent.__getitem__)
-    return Prediction(sum(spent.values()), limited_by, compute=compute, disk=disk, update=update, link=link)
-
 
 _RESOURCES = ("compute", "disk", "update", "link")
 
 
-def _busy(phase: Phase, speeds: Bandwidths) -> dict[str, float]:
-    """Seconds of every resource but compute."""
+def predict(moved: Traffic, speeds: Bandwidths, operations: Seconds, micro_batches: int = 1) -> Prediction:
+    """The step's seconds: part by part, at the least as long as its busiest resource is.
+
+    operations: seconds that those of one forward and backward take. On the CPU (without a link) compute,
+    updates and copies share the CPU and add up, and only the disk works beside them. Disk time takes as many
+    bytes as can at the mixed rate, the rest at its own. Raises ConfigError for a step without micro-batches.
+    """
+    if micro_batches < 1:
+        raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
+    forward_share = 1.0 if moved.backward == Phase() else _FORWARD_SHARE
+    busy, spent = (dict.fromkeys(_RESOURCES, 0.0) for _ in range(2))
+    slower = operations.most - operations.least
+    most = 0.0
+    for phase, forwards, backwards in moved.phases(micro_batches):
+        share = forwards * forward_share + backwards * (1 - forward_share)
+        parts = _busy(phase, speeds, compute=operations.least * share, in_turn=backwards > 0)
+        most += sum(parts.values()) + slower * share
+        for resource, seconds in parts.items():
+            busy[resource] += seconds
+        for resource, seconds in _spent(parts, together=speeds.link is not None).items():
+            spent[resource] += seconds
+    longest = max(spent, key=spent.__getitem__)
+    return Prediction(least=sum(spent.values()), most=most, limited_by=longest, **busy)
+
+
+def _busy(phase: Phase, speeds: Bandwidths, *, compute: float, in_turn: bool) -> dict[str, float]:
+    """Seconds of every resource. in_turn: the trainer waits for what the CPU does with each gradient, which
+    counts as compute."""
     if speeds.link is None:  # a copy in RAM reads and writes
         link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
     else:
         link = max(phase.to_device, phase.to_host) / speeds.link
-    update = phase.host / speeds.host_stream + phase.gradients / speeds.gradient_pass
-    return {"disk": _disk_seconds(phase, speeds), "update": update, "link": link}
+    update = phase.host / speeds.host_stream
+    if in_turn:
+        compute, update = compute + update, 0.0
+    return {"compute": compute, "disk": _disk_seconds(phase, speeds), "update": update, "link": link}
 
 
 def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
-    """A phase's seconds, by what they are spent on. together: all resources run beside one another."""
-    if together:
-        longest = max(busy, key=lambda each: busy[each])
-        return {longest: busy[longest]}
-    on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}
-    cpu, disk = sum(on_cpu.values()), busy["disk"]
-    slowed = _SLOWED * min(cpu, disk)
-    return {"disk": disk + slowed} if disk >= cpu else {**on_cpu, "disk": slowed}
+    """A phase's least seconds, by what they are spent on. together: all resources run beside one another."""
+    if not together:
+        on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}
+        if busy["disk"] < sum(on_cpu.values()):
+            return on_cpu
+    longest = "disk" if not together else max(busy, key=lambda each: busy[each])
+    return {longest: busy[longest]}
 
 
 def _disk_seconds(moved: Phase, speeds: Bandwidths) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
-import mmap
 import os
 import statistics
 import tempfile
@@ -24,9 +22,6 @@ from infinity.errors import storage_error
 from infinity.settings import open_engine
 
 _STREAM_ELEMENTS = 16 << 20
-_GRADIENT_BYTES = 2 << 20
-_GRADIENTS = 16
-_FRESH_BYTES = 32 << 20
 _TRANSFER_BYTES = 16 << 20
 _REQUESTS_IN_FLIGHT = 8
 
@@ -61,44 +56,6 @@ def stream_speed(*, repeats: int = 5) -> float:
         work = cpu_adam.Stream(read_write=arrays)
         pool.run(work)
         return statistics.median(work.bytes_moved / _seconds(lambda: pool.run(work)) for _ in range(repeats))
-
-
-def gradient_speed(dtype: torch.dtype, *, repeats: int = 5) -> float:
-    """Bytes per second of fresh gradients of this dtype that the update's threads copy and square, 2 MiB at a
-    time, as a backward brings them: with nothing of it in a cache, and torch's threads between.
-
-    The median of `repeats`.
-    """
-    count = _GRADIENT_BYTES // dtype.itemsize
-    fresh, stored = (torch.zeros(_GRADIENTS, count, dtype=dtype, device="cpu") for _ in range(2))
-    whole = [cpu_adam.Segment(0, count)]
-    with cpu_adam.ThreadPool() as pool:
-
-        def seconds() -> float:
-            taken = 0.0
-            for source, target in zip(fresh, stored, strict=True):
-                source.add_(1)
-                work = cpu_adam.Gradient(grad=source, copy=target, squares=True, segments=whole)
-                taken += _seconds(functools.partial(pool.run, work))
-            return taken
-
-        seconds()
-        return fresh.nbytes / statistics.median(seconds() for _ in range(repeats))
-
-
-def fault_speed(*, repeats: int = 5) -> float:
-    """Bytes per second that torch's threads lose to page faults where memory was given back and comes anew:
-    what the first writes of 32 MiB take more than the second ones. Of `repeats` that than which a quarter
-    lost less: others at work only add, once four times as much.
-    """
-
-    def lost() -> float:
-        fresh = torch.frombuffer(mmap.mmap(-1, _FRESH_BYTES), dtype=torch.uint8)
-        first, second = (_seconds(functools.partial(fresh.fill_, 1)) for _ in range(2))
-        return max(first - second, 1e-9)
-
-    lost()
-    return _FRESH_BYTES / sorted(lost() for _ in range(repeats))[repeats // 4]
 
 
 def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:

@@ -101,9 +101,9 @@ def test_the_sum_is_of_counts_times_seconds(runs) -> None:
     assert len(alone) >= 0.95 * len(found)
     assert sum(runs.values()) == 0
     total = seconds_of(found, ROOFLINE, CPU, limit=60.0)
-    assert sum(runs.values()) == (1 + operators._ROUNDS) * len(alone)
+    assert sum(runs.values()) == 4 * len(alone)
     timed = sum(found[each] for each in alone) * 1e-3
-    assert timed <= total <= 1.5 * timed
+    assert timed <= total.least == total.most <= 1.5 * timed
 
 
 def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
@@ -120,17 +120,13 @@ def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
     return order
 
 
-def test_the_round_counts_than_which_a_quarter_were_faster(monkeypatch) -> None:
-    # The first warms up, with two runs in a row. Of the others, each operation is once at its luckiest.
-    seconds = {
-        aten.neg.default: [1.0, 1.0, 2.0, 3.0, 9.0, 4.0, 8.0],
-        aten.exp.default: [1.0, 1.0, 8.0, 5.0, 4.0, 6.0, 8.0],
-    }
+def test_the_range_is_that_of_the_rounds_after_the_first(monkeypatch) -> None:
+    # Each operation is once at its luckiest: no step has them all so.
+    seconds = {aten.neg.default: [1.0, 2.0, 9.0, 4.0], aten.exp.default: [1.0, 8.0, 4.0, 5.0]}
     order = take(monkeypatch, seconds)
-    monkeypatch.setattr(operators, "_ROUNDS", 6)
     step = Operations({call(each, torch.ones(10)): 10 for each in seconds})
-    assert seconds_of(step, ROOFLINE, CPU, limit=60.0) == 10 * (2.0 + 8.0)
-    assert order[4:] == 5 * list(seconds)
+    assert seconds_of(step, ROOFLINE, CPU, limit=60.0) == (10 * (4.0 + 5.0), 10 * (9.0 + 4.0))
+    assert order == 4 * list(seconds)
 
 
 @pytest.mark.parametrize("limit, counts", [(2.5, 7.0 + 8.0), (3.5, 7.0 + 8.0), (4.5, 5.0 + 6.0)])
@@ -138,9 +134,9 @@ def test_a_round_that_was_cut_short_does_not_count_beside_whole_ones(monkeypatch
     now = iter(range(100))
     # The clock is looked at once before the first round, and before each turn.
     monkeypatch.setattr(operators.time, "perf_counter", lambda: float(next(now)))
-    take(monkeypatch, {aten.neg.default: [9.0, 7.0, 5.0], aten.exp.default: [9.0, 8.0, 6.0]})
+    take(monkeypatch, {aten.neg.default: [7.0, 5.0], aten.exp.default: [8.0, 6.0]})
     step = Operations({call(each, torch.ones(10)): 10 for each in (aten.neg.default, aten.exp.default)})
-    assert seconds_of(step, ROOFLINE, CPU, limit=limit) == 10 * counts
+    assert seconds_of(step, ROOFLINE, CPU, limit=limit) == (10 * counts, 10 * counts)
 
 
 def test_a_device_with_a_queue_is_timed_over_several_runs(monkeypatch) -> None:
@@ -176,8 +172,8 @@ def test_what_is_not_timed_gets_the_rates_of_what_is(runs) -> None:
 
     product = call(aten.mm.default, torch.ones(10, 10), torch.ones(10, 10))
     addition = call(aten.add.Tensor, torch.ones(1000), torch.ones(1000))
-    assert seconds_of(step(product, 3), ROOFLINE, CPU, limit=0.0) == pytest.approx(3 * 2000 / 1e9)
-    assert seconds_of(step(addition, 3), ROOFLINE, CPU, limit=0.0) == pytest.approx(3 * 12_000 / 1e9)
+    assert seconds_of(step(product, 3), ROOFLINE, CPU, limit=0.0) == pytest.approx([3 * 2000 / 1e9] * 2)
+    assert seconds_of(step(addition, 3), ROOFLINE, CPU, limit=0.0) == pytest.approx([3 * 12_000 / 1e9] * 2)
     assert sum(runs.values()) == 0
     # A solve has pivots, which zeros are not: it is not run, but takes as long per byte as the addition.
     factors, pivots = torch.linalg.lu_factor(torch.eye(50))
@@ -202,7 +198,7 @@ def test_operators_of_others_are_never_run() -> None:
         library.impl("twice", twice, "CompositeExplicitAutograd")
         operation = call(torch.ops.infinity_test.twice.default, torch.ones(1000))
         assert not operation.runs_alone and ran == [1]
-        assert seconds_of(Operations({operation: 1}), ROOFLINE, CPU) == pytest.approx(8e-6)
+        assert seconds_of(Operations({operation: 1}), ROOFLINE, CPU) == pytest.approx([8e-6] * 2)
         assert ran == [1]
 
 
@@ -211,7 +207,7 @@ def test_an_operation_that_fails_alone_is_estimated() -> None:
     operation = call(aten.linalg_cholesky.default, torch.eye(64))
     found = Operations({operation: 2})
     assert operation.runs_alone
-    assert seconds_of(found, ROOFLINE, CPU) == pytest.approx(2 * operation.nbytes / 1e9)
+    assert seconds_of(found, ROOFLINE, CPU) == pytest.approx([2 * operation.nbytes / 1e9] * 2)
 
 
 def test_large_operations_are_estimated_within_the_bound_of_memory(monkeypatch, runs) -> None:
@@ -277,7 +273,7 @@ def test_timing_leaves_no_trace() -> None:
             assert aten.native_dropout.default in {each.operator for each in found} or any(
                 "bernoulli" in each.operator.name() for each in found
             )
-            assert seconds_of(found, ROOFLINE, CPU) > 0
+            assert seconds_of(found, ROOFLINE, CPU).least > 0
             assert torch.is_autocast_enabled("cpu")
         assert torch.get_default_dtype() is torch.float64
     finally:
@@ -294,3 +290,10 @@ def test_without_autograd_only_the_forward_is_there() -> None:
     model, inputs = small_decoder(), small_batch()
     forward = recorded(model, inputs, train=False)
     assert 0 < sum(forward.values()) < sum(recorded(model, inputs).values()) / 2
+
+
+def test_saved_tensors_share_the_storages_of_what_the_forward_made() -> None:
+    model, x = nn.Sequential(*(nn.Tanh() for _ in range(5))), torch.ones(16, 16, requires_grad=True)
+    found = estimate_step(model, (x,), precision=FP32, device=CPU, train=True)
+    # Five outcomes, the gradient of the last one, and the two between which a backward passes on.
+    assert 5 * 1024 <= found.activations <= 8 * 1024

@@ -287,53 +287,6 @@ def test_blocks_that_repeat_leave_no_runs() -> None:
     assert unevenness([1, 80, 1, 110, 50] * 24) < 2  # 2.7 by multiples of the golden ratio
 
 
-def test_holes_between_activations_have_room_where_there_is_some() -> None:
-    model = nn.Linear(100, 100)
-    tight = planned(model, host="64MiB", activations=60 * MiB)
-    assert (tight.holes, tight.reserved) == (0, 60 * MiB)
-    roomy = planned(model, host="84MiB", activations=60 * MiB)
-    assert (roomy.holes, roomy.reserved) == (20 * MiB, 80 * MiB)
-    assert roomy.smallest == tight.smallest
-    assert roomy.rows()[0]["activations"] == 80 * MiB
-
-
-@pytest.mark.parametrize("faults, holes", [(1e6, True), (1e12, False)])
-def test_holes_have_room_if_that_costs_less_than_faults(faults: float, holes: bool) -> None:
-    """Pages that could be in RAM go to the disk for them."""
-    model = nn.Linear(1000, 1000)
-    speeds = Bandwidths(
-        disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, flops=1e11
-    )
-    budget = {"host": "30MiB", "nvme": {"/": "64MiB"}}
-    made = planned(
-        model, activations=12 * MiB, speeds=replace(speeds, page_faults=faults), compute=0.01, **budget
-    )
-    assert made.holes == (4 * MiB if holes else 0)
-    assert made.prediction is not None
-    lost = (4 if holes else 12) * MiB / faults
-    assert made.prediction.compute == pytest.approx(0.01 + lost, rel=0.1)
-
-
-def test_holes_leave_half_of_the_staging_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stack([512] * 16)
-    speeds = Bandwidths(
-        disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, flops=1e11
-    )
-
-    def made(host: int) -> Plan:
-        faults = replace(speeds, page_faults=1e3)  # whatever it costs, holes pay
-        return planned(
-            model, host=host, nvme={"/": "1GiB"}, activations=12 * MiB, speeds=faults, compute=0.01
-        )
-
-    budgets = range(24 * MiB, 64 * MiB, MiB)
-    found = [made(host) for host in budgets]
-    monkeypatch.setattr("infinity.planning._is_no_slower", lambda roomy, tight: False)
-    for each, tight in zip(found, map(made, budgets), strict=True):
-        assert 2 * each.staging_bytes >= tight.staging_bytes
-    assert any(each.holes for each in found)
-
-
 def test_a_cuda_budget_keeps_room_for_activations_that_nobody_knows() -> None:
     model = stack([64] * 4)
     arguments = {

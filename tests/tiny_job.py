@@ -22,10 +22,9 @@ from infinity import cli
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
 from infinity.predict import Bandwidths
-from infinity.rehearsal import Overhead
 
 SPEEDS = Bandwidths(
-    disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, gradient_pass=1e10, link=None, flops=1e11
+    disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11
 )
 PATIENCE = 120.0
 """Seconds after which something counts as hung."""
@@ -67,12 +66,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = importlib.import_module("infinity.offload")  # the name in the package is the function
     monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
     monkeypatch.setattr(calls, "measure_bandwidths", lambda *_: SPEEDS)
-    monkeypatch.setattr(calls, "overhead", _no_overhead)
     monkeypatch.setattr(cli.train, "_SAMPLE_TOKENS", 3)
-
-
-def _no_overhead(*, train: bool) -> Overhead:
-    return Overhead()
 
 
 class TinyJob:

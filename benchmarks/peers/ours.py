@@ -127,7 +127,7 @@ def _empty_heap() -> None:
 def figures(plan: infinity.Plan) -> dict[str, Any]:
     """The plan's figures, in bytes and seconds."""
     return {
-        "prediction": None if plan.prediction is None else asdict(plan.prediction),
+        "prediction": None if plan.prediction is None else plan.prediction.as_dict(),
         "traffic": asdict(plan.traffic),
         "host_bytes": plan.host_bytes,
         "device_bytes": plan.device_bytes,

@@ -21,6 +21,7 @@ from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
 from infinity.offload import plan
 from infinity.plan import Plan
+from infinity.predict import Prediction
 from infinity.settings import open_engine
 from infinity.shortage import format_count
 from infinity.tiers.tier import usable_device
@@ -107,8 +108,8 @@ class Job:
     precision: Precision
     device: torch.device
     plan: Plan
-    seconds: float | None
-    """Predicted for a step with all its micro-batches; None where the plan cannot know."""
+    prediction: Prediction | None
+    """For a step with all its micro-batches; None where the plan cannot know."""
 
     @property
     def header(self) -> str:
@@ -157,7 +158,6 @@ def make_job(options: argparse.Namespace) -> Job:
         device=device,
         accumulation=options.accumulate,
     )
-    prediction = planned.predict(options.accumulate)
     return Job(
         subject=model,
         text=text,
@@ -168,7 +168,7 @@ def make_job(options: argparse.Namespace) -> Job:
         precision=precision,
         device=device,
         plan=planned,
-        seconds=None if prediction is None else prediction.seconds,
+        prediction=planned.predict(options.accumulate),
     )
 
 

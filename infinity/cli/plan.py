@@ -47,6 +47,6 @@ def _summary(job: Job) -> dict[str, Any]:
         "tiers": plan.rows(),
         "smallest_budgets": {tier.value: nbytes for tier, nbytes in plan.smallest.items()},
         "traffic": asdict(plan.traffic),
-        "prediction": None if plan.prediction is None else asdict(plan.prediction),
-        "step_seconds": job.seconds,
+        "prediction": None if plan.prediction is None else plan.prediction.as_dict(),
+        "step_seconds": None if job.prediction is None else job.prediction.seconds,
     }

@@ -215,7 +215,7 @@ def _ram_budget(job: Job) -> int:
 
 
 def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> None:
-    predicted = "unknown" if job.seconds is None else f"{job.seconds:.2f}"
+    predicted = "unknown" if job.prediction is None else job.prediction.text
     parts = [
         f"done in {format_seconds(seconds)}",
         f"held-out loss {outcome.before:.2f} -> {outcome.after:.2f}",
@@ -230,6 +230,14 @@ def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> Non
         parts.append(outcome.timeline)
     console.print(f"{_printable(outcome.sample)}\n", style="dim", markup=False, highlight=False)
     console.print(" · ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def _predicted(job: Job) -> dict[str, Any]:
+    """Seconds of a step: the middle of what was predicted, and its range. None where it is unknown."""
+    found = job.prediction
+    if found is None:
+        return {"predicted": None, "range": None}
+    return {"predicted": found.seconds, "range": [found.least, found.most]}
 
 
 def _printable(text: str) -> str:
@@ -252,7 +260,7 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         "held_out_loss": {"before": _finite(outcome.before), "after": _finite(outcome.after)},
         "losses": [_finite(each) for each in outcome.losses],
-        "step_seconds": {"predicted": job.seconds, "measured": outcome.step_seconds},
+        "step_seconds": {**_predicted(job), "measured": outcome.step_seconds},
         "tokens_per_second": outcome.tokens_per_second,
         "ram": {"budget": _ram_budget(job), "planned": plan.ram_bytes, "peak": outcome.peak},
         "nvme": {"planned": plan.nvme_bytes},
