@@ -86,7 +86,7 @@ class SavedBytes:
 
     def forward_ends(self) -> None:
         if self._seen:
-            self._heap.most_is_alive()
+            self._heap.check()
         self.peak = max(self.peak, sum(self._seen.values()))
         self._seen.clear()
 

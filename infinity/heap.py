@@ -1,10 +1,9 @@
 """The C library's heap, where the CPU's activations live: what is freed in it is given back in time.
 
-Saved activations and temporaries of a forward alternate in the heap. The holes that temporaries leave are
-split by what comes next, so that resident memory ends up to a third above what is alive. Returning every
-freed block at once (a low mmap threshold) would cost a page fault per 4 KiB of every temporary; giving the
-holes back only when the plan's bytes are reached costs little. It costs least where a forward ends: never is
-more alive, so never are fewer pages given back that are needed again.
+Saved activations and temporaries of a forward alternate in the heap, and the holes that temporaries leave are
+split by what comes next: resident memory ends up to a third above what is alive. One rule keeps it within the
+budget: where memory has grown to the budget, holes are given back. Returning every freed block at once (a low
+mmap threshold) would cost a page fault per 4 KiB of every temporary.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class HeapGuard:
         """limit: bytes of resident memory, of the whole process. None: none, and nothing is done."""
         self._limit = limit or 0
         self._next = self._limit
-        self._least = self._most = 0
-        """Memory after the last time that most was alive, or at the first look, and the most since."""
+        """Memory above it is trimmed; higher than the limit where a trim did not help."""
         self._between = max(_BETWEEN_LOOKS, self._limit // _LOOKS)
         self._allocated = 0
         self._trim: Callable[[int], int] | None = None
@@ -54,31 +52,12 @@ class HeapGuard:
 
     def check(self) -> None:
         """Give holes back if memory is above the limit; otherwise only look."""
-        if self._trim is not None and self._look() > self._next:
-            self._give_back(self._trim)
-
-    def most_is_alive(self) -> None:
-        """As `check`, but already if memory would come above the limit by growing as it did after the last
-        such time."""
         if self._trim is None:
             return
-        resident = self._look()
-        grows_to = resident + self._most - self._least
-        if resident > self._next or (self._next == self._limit and grows_to > self._limit):
-            resident = self._give_back(self._trim)
-        self._least = self._most = resident
-
-    def _look(self) -> int:
         resident = machine.resident_bytes()
-        self._most = max(self._most, resident)
-        self._least = self._least or resident
         if resident <= self._limit:
             self._next = self._limit
-        return resident
-
-    def _give_back(self, trim: Callable[[int], int]) -> int:
-        trim(0)
-        resident = machine.resident_bytes()
-        # Memory that others use does not go away, and is not tried again and again.
-        self._next = max(self._limit, resident + _SLACK)
-        return resident
+        elif resident > self._next:
+            self._trim(0)
+            # Memory that others use does not go away, and is not tried again and again.
+            self._next = max(self._limit, machine.resident_bytes() + _SLACK)

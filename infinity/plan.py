@@ -61,10 +61,8 @@ class Plan:
     ring_bytes: int = 0
     """Bytes of the ring through which gradients leave a device apart, and of its landing in host RAM; 0 where
     the CPU can use what is there."""
-    holes: int = 0
-    """Of these, bytes for the holes between activations in the heap (infinity/heap.py)."""
     headroom: int = 0
-    """Of these, bytes that torch takes on a CUDA device beside live tensors (infinity/headroom.py)."""
+    """Of `reserved`, bytes that torch takes on a CUDA device beside live tensors (infinity/headroom.py)."""
     prediction: Prediction | None = None
     """Of a step of one micro-batch; None: unknown."""
     speeds: Bandwidths | None = None
@@ -163,6 +161,12 @@ class Plan:
         return self.host_bytes + (self.device_bytes + self.reserved if self.device.type == "cpu" else 0)
 
     @property
+    def ram_budget(self) -> int:
+        """Bytes of RAM that the budgets grant: on the CPU the device's are RAM too."""
+        on_cpu = self.device.type == "cpu"
+        return self.budgets[Tier.HOST] + (self.budgets.get(Tier.DEVICE, 0) if on_cpu else 0)
+
+    @property
     def nvme_bytes(self) -> int:
         """Bytes of pages in slab files."""
         return self.home_bytes[Tier.NVME]
@@ -227,7 +231,7 @@ class Plan:
                 "gradients": kinds[tier, Kind.GRADIENT],
                 "optimizer": kinds[tier, Kind.OPTIMIZER],
                 "working": working[tier],
-                "activations": self._in_heap if tier is computes_in else 0,
+                "activations": self.activations if tier is computes_in else 0,
                 "free": budget - used[tier],
             }
             for tier, budget in self.budgets.items()
@@ -258,10 +262,6 @@ class Plan:
         trained = self.page_sizes[Kind.GRADIENT]
         share = sum(trained[unit] for unit in self.updated_on_device) / sum(trained)
         return f"updates: {share:.0%} on the device\n"
-
-    @property
-    def _in_heap(self) -> int | None:
-        return None if self.activations is None else self.activations + self.holes
 
     @functools.cached_property
     def page_sizes(self) -> dict[Kind, list[int]]:

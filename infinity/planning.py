@@ -35,11 +35,6 @@ _UNKNOWN_SHARE = 4
 """One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""
 
 
-_UNFORESEEN = 1.05
-"""What a step takes against its prediction at the least where the CPU limits it: 1.05 to 1.2 was seen. Where
-the disk does and nobody else uses it, 1.0."""
-
-
 @dataclass(frozen=True)
 class Available:
     """Bytes that can be had now, less a margin: the budgets of who gives none."""
@@ -110,8 +105,9 @@ def make_plan(
         )
     smallest = search.smallest(unified=unified, nvme=bool(budget.nvme_bytes))
     smallest[draft.computes_in] = reserve.budget_for(smallest[draft.computes_in])
-    made = functools.partial(
-        draft.made,
+    return draft.made(
+        placement,
+        reserve,
         precision=precision,
         rule=rule,
         device=device,
@@ -122,13 +118,6 @@ def make_plan(
         update=update,
         accumulation=accumulation,
     )
-    tight = made(placement, reserve)
-    if not activations or device.type != "cpu":
-        return tight
-    wider = reserve.with_holes(activations)
-    placement = search.place(draft.room(wider))
-    roomy = None if placement is None else made(placement, wider)
-    return tight if roomy is None or not _is_no_slower(roomy, tight) else roomy
 
 
 @dataclass(frozen=True)
@@ -159,7 +148,6 @@ class _Draft:
             self._planned,
             device=device,
             reserved=reserve.within(self.budgets[self.computes_in]),
-            holes=reserve.holes,
             headroom=reserve.headroom,
             **others,
         )
@@ -210,20 +198,6 @@ class _Draft:
         shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
         spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)
         return shared if spared and twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
-
-
-def _is_no_slower(roomy: Plan, tight: Plan) -> bool:
-    """Whether room for the heap's holes costs no more than it brings, as far as is known.
-
-    Never half of the staging: how slow that makes the disk, no prediction says.
-    """
-    if roomy.nvme_bytes and 2 * roomy.staging_bytes < tight.staging_bytes:
-        return False
-    one, other = roomy.prediction, tight.prediction
-    if one is None or other is None:
-        return roomy.nvme_bytes <= tight.nvme_bytes
-    unforeseen = 1.0 if other.limited_by == "disk" else _UNFORESEEN
-    return one.seconds <= unforeseen * other.seconds
 
 
 def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:

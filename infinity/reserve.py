@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from infinity.config import round_up
 from infinity.headroom import NO_HEADROOM, Headroom
@@ -18,9 +18,6 @@ class Reserve:
     kept_out_of: int | None = None
     """One in so many bytes of the budget is left besides: for activations that nobody has measured."""
 
-    holes: int = 0
-    """Of `nbytes`: what the C library's heap takes besides, between saved activations."""
-
     headroom: int = 0
     """Of `nbytes`: what torch takes on a CUDA device beside them; see infinity/headroom.py."""
 
@@ -33,11 +30,6 @@ class Reserve:
         beside = headroom.beside(live)
         nbytes = round_up(live + beside, PAGE_ALIGNMENT)
         return Reserve(nbytes, unknown if activations is None else None, headroom=beside)
-
-    def with_holes(self, activations: int) -> Reserve:
-        """The same and room for the holes between so many bytes of activations: a third of them was seen."""
-        holes = round_up(activations // 3, PAGE_ALIGNMENT)
-        return replace(self, nbytes=self.nbytes + holes, holes=holes)
 
     def within(self, budget: int) -> int:
         """The bytes of `budget` that no page may take."""

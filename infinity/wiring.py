@@ -41,10 +41,8 @@ from infinity.update import Updater
 from infinity.weights import load, open_weights
 
 _GUARD_MARGIN = 8 << 20
-"""Bytes, at the most, by which holes in the heap are given back before the plan's are reached."""
-_GUARD_SHARE = 20
-"""Or one in so many of the plan's, if that is less. Between two looks memory grew by 4 to 6 MiB in a plan of
-160 MiB: a two-hundredth ended above the budget, a fortieth too."""
+"""Bytes before the budget at which holes in the heap are given back, or a twentieth of the budget if that is
+less: memory grew by 4 to 6 MiB between two looks at it, in a budget of 160 MiB."""
 
 
 def carry_out(
@@ -241,12 +239,12 @@ def _kept_by_others(model: nn.Module, device: torch.device) -> int:
 
 
 def _guard(plan: Plan) -> HeapGuard:
-    """With a limit where activations are in RAM, and it is known how large they are: a little below what the
-    plan has, since memory grows between two looks at it."""
-    if plan.device.type != "cpu" or plan.activations is None:
+    """With the budget as its limit, where activations are in RAM."""
+    if plan.device.type != "cpu":
         return HeapGuard(None)
-    margin = min(_GUARD_MARGIN, plan.ram_bytes // _GUARD_SHARE)
-    return HeapGuard(machine.process_memory().resident + plan.ram_bytes - margin)
+    budget = plan.ram_budget
+    margin = min(_GUARD_MARGIN, budget // 20)
+    return HeapGuard(machine.process_memory().resident + budget - margin)
 
 
 def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:

@@ -1,7 +1,6 @@
 """Holes in the C library's heap are given back where memory is above its limit."""
 
 import ctypes
-import dataclasses
 
 import pytest
 import torch
@@ -73,41 +72,15 @@ def test_looks_are_as_far_apart_as_allocations_are_large(
     assert len(trims) == 1
 
 
-def test_where_most_is_alive_it_is_made_room_for_what_grows_until_the_next_time(
-    trims: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guard = HeapGuard(100 * MIB)
-    for resident in (60, 90, 60, 80, 70):  # grows by 30 in the first round, and by 20 in the second
-        at(monkeypatch, resident * MIB)
-        guard.most_is_alive() if resident == 60 else guard.check()
-    assert trims == []
-    at(monkeypatch, 81 * MIB)  # 101 would come
-    guard.most_is_alive()
-    assert trims == [81 * MIB]
-    at(monkeypatch, 90 * MIB)  # grew by 9
-    guard.most_is_alive()
-    assert len(trims) == 1
-
-
-def test_memory_of_others_is_not_tried_again_where_most_is_alive(
-    trims: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guard = HeapGuard(100 * MIB)
-    at(monkeypatch, 200 * MIB)
-    for _ in range(5):
-        guard.most_is_alive()
-    assert len(trims) == 1
-
-
-def test_a_forward_that_saves_ends_where_most_is_alive_and_its_backward_is_looked_at() -> None:
+def test_memory_is_looked_at_where_a_forward_ends_and_in_forward_and_backward() -> None:
     calls: list[object] = []
 
     class Guard:
         allocated = staticmethod(calls.append)
 
         @staticmethod
-        def most_is_alive() -> None:
-            calls.append("most")
+        def check() -> None:
+            calls.append("end")
 
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,7 +91,7 @@ def test_a_forward_that_saves_ends_where_most_is_alive_and_its_backward_is_looke
         assert calls == []
         loss = model(torch.randn(8, 16)).sum()
         saved = calls.copy()
-        assert saved[-1] == "most" and len(saved) > 2
+        assert saved[-1] == "end" and len(saved) > 2
         loss.backward()
         assert sorted(calls[len(saved) :]) == sorted(saved[:-1])
 
@@ -128,7 +101,6 @@ def test_without_a_limit_nothing_happens(trims: list[int], monkeypatch: pytest.M
     guard = HeapGuard(None)
     guard.check()
     guard.allocated(1 << 40)
-    guard.most_is_alive()
     assert trims == []
 
 
@@ -159,14 +131,13 @@ def test_real_holes_are_given_back() -> None:
 
 
 @pytest.mark.parametrize("host, margin", [("64MiB", 64 * MIB // 20), ("4GiB", 8 * MIB)])
-def test_a_plan_s_bytes_are_kept_but_for_a_margin(
+def test_a_budget_is_kept_but_for_a_margin(
     host: str, margin: int, trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = nn.Linear(8, 8), torch.zeros(2, 8)
     made = infinity.plan(model, None, budget=infinity.Budget(host=host), example_inputs=(x,), device="cpu")
     monkeypatch.setattr(machine, "process_memory", lambda: machine.ProcessMemory(resident=MIB, peak=MIB))
-    full = dataclasses.replace(made, reserved=made.budgets[Tier.HOST] - made.host_bytes)
-    guard = wiring._guard(full)
+    guard = wiring._guard(made)
     limit = MIB + made.budgets[Tier.HOST] - margin
     for resident, count in ((limit, 0), (limit + 1, 1)):
         at(monkeypatch, resident)

@@ -49,16 +49,11 @@ def host_budget(
 
 
 def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """The same plan with every page at home on NVMe. What rested in RAM leaves its room to the heap's holes,
-    if that is enough, and else empty."""
+    """The same plan with every page at home on NVMe. What rested in RAM leaves its room empty."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )
     moved = replace(plan, homes=homes, resident_bytes=max(plan.resident_bytes, _resident_bytes(plan)))
-    if plan.unified and plan.activations is not None:
-        wide = Reserve(plan.reserved - plan.holes).with_holes(plan.activations)
-        if moved.host_bytes + wide.nbytes <= plan.budgets[Tier.HOST]:
-            moved = replace(moved, reserved=wide.nbytes, holes=wide.holes)
     return replace(moved, prediction=moved.predict())
 
 

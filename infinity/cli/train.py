@@ -204,23 +204,13 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _ram_budget(job: Job) -> int:
-    """Bytes of RAM that the budgets grant; on the CPU the device's are RAM too."""
-    plan = job.plan
-    return sum(
-        nbytes
-        for tier, nbytes in plan.budgets.items()
-        if tier.value == "host" or (tier.value == "device" and plan.device.type == "cpu")
-    )
-
-
 def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> None:
     predicted = "unknown" if job.prediction is None else job.prediction.text
     parts = [
         f"done in {format_seconds(seconds)}",
         f"held-out loss {outcome.before:.2f} -> {outcome.after:.2f}",
         f"predicted {predicted}, measured {outcome.step_seconds:.2f} s/step",
-        f"host peak {format_size(outcome.peak)} of {format_size(_ram_budget(job))}",
+        f"host peak {format_size(outcome.peak)} of {format_size(job.plan.ram_budget)}",
     ]
     if job.plan.nvme_bytes:
         parts.append("swap removed")
@@ -262,7 +252,7 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
         "losses": [_finite(each) for each in outcome.losses],
         "step_seconds": {**_predicted(job), "measured": outcome.step_seconds},
         "tokens_per_second": outcome.tokens_per_second,
-        "ram": {"budget": _ram_budget(job), "planned": plan.ram_bytes, "peak": outcome.peak},
+        "ram": {"budget": plan.ram_budget, "planned": plan.ram_bytes, "peak": outcome.peak},
         "nvme": {"planned": plan.nvme_bytes},
         "bytes_moved": outcome.moved,
         "sample": outcome.sample,
