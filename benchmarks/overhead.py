@@ -59,16 +59,16 @@ from machine_facts import machine_facts
 from torch import nn
 
 import infinity
-from infinity import placement
-from infinity.comfort import Comfort
+from infinity import search
 from infinity.cpu_adam import BLOCK
 from infinity.placement import Kind
 from infinity.tiers import Tier
+from infinity.working_room import WorkingRoom
 
 PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16
 """Elements of the activation, and of a row of every parameter."""
-CHAINS, LOOKAHEAD = 16, 3
+CHAINS, PAGES = 16, 3
 """Working room of all layouts: chains, and parameter pages that can be resident."""
 WARM_UP = 4
 """Steps in which the runtime learns the order of accesses; they do not count."""
@@ -161,11 +161,11 @@ class Calls:
 @contextlib.contextmanager
 def forced() -> Iterator[None]:
     """Plans that are made inside have a unit for every module, the smallest chunks, and the working room."""
-    comforts = (Comfort(LOOKAHEAD, chains=CHAINS, pieces=CHAINS),)
+    rooms = (WorkingRoom(PAGES, chains=CHAINS, pieces=CHAINS),)
     with (
-        mock.patch.object(placement, "_groupings", lambda surveyed: [surveyed.group(1)]),
-        mock.patch.object(placement, "_chunk_lengths", lambda surveyed: [BLOCK]),
-        mock.patch.object(placement, "COMFORTS", comforts),
+        mock.patch.object(search, "_groupings", lambda surveyed: [surveyed.group(1)]),
+        mock.patch.object(search, "_chunk_lengths", lambda surveyed: [BLOCK]),
+        mock.patch.object(search, "WORKING_ROOMS", rooms),
     ):
         yield
 
@@ -186,8 +186,8 @@ def budget_for(
     working = CHAINS * plan.chain_bytes + (1 + CHAINS) * plan.piece_bytes
     page = plan.layout.units[0].nbytes
     if home == "unified":
-        return infinity.Budget(host=pages + working + LOOKAHEAD * page)
-    device = (layout.units if home in ("offload", "tight") else LOOKAHEAD) * page
+        return infinity.Budget(host=pages + working + PAGES * page)
+    device = (layout.units if home in ("offload", "tight") else PAGES) * page
     if home == "nvme":
         return infinity.Budget(device=device, host=working, nvme={directory: 2 * pages})
     mirrors = 0 if home == "tight" else layout.units * page

@@ -84,8 +84,8 @@ def plan(
     model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
     knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
-    most), and bandwidths are probed and kept in the cache directory (2 s; those of a disk soon expire). device: default "cuda" where there is one, else
-    "cpu". update, accumulation: as of `offload`.
+    most), and bandwidths are probed and kept in the cache directory (2 s; those of a disk soon expire).
+    device: default "cuda" where there is one, else "cpu". update, accumulation: as of `offload`.
 
     Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
     for a directory that cannot be probed.

@@ -237,6 +237,14 @@ class Plan:
             for tier, budget in self.budgets.items()
         ]
 
+    def shortfall(self, activations: int) -> int:
+        """Bytes by which so many bytes of activations exceed what the computing tier's budget leaves free."""
+        if self.unified:
+            free = self.budgets[Tier.HOST] - self.host_bytes
+        else:
+            free = self.budgets[Tier.DEVICE] - self.device_bytes
+        return max(0, activations - free)
+
     def __str__(self) -> str:
         per_step = self.traffic.disk_write
         writes = f"writes {format_size(per_step)}/step to disk"

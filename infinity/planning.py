@@ -16,11 +16,12 @@ from infinity.errors import ConfigError
 from infinity.headroom import NO_HEADROOM, Headroom
 from infinity.layout import build
 from infinity.operators import Seconds
-from infinity.placement import Kind, Placement, Room, Search, line_of
+from infinity.placement import Kind, Placement, Room, line_of
 from infinity.plan import Plan
 from infinity.predict import Bandwidths, UpdateTime
 from infinity.reserve import Reserve
 from infinity.rules import Rule
+from infinity.search import Search
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.device import available_bytes

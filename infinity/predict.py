@@ -1,7 +1,8 @@
 """Seconds of a step as a range: phase by phase, what every resource has to do at its rate. Pure arithmetic.
 
-A prediction is a roofline. Its lower end lets everything overlap that can, its upper end nothing; between them
-lies what hooks, waits and a shared machine cost, which no rate tells. The first step's own seconds replace it.
+A prediction is a roofline. Its lower end lets everything overlap that can, its upper end nothing; between
+them lies what hooks, waits and a shared machine cost, which no rate tells. What the first step took replaces
+it.
 
 A known limit on CUDA: each resource counts as if it never waited for another. Where host RAM has no room for
 mirrors, each chunk of parameters on the device goes down and up again for the CPU's update, and is waited
@@ -67,9 +68,7 @@ class Prediction:
         link = sum(step.edges[edge].stall_seconds for edge in (Edge.HOST_TO_DEVICE, Edge.DEVICE_TO_HOST))
         parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
         longest = max(parts, key=parts.__getitem__)
-        return Prediction(
-            least=step.seconds, most=step.seconds, limited_by=longest, **parts, measured=True
-        )
+        return Prediction(least=step.seconds, most=step.seconds, limited_by=longest, **parts, measured=True)
 
     @property
     def seconds(self) -> float:

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -7,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from infinity.candidate import evenly_apart
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
 from infinity.offload import plan
-from infinity.placement import Kind, evenly_apart
+from infinity.placement import Kind
 from infinity.plan import Plan
 from infinity.planning import Available, make_plan
-from infinity.predict import Bandwidths, Phase
+from infinity.predict import Phase
 from infinity.rules import Rule
 from infinity.tiers import Tier
 

@@ -136,9 +136,7 @@ def test_a_plan_is_made_in_any_region(
     inputs = (torch.ones(2, 4),)
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()
     with region():
-        made = plan(
-            model, optimizer, budget=Budget(host="64MiB"), example_inputs=inputs, device="cpu"
-        )
+        made = plan(model, optimizer, budget=Budget(host="64MiB"), example_inputs=inputs, device="cpu")
     assert made.prediction is not None and made.prediction.least > 0
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.get_num_threads() == threads and torch.is_grad_enabled()

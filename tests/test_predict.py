@@ -13,12 +13,8 @@ from infinity.predict import Bandwidths, Phase, Prediction, Traffic, UpdateTime,
 from infinity.tiers import Tier
 
 GB = 10**9
-CPU = Bandwidths(
-    disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, flops=1e11
-)
-GPU = Bandwidths(
-    disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, link=1e9, flops=1e11
-)
+CPU = Bandwidths(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, flops=1e11)
+GPU = Bandwidths(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, link=1e9, flops=1e11)
 
 
 def check(found: Prediction, least: float, most: float, limited_by: str, **busy: float) -> None:

@@ -23,9 +23,7 @@ from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
 from infinity.predict import Bandwidths
 
-SPEEDS = Bandwidths(
-    disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11
-)
+SPEEDS = Bandwidths(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
 PATIENCE = 120.0
 """Seconds after which something counts as hung."""
 SENTENCE = "The quick brown fox jumps over the lazy dog, and {} of them look on.\n"

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import infinity
-from infinity.comfort import LOOKAHEAD
 from infinity.config import round_up
-from infinity.reserve import Reserve
 from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.working_room import AMPLE_PAGES
 
 WORDS = ("all-host", "half", "all-nvme")
 """No page on NVMe; about half of the pages' bytes; every page."""
@@ -58,4 +57,4 @@ def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
 
 
 def _resident_bytes(plan: infinity.Plan) -> int:
-    return sum(heapq.nlargest(LOOKAHEAD, (unit.nbytes for unit in plan.layout.units)))
+    return sum(heapq.nlargest(AMPLE_PAGES, (unit.nbytes for unit in plan.layout.units)))

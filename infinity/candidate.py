@@ -1,0 +1,277 @@
+"""Candidate: one way to cut a model into units and chunks, and the homes that its pages then find. Pure.
+
+[Note: one order, two cuts]
+All pages stand in one line: parameters, gradients, optimizer states (the last two the other way round where
+gradients are known to be written and read once a step), each in the order of units or, for eager updates,
+evenly spread over the model. The front of the line fits the nearest tier, the end the NVMe tier, and the rest
+must fit between: one cut each. Pages only move up as a budget grows, so a larger budget never refuses what a
+smaller one took, and the smallest that would do is exact for each way to cut units and chunks. Rooms that the
+cuts leave are filled first-fit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from infinity.config import round_up
+from infinity.cpu_adam import BLOCK
+from infinity.layout import Extent, extents, page_bytes
+from infinity.placement import DtypeOf, Kind, Placement, Room
+from infinity.rules import Rule, state_format
+from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.units import Grouping, Survey
+from infinity.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
+
+_SMALL = 8
+"""A page counts as small below the mean one's bytes divided by this."""
+
+_LARGEST_PIECE = 4 << 20
+"""Bytes of transit that are read at once: what disks and links are fastest with, and small against a page."""
+
+_SMALLEST_PIECE = 4 * BLOCK
+"""Gradients are measured in whole blocks, of float32 at the most."""
+
+
+class Candidate:
+    """One way to cut units and chunks, measured."""
+
+    def __init__(
+        self,
+        surveyed: Survey,
+        grouping: Grouping,
+        chunk_elements: int,
+        gradient_dtype: DtypeOf,
+        rule: Rule | None,
+        *,
+        line: Sequence[Kind],
+        spread: bool,
+        ring: bool = False,
+    ) -> None:
+        """line: the order of kinds, parameters first; see `line_of`. spread: the order of units is such that
+        states and gradients beyond any cut are evenly apart in the model. ring: gradients leave the device
+        through one."""
+        self.grouping = grouping
+        self.chunk_elements = chunk_elements
+        units = [
+            extents([surveyed.parameters[index] for index in members], chunk_elements)
+            for _, members in grouping
+        ]
+        self.chain_bytes = 0
+        """Of the largest chunk's update."""
+        self.piece_bytes = _SMALLEST_PIECE
+        """Of transit: the parameters of a chunk, where they are not too many."""
+        self._largest_unit = 0
+        """Bytes of all chains of a unit, of the one that has the most."""
+        self._units_together = 2 if spread else 1
+        """Units whose chains ample staging has room for: of eager updates one's gradients come while the
+        states of another leave."""
+        self._trained = rule is not None
+        self._has_ring = ring and rule is not None
+        self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
+        for unit in units:
+            self._measure(unit, gradient_dtype, rule)
+        in_order = range(len(units))
+        apart = evenly_apart(self.pages[Kind.OPTIMIZER]) if spread else in_order
+        self._line = [(kind, unit) for kind in line for unit in (in_order if kind is line[0] else apart)]
+        self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
+        """Bytes of the first pages in line, of any number of them."""
+        self._together = surveyed.together(grouping)
+        self._residents: dict[int, list[int]] = {}
+
+    def _measure(self, unit: Sequence[Extent], gradient_dtype: DtypeOf, rule: Rule | None) -> None:
+        gradient = optimizer = chains = 0
+        for extent in unit:
+            trained = rule is not None and extent.trainable
+            for count, times in extent.counts(self.chunk_elements):
+                chain = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
+                self.piece_bytes = max(self.piece_bytes, min(chain, _LARGEST_PIECE))
+                if rule is not None and trained:
+                    itemsize = gradient_dtype(extent.dtype).itemsize
+                    gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
+                    states = state_format(rule.arrays(extent.dtype), count).nbytes
+                    chain += gradients + states
+                    gradient += times * gradients
+                    optimizer += times * states
+                    chains += times * chain
+                self.chain_bytes = max(self.chain_bytes, chain)
+        self.pages[Kind.PARAMETER].append(page_bytes(unit))
+        self.pages[Kind.GRADIENT].append(gradient)
+        self.pages[Kind.OPTIMIZER].append(optimizer)
+        self._largest_unit = max(self._largest_unit, chains)
+
+    def staging(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of staging: none where every update finds all that it takes in host RAM."""
+        moves = room.device is not None or (level.nvme and room.nvme > 0)
+        if not (self._trained and moves):
+            return 0
+        return level.staging(room.host, self.chain_bytes, self._units_together * self._largest_unit)
+
+    def transit(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of transit: the bounce buffer, and pieces where pages take two hops."""
+        return self.piece_bytes * (1 + level.pieces * (room.device is not None))
+
+    def ring(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of the ring for gradients on the device, and of its landing in host RAM."""
+        if room.device is None or not self._has_ring:
+            return 0
+        return level.ring(room.device, _SMALLEST_PIECE)
+
+    def working(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of host RAM for what is on its way."""
+        return self.staging(level, room) + self.transit(level, room) + self.ring(level, room)
+
+    @property
+    def least_near(self) -> int:
+        """The fewest bytes of a device that do, whatever the others have."""
+        return self.near(0, LEAST.pages) + self._has_ring * LEAST.ring(0, _SMALLEST_PIECE)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all pages."""
+        return self.ends[-1]
+
+    def residents(self, pages: int) -> list[int]:
+        """Bytes of the `pages` largest parameter pages from each place in line to the end, or of those
+        that have to be resident together, where that is more."""
+        if pages not in self._residents:
+            parameters = self.pages[Kind.PARAMETER]
+            largest: list[int] = []
+            backwards = [0]
+            for nbytes in reversed(parameters):
+                heapq.heappush(largest, nbytes)
+                backwards.append(
+                    backwards[-1] + nbytes - (heapq.heappop(largest) if len(largest) > pages else 0)
+                )
+            others = len(self.ends) - 1 - len(parameters)
+            found = [*reversed(backwards), *[0] * others]
+            for units in self._together:
+                for place in range(units[-1] + 1):
+                    found[place] = max(found[place], sum(parameters[unit] for unit in units if unit >= place))
+            self._residents[pages] = found
+        return self._residents[pages]
+
+    def near(self, cut: int, pages: int) -> int:
+        """Bytes of pages in the tier that computes if those before `cut` rest there. Grows with `cut`."""
+        return self.ends[cut] + self.residents(pages)[cut]
+
+    def cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
+        """Where the device's pages (unified: none) and the host's end in line; None where they do not fit.
+
+        Both cuts are as far down the line as room allows.
+        """
+        working = self.working(level, room)
+        if working > room.host or self.staging(level, room) > level.share * room.host:
+            return None
+        if room.device is None:
+            near = 0
+            far = self._last(lambda cut: self.near(cut, level.pages), room.host - working)
+        else:
+            device = room.device - self.ring(level, room)
+            near = self._last(lambda cut: self.near(cut, level.pages), device)
+            far = self._last(lambda cut: self.ends[cut] - self.ends[max(near, 0)], room.host - working)
+        nvme = room.nvme if level.nvme else 0
+        if min(near, far) < 0 or self.total - self.ends[far] > nvme:
+            return None
+        computing, cut = (room.host, far) if room.device is None else (room.device, near)
+        if self.residents(level.pages)[cut] > level.share * computing:
+            return None
+        return near, far
+
+    def needed(self, tier: Tier, room: Room) -> int | None:
+        """The fewest bytes of `tier` that do with the least working room and the others as they are.
+
+        None: no number of bytes does.
+        """
+        if tier is Tier.NVME:
+            if self.cuts(room, LEAST_IN_RAM) is not None:
+                return 0
+            return self._needed(tier, replace(room, nvme=max(1, room.nvme)), LEAST)
+        found = [self._needed(tier, replace(room, nvme=0), LEAST_IN_RAM)]
+        if room.nvme:
+            found.append(self._needed(tier, room, LEAST))
+        return min((each for each in found if each is not None), default=None)
+
+    def _needed(self, tier: Tier, room: Room, level: WorkingRoom) -> int | None:
+        working = self.working(level, room)
+        bottom = bisect.bisect_left(self.ends, self.total - room.nvme)  # from here on, all fits nvme
+        if tier is Tier.DEVICE:
+            if working > room.host:
+                return None
+            near = bisect.bisect_left(self.ends, self.ends[bottom] - (room.host - working))
+            return self.near(near, level.pages) + self.ring(level, room)
+        if room.device is None:
+            if tier is Tier.HOST:
+                return working + self.near(bottom, level.pages)
+            far = self._last(lambda cut: self.near(cut, level.pages), room.host - working)
+        else:
+            device = room.device - self.ring(level, room)
+            near = self._last(lambda cut: self.near(cut, level.pages), device)
+            if near < 0:
+                return None
+            if tier is Tier.HOST:
+                return working + max(0, self.ends[bottom] - self.ends[near])
+            far = self._last(lambda cut: self.ends[cut] - self.ends[near], room.host - working)
+        return None if far < 0 else self.total - self.ends[far]
+
+    def _last(self, need: Callable[[int], int], room: int) -> int:
+        """The last cut whose need is at most `room` bytes, -1 for none; needs do not fall along the line."""
+        return bisect.bisect_right(range(len(self.ends)), room, key=need) - 1
+
+    def place(self, room: Room, level: WorkingRoom) -> Placement | None:
+        """Homes for all pages in this room, or None where they do not fit."""
+        cuts = self.cuts(room, level)
+        if cuts is None:
+            return None
+        computes_in = Tier.HOST if room.device is None else Tier.DEVICE
+        resident = self.residents(level.pages)[cuts[computes_in is Tier.HOST]]
+        left = {Tier.HOST: room.host - self.working(level, room)}
+        if room.device is not None:
+            left[Tier.DEVICE] = room.device - self.ring(level, room)
+        left[computes_in] -= resident
+        homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
+        for kind, unit in self._line:
+            homes[unit][kind] = _first_fit(self.pages[kind][unit], left)
+        away = [
+            0 if home[Kind.PARAMETER] is computes_in else nbytes
+            for nbytes, home in zip(self.pages[Kind.PARAMETER], homes, strict=True)
+        ]
+        together = (sum(away[unit] for unit in units) for units in self._together)
+        return Placement(
+            grouping=self.grouping,
+            chunk_elements=self.chunk_elements,
+            homes=tuple(homes),
+            chain_bytes=self.chain_bytes,
+            staging_bytes=self.staging(level, room),
+            piece_bytes=self.piece_bytes,
+            transit_bytes=self.transit(level, room),
+            resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
+            ring_bytes=self.ring(level, room),
+        )
+
+
+def evenly_apart(sizes: Sequence[int]) -> list[int]:
+    """Indices in an order of which any first ones, and the others as well, lie evenly apart.
+
+    Small ones, which hardly count, come first; then the van der Corput sequence (1935) over the places of the
+    large ones among themselves. It halves: blocks that repeat, with large and small units, leave no long run.
+    """
+    least = sum(sizes) / (_SMALL * max(1, len(sizes)))
+    small = [index for index, nbytes in enumerate(sizes) if nbytes < least]
+    large = [index for index, nbytes in enumerate(sizes) if nbytes >= least]
+    bits = len(large).bit_length()
+    places = sorted(range(len(large)), key=lambda place: f"{place:0{bits}b}"[::-1])
+    return small + [large[place] for place in places]
+
+
+def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:
+    if nbytes == 0:
+        return None
+    for tier in (Tier.DEVICE, Tier.HOST):
+        if nbytes <= left.get(tier, -1):
+            left[tier] -= nbytes
+            return tier
+    return Tier.NVME

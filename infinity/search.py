@@ -1,0 +1,146 @@
+"""The search for a placement that fits the budgets, and for the smallest budgets that would do. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from infinity.candidate import Candidate
+from infinity.config import round_up
+from infinity.cpu_adam import BLOCK
+from infinity.placement import DtypeOf, Kind, Placement, Room
+from infinity.rules import Rule
+from infinity.tiers import Tier
+from infinity.units import Grouping, Survey
+from infinity.working_room import WORKING_ROOMS
+
+_CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
+"""Elements, most useful first; the last is the smallest there is."""
+
+_LONG_CHUNK = 1 << 22
+"""Elements, for a device of its own memory, whose step waits for every call that Python makes for a chunk.
+Of 7B parameters there are some 1,700 of them: 50 calls each are a hundredth of a step."""
+
+_LONG_SHARE = 64
+"""Chunks are long where two of their chains take at most the host's room divided by this."""
+
+_LARGEST_UNIT = 1 << 30
+_SMALLEST_UNIT = 64 << 10
+_FEWEST_UNITS = 8
+
+
+class Search:
+    """All ways to cut a model, from the most useful to the smallest, each measured once."""
+
+    def __init__(
+        self,
+        surveyed: Survey,
+        gradient_dtype: DtypeOf,
+        rule: Rule | None,
+        *,
+        line: Sequence[Kind],
+        flowing: bool,
+        own_memory: bool = False,
+    ) -> None:
+        """gradient_dtype: of the gradients of parameters of a dtype; see `Precision.gradient_dtype`. line:
+        the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all through a
+        backward: pages are spread, and there is staging for two units, if it fits. own_memory: the CPU does
+        not see the device's: gradients leave it through a ring, and chunks may be long."""
+        self._surveyed = surveyed
+        self._line = line
+        self._flowing = flowing
+        self._own_memory = own_memory
+        self._gradient_dtype = gradient_dtype
+        self._rule = rule
+        self._groupings = _groupings(surveyed)
+        self._chunks = _chunk_lengths(surveyed)
+        self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory else 0
+        """Elements of long chunks, where there are any."""
+        self._measured: dict[tuple[int, int], Candidate] = {}
+
+    def place(self, room: Room) -> Placement | None:
+        """The first placement that fits: ample working room first, then large units, then
+        large chunks."""
+        for level in WORKING_ROOMS:
+            for candidate in self._useful(room):
+                placement = candidate.place(room, level)
+                if placement is not None:
+                    return placement
+        return None
+
+    def needed(self, tier: Tier, room: Room) -> int | None:
+        """The fewest bytes of `tier` for which `place` finds something, the others being as they are."""
+        found = (candidate.needed(tier, room) for candidate in self._candidates())
+        return min((nbytes for nbytes in found if nbytes is not None), default=None)
+
+    def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
+        """Budgets that do together, of those the ones with the least memory; less of any one does not."""
+        found = []
+        for candidate in self._candidates():
+            room = Room(None if unified else candidate.least_near, 0, candidate.total * nvme)
+            host = candidate.needed(Tier.HOST, room)
+            if host is not None:
+                found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
+        best = min(found, key=lambda each: each[:2])[2]
+        # The others being as they are, each may do with less.
+        best = replace(best, host=self._less(Tier.HOST, best, best.host))
+        if best.device is not None:
+            best = replace(best, device=self._less(Tier.DEVICE, best, best.device))
+        best = replace(best, nvme=self._less(Tier.NVME, best, best.nvme))
+        sizes = {Tier.DEVICE: best.device, Tier.HOST: best.host, Tier.NVME: best.nvme or None}
+        return {tier: nbytes for tier, nbytes in sizes.items() if nbytes is not None}
+
+    def _less(self, tier: Tier, room: Room, enough: int) -> int:
+        needed = self.needed(tier, room) if enough else None
+        return enough if needed is None else needed
+
+    def _useful(self, room: Room) -> Iterator[Candidate]:
+        """All candidates for `place`, long chunks first where RAM has room for them."""
+        for grouping in range(len(self._groupings)):
+            if self._long > self._chunks[0]:
+                long = self._candidate(grouping, self._long)
+                if 2 * long.chain_bytes * _LONG_SHARE <= room.host:
+                    yield long
+            for chunk in self._chunks:
+                yield self._candidate(grouping, chunk)
+
+    def _candidates(self) -> Iterator[Candidate]:
+        """Without long chunks, which never do where others do not."""
+        for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
+            yield self._candidate(grouping, chunk)
+
+    def _candidate(self, grouping: int, chunk: int) -> Candidate:
+        if (grouping, chunk) not in self._measured:
+            self._measured[grouping, chunk] = Candidate(
+                self._surveyed,
+                self._groupings[grouping],
+                chunk,
+                self._gradient_dtype,
+                self._rule,
+                line=self._line,
+                spread=self._flowing,
+                ring=self._own_memory,
+            )
+        return self._measured[grouping, chunk]
+
+
+def _groupings(surveyed: Survey) -> list[Grouping]:
+    """Distinct ways to cut units, the coarsest first, down to one unit a module."""
+    sizes = []
+    size = min(surveyed.nbytes // _FEWEST_UNITS, _LARGEST_UNIT)
+    while size >= _SMALLEST_UNIT:
+        sizes.append(size)
+        size //= 2
+    return list(dict.fromkeys(surveyed.group(size) for size in (*sizes, 1)))
+
+
+def _chunk_lengths(surveyed: Survey) -> list[int]:
+    """Distinct chunk lengths in elements, the longest first: none much longer than all that is trained."""
+    return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
+
+
+def _most_useful(surveyed: Survey, length: int) -> int:
+    """`length`, or what is enough for all that is trained."""
+    trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
+    return min(length, round_up(max(trained, 1), BLOCK))

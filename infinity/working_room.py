@@ -1,0 +1,67 @@
+"""Working room: memory that a placement keeps for pages on their way, from the most to the least. Pure.
+
+Staging has room for all chains of the largest unit (of two units for eager updates: one's gradients come
+while the other's states leave), but takes at most a quarter of the host tier, and at least two chains.
+Besides pages at home there, the tier that computes has room for 12 parameter pages if they take at most a
+quarter of it, else for 3 if they take at most half. Where not even that fits, one of each does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHARE = 4
+"""Staging takes at the most the host budget divided by this."""
+
+_RING_SHARE = 64
+"""The ring for gradients takes at the most the device budget divided by this."""
+
+_LARGEST_RING = 64 << 20
+"""Bytes. A link of 50 GB/s takes 1.3 ms for them: more than the host's threads are late, as a rule."""
+
+
+@dataclass(frozen=True)
+class WorkingRoom:
+    """How much room a placement leaves to work in."""
+
+    pages: int
+    """Parameter pages that can be resident at one time besides those at home there."""
+    chains: int | None = None
+    """The largest chains that staging has room for; None: as the rule above says."""
+    pieces: int = 8
+    """Pieces of transit, where the device has memory of its own."""
+    nvme: bool = True
+    """Whether pages may rest on NVMe."""
+    share: float = 1.0
+    """The most of the tier that computes that resident pages may take, and of the host's that staging may."""
+
+    def staging(self, host: int, chain: int, unit: int) -> int:
+        """Bytes of staging, in a host tier of `host` bytes. chain: bytes of the largest chain. unit: bytes of
+        all chains that staging should have room for."""
+        if self.chains is not None:
+            return self.chains * chain
+        return max(2 * chain, min(host // _SHARE // 4096 * 4096, unit))
+
+    def ring(self, device: int, block: int) -> int:
+        """Bytes of the ring for gradients, in a device tier of `device` bytes. block: bytes of the smallest
+        block; two of them are the least that does."""
+        if self.pieces == 1:
+            return 2 * block
+        return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
+
+
+AMPLE_PAGES = 12
+"""Parameter pages that a disk needs: eager updates run in some while others arrive. With 3 a step took a
+quarter longer than with 10 (309M parameters, all on NVMe)."""
+
+LEAST = WorkingRoom(1, chains=1, pieces=1)
+LEAST_IN_RAM = WorkingRoom(1, chains=1, pieces=1, nvme=False)
+
+WORKING_ROOMS = (
+    WorkingRoom(3, nvme=False),
+    LEAST_IN_RAM,
+    WorkingRoom(AMPLE_PAGES, share=0.25),
+    WorkingRoom(3, share=0.5),
+    LEAST,
+)
+"""The best first: what fits in RAM at all is kept there."""
