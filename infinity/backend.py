@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 
 from infinity.accumulate import Accumulator
+from infinity.config import format_size
 from infinity.decision import GroupOf
 from infinity.eager import EagerStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
 from infinity.telemetry import Phase
+from infinity.tiers import Tier
 
 
 class Backend:
@@ -37,6 +40,8 @@ class Backend:
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
         self._last_step = time.perf_counter()
+        self._knows_activations = parts.plan.activations is not None or parts.plan.device.type != "cpu"
+        """Or that a cap keeps them within the budget, as on CUDA."""
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
             assert parts.plan.accumulation is not None
@@ -108,6 +113,9 @@ class Backend:
             parts.meter.stepped(now - self._last_step)
             parts.meter.entered(Phase.BETWEEN)
             self._last_step = now
+        if not self._knows_activations:
+            self._knows_activations = True
+            self._check_activations()
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -190,6 +198,20 @@ class Backend:
             self._parts.meter.entered(Phase.BETWEEN)
 
     # --- inside ----------------------------------------------------------------------------------------
+
+    def _check_activations(self) -> None:
+        """Warn where those of the first step came on top of a budget that pages fill."""
+        plan, saved = self._parts.plan, self._paging.saved_bytes.peak
+        beyond = plan.shortfall(saved)
+        if beyond:
+            tier = Tier.HOST if plan.unified else Tier.DEVICE
+            budget = f"the {tier.value} budget of {format_size(plan.budgets[tier])}"
+            warnings.warn(
+                f"Saved activations take {format_size(saved)}, and the plan knew nothing of them: memory "
+                f"exceeds {budget} by {format_size(beyond)}. Give infinity.offload example_inputs=, and the "
+                "plan leaves room for them.",
+                stacklevel=4,
+            )
 
     def _update(self) -> None:
         """Update all that is left to `step`."""

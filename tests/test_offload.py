@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from small_runtime import TIED, loss_of, train_step
 from torch import nn
 
 import infinity
+from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.tiers import Tier
 
@@ -177,6 +179,42 @@ def test_after_a_step_the_plan_knows(tmp_path: Path) -> None:
         assert plan.activations is not None and plan.activations > inputs.numel() * 40 * 4 * 8
         assert plan.prediction is not None and plan.prediction.measured
         assert "measured" in str(plan) and "unknown" not in str(plan)
+
+
+def test_activations_that_exceed_the_budget_are_said_once(tmp_path: Path) -> None:
+    """Pages fill the budget where nobody told of activations."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x = torch.randn(1000, 64)
+    budget = infinity.Budget(host=3 * 2 * 64 * 64 * 4, nvme={tmp_path: ROOMY})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with infinity.offload(model, optimizer, budget=budget, precision=FP32, device="cpu") as runtime:
+
+        def step() -> None:
+            model(x).sum().backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+
+        with pytest.warns(UserWarning, match="example_inputs=") as told:
+            step()
+        beyond = runtime.plan.activations - (budget.host_bytes - runtime.plan.host_bytes)
+        assert beyond > 0 and f"by {format_size(beyond)}." in str(told[0].message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()
+
+
+def test_activations_that_have_room_are_not_warned_of() -> None:
+    x = torch.randn(100, 64)
+    for known in ({"example_inputs": (x,)}, {"budget": infinity.Budget(host=ROOMY)}):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            infinity.offload(model, optimizer, precision=FP32, device="cpu", **known) as runtime,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            model(x).sum().backward()
+            runtime.optimizer.step()
 
 
 def test_commits_say_that_they_are_not_there_yet(tmp_path: Path) -> None:
