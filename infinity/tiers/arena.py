@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers, machine
 from infinity.config import format_size
 from infinity.errors import DeviceError
+from infinity.region import tensor_over
 from infinity.tiers.driver import Driver, current, driver_of, has_driver
-from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
+from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _PROBE_BYTES = 64 << 20
+
+_MARGIN_SHARE = 20
+"""RAM is left to others by LEAST_MARGIN, or by one in so many bytes that are free where that is more."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,7 @@ def probe_huge_pages() -> HugePageProbe:
 
 def _time_passes(huge: bool) -> float:
     region = _tiers.map_host(_PROBE_BYTES, huge_pages=huge)
-    lease = _tiers.Pool(region, 0, _PROBE_BYTES, 4096).lease(_PROBE_BYTES, 0.0)
-    assert isinstance(lease, _tiers.Lease)
-    words: torch.Tensor = from_dlpack(lease.to_dlpack()).view(torch.int64)
+    words = tensor_over(region).view(torch.int64)
     words.zero_()
     start = time.perf_counter()
     for _ in range(4):
@@ -117,6 +118,12 @@ class HostArena(MemoryTier):
     def resident_bytes(self) -> int:
         """Bytes of the arena that are in RAM now (touched at least once)."""
         return self.region.resident_bytes()
+
+
+def available_ram() -> int:
+    """Bytes of RAM that this process can have now, less a margin: the host budget of who gives none."""
+    free = machine.memory().usable
+    return less_margin(free, max(LEAST_MARGIN, free // _MARGIN_SHARE))
 
 
 def register_with_cuda(region: _tiers.Region, driver: Driver) -> Registration:

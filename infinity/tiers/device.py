@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import BudgetError
+from infinity.region import adopt
 from infinity.tiers.arena import HostArena
 from infinity.tiers.pool import Pool
-from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, map_ram, usable_device
-
-_CUDA_KIND = 2
-"""kDLCUDA."""
+from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _CUDA_ALIGNMENT = 512
 """Bytes; what torch's CUDA allocator aligns to. Nothing on the device needs more."""
 
-_CUDA_MARGIN = 512 << 20
-"""Bytes left, where no budget is given, to what is in no tensor: kernels' code, loaded when they first run,
-and other processes."""
 _MARGIN_SHARE = 64
-"""And one in so many bytes that are free, for what grows with the device: stacks of threads, page tables."""
+"""Beside LEAST_MARGIN, which is for kernels' code, loaded when they first run, and for other processes, one in
+so many free bytes is left to what grows with the device: stacks of threads, page tables."""
 
 
 def left_of(free: int, cached: int) -> int:
@@ -29,8 +24,8 @@ def left_of(free: int, cached: int) -> int:
 
     free: as CUDA says. cached: in segments that torch's allocator holds and nothing lies in.
     """
-    found = free + cached - _CUDA_MARGIN - (free + cached) // _MARGIN_SHARE
-    return max(0, found) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+    found = free + cached
+    return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
 
 
 def available_bytes(device: torch.device) -> int:
@@ -64,9 +59,7 @@ class CudaTier(MemoryTier):
                 short,
                 f"Give a device budget of at most {format_size(available)} ({available} bytes).",
             ) from error
-        region = _tiers.adopt(
-            block.data_ptr(), wanted, device_kind=_CUDA_KIND, device_index=block.device.index, owner=block
-        )
+        region = adopt(block.data_ptr(), wanted, block.device, block)
         super().__init__(Tier.DEVICE, region, wanted, granule=_CUDA_ALIGNMENT)
         self.device = block.device
         self.shares_host = False
