@@ -18,6 +18,7 @@ from infinity.gradient_ring import GradientRing
 from infinity.gradients import Gradients
 from infinity.health import Health
 from infinity.heap import HeapGuard
+from infinity.home import Home
 from infinity.materialize import materialize
 from infinity.memory_order import in_memory_order
 from infinity.optimizer import PagedOptimizer, adopt, retire
@@ -34,7 +35,7 @@ from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
 from infinity.states import StatePage, States
-from infinity.store import Home, Store
+from infinity.store import Store
 from infinity.telemetry import Meter
 from infinity.tiers import Tier
 from infinity.update import Updater
