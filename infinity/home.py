@@ -20,7 +20,7 @@ from infinity.tiers.link import Transfer
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightRequest:
     """One request under way over bytes [start, end) of a home."""
 
     start: int
@@ -46,7 +46,7 @@ class Home:
     computed: bool = False
     """Whether kernels write here: copies up follow all that are queued."""
     failure: InfinityError | None = None
-    flights: list[Flight] = field(default_factory=list)
+    in_flight: list[InFlightRequest] = field(default_factory=list)
 
     @staticmethod
     def of_nothing() -> Home:
@@ -64,41 +64,41 @@ class Home:
 
     def settle(self, start: int, end: int, writing: bool) -> None:
         """Wait for whatever a request over these bytes must not overtake. Raises the home's failure."""
-        for flight in list(self._conflicts(start, end, writing)):
-            self.finish(flight)
+        for request in list(self._conflicts(start, end, writing)):
+            self.finish(request)
         if self.failure is not None:
             raise self.failure.again()
 
-    def finish(self, flight: Flight) -> None:
-        """Wait for a flight and forget it; a failed write loses the home. Raises the flight's error, once."""
-        if flight not in self.flights:
+    def finish(self, request: InFlightRequest) -> None:
+        """Wait for a request and forget it; a failed write loses the home. Raises its error, once."""
+        if request not in self.in_flight:
             return
         try:
-            flight.transfer.wait()
+            request.transfer.wait()
         except InfinityError as error:
-            if flight.writes:
+            if request.writes:
                 self.failure = error.again()
-                if flight.lost is not None:
-                    flight.lost(error)
+                if request.lost is not None:
+                    request.lost(error)
             raise
         finally:
-            if flight in self.flights and flight.transfer.done():
-                self.flights.remove(flight)
+            if request in self.in_flight and request.transfer.done():
+                self.in_flight.remove(request)
 
     def renew(self) -> None:
         """The bytes count for nothing any more: wait for writes under way, and forget what failed.
 
         Not for reads: an update that is due may still take what the bytes were.
         """
-        for flight in [each for each in self.flights if each.writes]:
+        for request in [each for each in self.in_flight if each.writes]:
             with contextlib.suppress(InfinityError):
-                self.finish(flight)
+                self.finish(request)
         self.failure = None
 
-    def _conflicts(self, start: int, end: int, writing: bool) -> Iterator[Flight]:
-        self.flights = [each for each in self.flights if each.writes or not each.transfer.done()]
+    def _conflicts(self, start: int, end: int, writing: bool) -> Iterator[InFlightRequest]:
+        self.in_flight = [each for each in self.in_flight if each.writes or not each.transfer.done()]
         return (
             each
-            for each in self.flights
+            for each in self.in_flight
             if each.start < end and start < each.end and (writing or each.writes)
         )

@@ -22,7 +22,7 @@ from infinity.aio import Faults
 from infinity.config import Budget, round_up
 from infinity.device_kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
-from infinity.home import Flight, Home
+from infinity.home import Home, InFlightRequest
 from infinity.moments import DTYPES
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Meter, Wait
@@ -55,7 +55,7 @@ class Store:
         """others: bytes that this process has on the device and keeps, beside the budget."""
         self.plan = plan
         self.meter = meter
-        self._writes: deque[tuple[Home, Flight]] = deque()
+        self._writes: deque[tuple[Home, InFlightRequest]] = deque()
         self._opened: list[Home] = []
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
@@ -155,7 +155,7 @@ class Store:
             assert self.nvme is not None
             self.link.uses(User.HOST, into, writes=True, label="read")
             transfer: Transfer = self.nvme.read(home.extent, into, offset=offset, deadline=deadline)
-            home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
+            home.in_flight.append(InFlightRequest(offset, offset + into.nbytes, False, transfer))
             self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
             there = home.view(offset, into.nbytes)
@@ -184,9 +184,9 @@ class Store:
         if home.extent is not None:
             assert self.nvme is not None
             transfer: Transfer = self.nvme.write(home.extent, source, offset=offset)
-            flight = Flight(offset, offset + source.nbytes, True, transfer, lost)
-            home.flights.append(flight)
-            self._writes.append((home, flight))
+            request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost)
+            home.in_flight.append(request)
+            self._writes.append((home, request))
             self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
         elif home.in_place:
             there = home.view(offset, source.nbytes)
@@ -291,11 +291,11 @@ class Store:
         self._cleanup.close()
 
     def _finish_write(self) -> None:
-        home, flight = self._writes[0]
+        home, request = self._writes[0]
         try:
-            home.finish(flight)
+            home.finish(request)
         finally:
-            if flight.transfer.done():  # not where Ctrl-C ended the wait
+            if request.transfer.done():  # not where Ctrl-C ended the wait
                 self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
