@@ -21,6 +21,7 @@ from infinity.heap import HeapGuard
 from infinity.home import Home
 from infinity.materialize import materialize
 from infinity.memory_order import in_memory_order
+from infinity.meter import Meter
 from infinity.optimizer import PagedOptimizer, adopt, retire
 from infinity.page import ParameterPage
 from infinity.paging import Paging
@@ -36,7 +37,6 @@ from infinity.scaling import LossScale
 from infinity.standin import StandIns
 from infinity.states import StatePage, States
 from infinity.store import Store
-from infinity.telemetry import Meter
 from infinity.tiers import Tier
 from infinity.update import Updater
 from infinity.weights import load, open_weights
