@@ -29,8 +29,9 @@ from infinity.plan import Plan
 from infinity.telemetry import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.cap import Share, capped
+from infinity.tiers.copy_streams import open_link
 from infinity.tiers.driver import Event
-from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User, open_link
+from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User
 
 _injection = threading.local()
 
@@ -204,7 +205,7 @@ class Store:
     def copy_up(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
     ) -> Transfer:
-        """Copy host bytes up. last_return: of the lease over `into`; see infinity/tiers/link.py."""
+        """Copy host bytes up. last_return: of the lease over `into`; see `DeviceLink.to_device`."""
         started = time.perf_counter()
         transfer = self.link.to_device(into, source, last_return, lane)
         self.meter.copied(Edge.HOST_TO_DEVICE, source.nbytes, transfer, time.perf_counter() - started)

@@ -16,9 +16,9 @@ import torch
 import infinity
 from infinity import store
 from infinity.tiers import open_device
+from infinity.tiers.copy_streams import CopyStreams, Order
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.driver import Driver, Event, Stream, emulated
-from infinity.tiers.link import CopyStreams, Order
 
 LIBRARY = Path(infinity.__file__).with_name("libinfinity_test_driver.so")
 

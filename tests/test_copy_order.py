@@ -30,8 +30,8 @@ from torch import nn
 import infinity
 from infinity import twin_flow
 from infinity.page import Presence
+from infinity.tiers.copy_streams import Order
 from infinity.tiers.driver import Driver, emulated
-from infinity.tiers.link import Order
 from infinity.update import Updater
 
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")

@@ -20,7 +20,8 @@ from infinity import timeline
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.meter import Meter
 from infinity.telemetry import Edge, Phase, Wait
-from infinity.tiers.link import Arrived, CopyStreams, Timing, open_link
+from infinity.tiers.copy_streams import CopyStreams, open_link
+from infinity.tiers.link import Arrived, Timing
 from infinity.timeline import Timeline
 
 # --- what is recorded -----------------------------------------------------------------------------------
