@@ -27,6 +27,7 @@ import torch
 
 from infinity import cpu_adam
 from infinity.chain import NOTHING, Chain, ChainState
+from infinity.chunk_update import ChunkUpdate
 from infinity.decision import Decision, GroupOf, count_step, decide
 from infinity.device_units import DeviceUnits
 from infinity.device_update import Turn
@@ -112,11 +113,12 @@ class Updater:
         self._ahead = self._read_ahead()
 
     def _chains_of(self, page: ParameterPage) -> _UnitChains:
-        state, gradients = self._states.pages[page.index], self._gradients.pages[page.index]
-        chains = [
-            Chain(page, state, gradients, number, store=self._store, health=self._health)
+        gradients = self._gradients.pages[page.index]
+        updates = [
+            ChunkUpdate(page, self._states, gradients, number, self._threads)
             for number in range(len(page.layout.chunks))
         ]
+        chains = [Chain(each, self._store, self._health) for each in updates]
         parameters = frozenset(piece.parameter for chain in chains for piece in chain.chunk.pieces)
         return _UnitChains(chains, parameters, rests=all([chain.rests for chain in chains]))
 
@@ -508,9 +510,8 @@ class Updater:
         self._compute(chain)
 
     def _compute(self, chain: Chain) -> None:
-        begin = chain.compute_at_home if chain.rests else chain.compute
-        ticket = begin(self._states, self._threads, awaited=self._shares_cpu)
-        self._store.meter.submitted(ticket, chain.numel)
+        ticket = chain.compute(awaited=self._shares_cpu)
+        self._store.meter.submitted(ticket, chain.update.numel)
 
     def _end(self, chain: Chain) -> None:
         """Bring one chain to its end, but for its writes. Raises StorageError."""
