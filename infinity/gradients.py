@@ -2,7 +2,7 @@
 
 A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
 accumulated in place. Any other is staged while its parameters' gradients arrive, in memory that the caller
-brings (infinity/update.py grants it), and goes home when later ones need the room: the last of a backward
+brings (infinity/staging.py grants it), and goes home when later ones need the room: the last of a backward
 stay, for their updates come first. A second micro-batch stages a chunk again with what it holds.
 
 The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
@@ -256,13 +256,6 @@ class Gradients:
         page = self.pages[unit]
         staged = sum(state.stage is not None for state in page.states)
         return page.home.in_place or 2 * staged >= len(page.states)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether so much staging is taken that one more update would have the next gradients wait."""
-        self._store.poll()
-        staging = self._store.staging
-        return 8 * staging.leased > 7 * staging.nbytes
 
     def send_home(self, unit: int) -> None:
         """Take a unit's stages home now. Raises StorageError."""

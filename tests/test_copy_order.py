@@ -210,7 +210,7 @@ def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest
 
     def apart(updater: Updater, *arguments: Any, **options: Any) -> None:
         made(updater, *arguments, **options)
-        updater._shares_cpu = False
+        updater._queue.shares_cpu = False
 
     for seed, update in enumerate(UPDATES * 3):
         number, place = seed // 3, Place(home, update)
