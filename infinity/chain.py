@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Sequence
 
 import torch
 
 from infinity import cpu_adam
+from infinity.chunk_update import ChunkUpdate, Memory
 from infinity.config import round_up
 from infinity.decision import Decision
 from infinity.errors import InfinityError
-from infinity.gradient_page import GradientPage
 from infinity.health import Health
-from infinity.page import ParameterPage
-from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.link import ARRIVED, Transfer, User
@@ -75,20 +72,15 @@ _NEXT = {
 class Chain:
     """The update of one chunk. `Updater` owns it and decides its order; every transition is a method here."""
 
-    def __init__(
-        self,
-        page: ParameterPage,
-        states: StatePage,
-        gradients: GradientPage,
-        chunk_index: int,
-        *,
-        store: Store,
-        health: Health,
-    ) -> None:
-        self.page = page
-        self.unit = page.index
-        self.chunk_index = chunk_index
-        self.chunk = page.layout.chunks[chunk_index]
+    def __init__(self, update: ChunkUpdate, store: Store, health: Health) -> None:
+        self.update = update
+        """What is computed."""
+        self.page = update.page
+        self.unit = update.page.index
+        self.chunk_index = update.chunk_index
+        self.chunk = update.chunk
+        self.rests = update.rests
+        """Whether all that it takes rests in host RAM, so that it never needs staging."""
         self.state = ChainState.IDLE
         self.decision: Decision | None = None
         """The gate: open while there is one."""
@@ -98,18 +90,17 @@ class Chain:
         """While WRITING: of the outcome up to a device with memory of its own."""
         self._store = store
         self._health = health
-        self._state_page = states
-        self._gradient_page = gradients
-        self._has_copy = not store.device.shares_host and page.home.tier is not Tier.DEVICE
+        self._state_page = update.state_page
+        self._gradient_page = update.gradient_page
+        self._has_copy = not store.device.shares_host and self.page.home.tier is not Tier.DEVICE
         """Whether the model computes with a copy of the page, where there is one."""
-        self._dtype = page.layout.regions[self.chunk.region].dtype
-        self._start = page.layout.chunk_start(chunk_index)
-        self._state_offset = states.offset(chunk_index)
-        self.parameter_bytes = round_up(self.chunk.count * self._dtype.itemsize, PAGE_ALIGNMENT)
+        self._start = self.page.layout.chunk_start(self.chunk_index)
+        self._state_offset = self._state_page.offset(self.chunk_index)
+        self.parameter_bytes = round_up(self.chunk.count * update.dtype.itemsize, PAGE_ALIGNMENT)
         """Of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
-        self.gradient_bytes = gradients.nbytes(chunk_index)
+        self.gradient_bytes = self._gradient_page.nbytes(self.chunk_index)
         """Of the chunk's part of the gradient page."""
-        self.state_bytes = states.formats[chunk_index].nbytes
+        self.state_bytes = self._state_page.formats[self.chunk_index].nbytes
         """Of the chunk's part of the optimizer page."""
         self._reads: list[Transfer] = []
         self._parameter = self._gradient = self._states = NOTHING
@@ -124,16 +115,8 @@ class Chain:
         """Of the states that were read before the gate opened."""
         self.was_ahead = False
         """Whether the states were read before the gate opened."""
-        self._form: cpu_adam.UpdateForm | None = None
-        """Of the update, once there was one."""
-        self.rests = all([home.in_place for home in (page.home, gradients.home, states.home)])
-        """Whether all that it takes rests in host RAM, so that it never needs staging."""
-        self._addresses: Sequence[int] | None = None
-        """Of the arrays of a chain that `rests`, once there was an update."""
-        self._at_home: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        """Parameter slice, gradient and states of a chain that `rests`, once they were asked for."""
-        self.numel = 0
-        """Elements that the update changes, while COMPUTING."""
+        self._at_home: Memory | None = None
+        """Of a chain that `rests`, once it was asked for."""
 
     @property
     def needed(self) -> int:
@@ -216,21 +199,6 @@ class Chain:
             self._to(ChainState.READING)
         return False
 
-    def compute_at_home(
-        self, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool
-    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """DUE -> COMPUTING, of a chain that `rests`. Raises the ring's failure."""
-        self._gradient_page.settle(self.chunk_index)
-        if self._at_home is None:
-            offset = self._gradient_page.offset(self.chunk_index)
-            self._at_home = (
-                self.page.home.view(self._start, self.parameter_bytes),
-                self._gradient_page.home.view(offset, self.gradient_bytes),
-                self._state_page.home.view(self._state_offset, self.state_bytes),
-            )
-        self._parameter, self._gradient, self._states = self._at_home
-        return self.compute(states, threads, awaited=awaited)
-
     def grant(self, memory: torch.Tensor) -> None:
         """DUE -> READING. memory: staging, uint8 (needed,). Raises StorageError: then it is still DUE."""
         try:
@@ -298,40 +266,20 @@ class Chain:
         assert self.state is ChainState.DUE
         self._gradient = self._kept = NOTHING
 
-    def compute(
-        self, states: States, threads: cpu_adam.ThreadPool, *, awaited: bool
-    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+    def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """READING, or DUE where all is in place, -> COMPUTING. All reads have ended well.
 
-        awaited: the caller is about to wait for it.
+        awaited: the caller is about to wait for it. Raises the ring's failure.
         """
+        if self.rests:
+            self._take_at_home()
         link = self._store.link
         if link.checked:
             link.uses(User.HOST, self._gradient, writes=False, label="update")
             link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
-        decision, memory = self.decision, (self._parameter, self._gradient, self._states)
-        assert decision is not None
-        if self.chunk_index in decision.fresh:
-            states.fill(self._state_page, self.chunk_index, self._states)
-        if decision.edited:
-            self._follow_edits(decision)
-        segments = self._segments(decision)
-        if self._form is None:
-            work = self._work(states, decision, segments)
-            self.ticket = threads.submit(work, awaited=awaited)
-            self._form = cpu_adam.UpdateForm.of(work, memory)
-            self._addresses = self._form.addresses(memory) if self.rests else None
-        else:
-            self.ticket = threads.submit_again(
-                self._form,
-                self._form.addresses(memory) if self._addresses is None else self._addresses,
-                segments,
-                decision.native,
-                scale=decision.scale,
-                owners=memory,
-                awaited=awaited,
-            )
-        self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
+        assert self.decision is not None
+        memory = (self._parameter, self._gradient, self._states)
+        self.ticket = self.update.submit(self.decision, memory, awaited=awaited)
         self._to(ChainState.COMPUTING)
         return self.ticket
 
@@ -364,7 +312,8 @@ class Chain:
     def abandon(self) -> None:
         """Any -> IDLE, once nothing touches the memory any more, whatever becomes of it."""
         self.end()
-        self._at_home = self._addresses = None
+        self._at_home = None
+        self.update.forget_addresses()
         self._kept = NOTHING
         self._let_go()
         self.ticket = self.decision = None
@@ -419,6 +368,18 @@ class Chain:
             self._reads.append(self._store.read(home, start, self._parameter))
         return memory
 
+    def _take_at_home(self) -> None:
+        """Of a chain that `rests`: find its memory. Raises the ring's failure."""
+        self._gradient_page.settle(self.chunk_index)
+        if self._at_home is None:
+            offset = self._gradient_page.offset(self.chunk_index)
+            self._at_home = (
+                self.page.home.view(self._start, self.parameter_bytes),
+                self._gradient_page.home.view(offset, self.gradient_bytes),
+                self._state_page.home.view(self._state_offset, self.state_bytes),
+            )
+        self._parameter, self._gradient, self._states = self._at_home
+
     def _read_states(self, memory: torch.Tensor) -> None:
         fresh = self.decision is not None and self.chunk_index in self.decision.fresh
         nbytes = self._state_page.master_bytes(self.chunk_index) if fresh else self.state_bytes
@@ -432,48 +393,3 @@ class Chain:
         self._parameter = self._states = self._room = NOTHING
         self._gradient = self._kept
         self.was_ahead = False
-
-    def _segments(self, decision: Decision) -> list[tuple[int, int, int, int, int]]:
-        """(start, count, hyper, index, seed) of the pieces that the update changes."""
-        chosen = decision.parameters
-        return [
-            (each.offset, each.count, chosen[each.parameter][0], each.start, chosen[each.parameter][1])
-            for each in self.chunk.pieces
-            if each.parameter in chosen
-        ]
-
-    def _work(
-        self, states: States, decision: Decision, segments: list[tuple[int, int, int, int, int]]
-    ) -> cpu_adam.Update:
-        """What is to be computed, in full."""
-        arrays = self._state_page.arrays(self.chunk_index, self._states)
-        return cpu_adam.Update(
-            grad=self._gradient_page.typed(self.chunk_index, self._gradient),
-            segments=[cpu_adam.Segment(*each) for each in segments],
-            hypers=decision.hypers,
-            scale=decision.scale,
-            **states.rule.moments_of(arrays),
-            **self._masters(arrays),
-        )
-
-    def _follow_edits(self, decision: Decision) -> None:
-        """Masters become the parameters that were edited."""
-        arrays = self._state_page.arrays(self.chunk_index, self._states)
-        for piece in self.chunk.pieces:
-            if piece.parameter in decision.edited:
-                place = slice(piece.offset, piece.offset + piece.count)
-                if "remainder" in arrays:
-                    arrays["remainder"][place] = 0
-                elif "master" in arrays:
-                    arrays["master"][place] = self._typed()[place]
-
-    def _typed(self) -> torch.Tensor:
-        return self._parameter[: self.chunk.count * self._dtype.itemsize].view(self._dtype)
-
-    def _masters(self, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        parameter = self._typed()
-        if "remainder" in arrays:
-            return {"parameter": parameter, "remainder": arrays["remainder"]}
-        if "master" in arrays:
-            return {"parameter": arrays["master"], "copy": parameter}
-        return {"parameter": parameter}

@@ -14,9 +14,9 @@ from infinity import cpu_adam
 from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.gradient_ring import GradientRing
+from infinity.home import Home
 from infinity.layout import UnitLayout
 from infinity.plan import Plan
-from infinity.store import Home
 from infinity.tiers import PAGE_ALIGNMENT
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.home import Home
 from infinity.layout import UnitLayout
-from infinity.store import Home
 from infinity.tiers.link import Transfer
 
 

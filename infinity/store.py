@@ -1,15 +1,10 @@
-"""Where pages rest, and how their bytes travel: the tiers opened for a plan, homes, and working memory.
+"""The store: the tiers opened for a plan, working memory, and how bytes travel between homes and memory.
 
-A page's home is a lease in one tier. `read` and `write` move bytes between a home and host memory; homes
-that are host memory are used in place instead (`Home.memory`). What is neither at home nor resident is in one
-of two pools of the host: `staging` has the chunks that updates and gradients work on (infinity/update.py
-grants it), `transit` the pieces of pages on their way between disk and device. One piece of transit is set
-aside as a bounce buffer for reads and writes of single parameters. A lease returns itself with its last view.
-
-[Note: order of requests]
-The I/O engine does not order requests in flight. So a home remembers what is under way over its bytes: a
-read waits for writes that overlap it, a write for reads and writes. A write that failed leaves bytes that
-nobody knows: the home is lost from then on, and every later use raises the write's error.
+`read` and `write` move bytes between a home and host memory; homes that are host memory are used in place
+instead (`Home.memory`). What is neither at home nor resident is in one of two pools of the host: `staging`
+has the chunks that updates and gradients work on (infinity/staging.py grants it), `transit` the pieces of
+pages on their way between disk and device. One piece of transit is set aside as a bounce buffer for reads and
+writes of single parameters. A lease returns itself with its last view.
 """
 
 from __future__ import annotations
@@ -20,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 
@@ -28,13 +22,16 @@ from infinity.aio import Faults
 from infinity.config import Budget, round_up
 from infinity.device_kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
+from infinity.home import Home, InFlightRequest
+from infinity.meter import Meter
 from infinity.moments import DTYPES
 from infinity.plan import Plan
-from infinity.telemetry import Edge, Meter, Wait
-from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeLease, NvmeTier, Pool, Tier, open_device
+from infinity.telemetry import Edge, Wait
+from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.cap import Share, capped
+from infinity.tiers.copy_streams import open_link
 from infinity.tiers.driver import Event
-from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User, open_link
+from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User
 
 _injection = threading.local()
 
@@ -50,91 +47,6 @@ def injected(faults: Faults) -> Iterator[Faults]:
         _injection.faults = before
 
 
-@dataclass(slots=True)
-class Flight:
-    """One request under way over bytes [start, end) of a home."""
-
-    start: int
-    end: int
-    writes: bool
-    transfer: Transfer
-    lost: Callable[[InfinityError], None] | None = None
-    """Told if a write failed."""
-
-
-@dataclass(slots=True, eq=False)
-class Home:
-    """A page at rest."""
-
-    tier: Tier
-    nbytes: int
-    memory: torch.Tensor | None
-    """uint8 (nbytes,) over the lease, in the tier's memory; None on NVMe."""
-    in_place: bool
-    """Code on the CPU may use `memory` directly: host RAM, or a device that is the same RAM."""
-    extent: NvmeLease | None = None
-    """On NVMe."""
-    computed: bool = False
-    """Whether kernels write here: copies up follow all that are queued."""
-    failure: InfinityError | None = None
-    flights: list[Flight] = field(default_factory=list)
-
-    @staticmethod
-    def of_nothing() -> Home:
-        """The home of a page without bytes."""
-        return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
-
-    def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + nbytes) in memory."""
-        assert self.memory is not None
-        return self.memory[offset : offset + nbytes]
-
-    def busy(self, start: int, end: int, writing: bool) -> bool:
-        """Whether a request over these bytes would have to wait; see the note."""
-        return any(self._conflicts(start, end, writing))
-
-    def settle(self, start: int, end: int, writing: bool) -> None:
-        """Wait for whatever a request over these bytes must not overtake. Raises the home's failure."""
-        for flight in list(self._conflicts(start, end, writing)):
-            self.finish(flight)
-        if self.failure is not None:
-            raise self.failure.again()
-
-    def finish(self, flight: Flight) -> None:
-        """Wait for a flight and forget it; a failed write loses the home. Raises the flight's error, once."""
-        if flight not in self.flights:
-            return
-        try:
-            flight.transfer.wait()
-        except InfinityError as error:
-            if flight.writes:
-                self.failure = error.again()
-                if flight.lost is not None:
-                    flight.lost(error)
-            raise
-        finally:
-            if flight in self.flights and flight.transfer.done():
-                self.flights.remove(flight)
-
-    def renew(self) -> None:
-        """The bytes count for nothing any more: wait for writes under way, and forget what failed.
-
-        Not for reads: an update that is due may still take what the bytes were.
-        """
-        for flight in [each for each in self.flights if each.writes]:
-            with contextlib.suppress(InfinityError):
-                self.finish(flight)
-        self.failure = None
-
-    def _conflicts(self, start: int, end: int, writing: bool) -> Iterator[Flight]:
-        self.flights = [each for each in self.flights if each.writes or not each.transfer.done()]
-        return (
-            each
-            for each in self.flights
-            if each.start < end and start < each.end and (writing or each.writes)
-        )
-
-
 class Store:
     """The tiers of one runtime, opened as its plan says. `close` gives everything back.
 
@@ -145,7 +57,7 @@ class Store:
         """others: bytes that this process has on the device and keeps, beside the budget."""
         self.plan = plan
         self.meter = meter
-        self._writes: deque[tuple[Home, Flight]] = deque()
+        self._writes: deque[tuple[Home, InFlightRequest]] = deque()
         self._opened: list[Home] = []
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
@@ -245,7 +157,7 @@ class Store:
             assert self.nvme is not None
             self.link.uses(User.HOST, into, writes=True, label="read")
             transfer: Transfer = self.nvme.read(home.extent, into, offset=offset, deadline=deadline)
-            home.flights.append(Flight(offset, offset + into.nbytes, False, transfer))
+            home.in_flight.append(InFlightRequest(offset, offset + into.nbytes, False, transfer))
             self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
             there = home.view(offset, into.nbytes)
@@ -274,9 +186,9 @@ class Store:
         if home.extent is not None:
             assert self.nvme is not None
             transfer: Transfer = self.nvme.write(home.extent, source, offset=offset)
-            flight = Flight(offset, offset + source.nbytes, True, transfer, lost)
-            home.flights.append(flight)
-            self._writes.append((home, flight))
+            request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost)
+            home.in_flight.append(request)
+            self._writes.append((home, request))
             self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
         elif home.in_place:
             there = home.view(offset, source.nbytes)
@@ -293,7 +205,7 @@ class Store:
     def copy_up(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
     ) -> Transfer:
-        """Copy host bytes up. last_return: of the lease over `into`; see infinity/tiers/link.py."""
+        """Copy host bytes up. last_return: of the lease over `into`; see `DeviceLink.to_device`."""
         started = time.perf_counter()
         transfer = self.link.to_device(into, source, last_return, lane)
         self.meter.copied(Edge.HOST_TO_DEVICE, source.nbytes, transfer, time.perf_counter() - started)
@@ -381,11 +293,11 @@ class Store:
         self._cleanup.close()
 
     def _finish_write(self) -> None:
-        home, flight = self._writes[0]
+        home, request = self._writes[0]
         try:
-            home.finish(flight)
+            home.finish(request)
         finally:
-            if flight.transfer.done():  # not where Ctrl-C ended the wait
+            if request.transfer.done():  # not where Ctrl-C ended the wait
                 self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:

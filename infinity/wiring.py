@@ -18,8 +18,10 @@ from infinity.gradient_ring import GradientRing
 from infinity.gradients import Gradients
 from infinity.health import Health
 from infinity.heap import HeapGuard
+from infinity.home import Home
 from infinity.materialize import materialize
 from infinity.memory_order import in_memory_order
+from infinity.meter import Meter
 from infinity.optimizer import PagedOptimizer, adopt, retire
 from infinity.page import ParameterPage
 from infinity.paging import Paging
@@ -34,8 +36,7 @@ from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
 from infinity.states import StatePage, States
-from infinity.store import Home, Store
-from infinity.telemetry import Meter
+from infinity.store import Store
 from infinity.tiers import Tier
 from infinity.update import Updater
 from infinity.weights import load, open_weights

@@ -16,9 +16,9 @@ import torch
 import infinity
 from infinity import store
 from infinity.tiers import open_device
+from infinity.tiers.copy_streams import CopyStreams, Order
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.driver import Driver, Event, Stream, emulated
-from infinity.tiers.link import CopyStreams, Order
 
 LIBRARY = Path(infinity.__file__).with_name("libinfinity_test_driver.so")
 
@@ -47,6 +47,14 @@ def _library() -> ctypes.CDLL:
     for name in ("reset", "hold", "fail", "name", "separate_threads", "blind", "release", "acquire"):
         getattr(library, f"infinity_test_{name}").restype = None
     return library
+
+
+@contextlib.contextmanager
+def planned_apart() -> Iterator[None]:
+    """Plans inside are for an emulated device."""
+    driver = Driver.load(str(LIBRARY))
+    with emulated(driver, driver.foreign(COMPUTE)):
+        yield
 
 
 class EmulatedDevice:

@@ -30,8 +30,8 @@ from torch import nn
 import infinity
 from infinity import twin_flow
 from infinity.page import Presence
+from infinity.tiers.copy_streams import Order
 from infinity.tiers.driver import Driver, emulated
-from infinity.tiers.link import Order
 from infinity.update import Updater
 
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
@@ -210,7 +210,7 @@ def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest
 
     def apart(updater: Updater, *arguments: Any, **options: Any) -> None:
         made(updater, *arguments, **options)
-        updater._shares_cpu = False
+        updater._queue.shares_cpu = False
 
     for seed, update in enumerate(UPDATES * 3):
         number, place = seed // 3, Place(home, update)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_eager import loss_of, opened, spent
 
 from infinity.deferral import deferred
-from infinity.gradients import Gradients
 from infinity.placement import Homes, Kind
+from infinity.staging import Staging
 from infinity.tiers import Tier
 
 
@@ -54,7 +54,7 @@ def test_never_a_quarter_more_or_less_than_the_largest_unit(units: list[tuple[Ti
 def test_deferred_units_are_left_to_step_and_to_the_next_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gradients, "crowded", False)
+    monkeypatch.setattr(Staging, "crowded", False)
     with opened(tmp_path, more=384 << 10) as (model, runtime):
         plan = runtime.plan
         assert plan.deferred and len(plan.deferred) < len(plan.layout.units) / 2

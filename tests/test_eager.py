@@ -23,8 +23,8 @@ from zoo import Entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, NonFiniteGradient, StorageError
-from infinity.gradients import Gradients
 from infinity.placement import Kind
+from infinity.staging import Staging
 from infinity.store import injected
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
@@ -135,7 +135,7 @@ def test_step_waits_neither_for_what_began_early_nor_for_what_was_left_to_it(
 ) -> None:
     """An update that runs sees the bytes of its unit, as code outside may: they are not mixed up."""
     asked = itertools.count()
-    monkeypatch.setattr(Gradients, "crowded", property(lambda _: next(asked) % 2 == 0))
+    monkeypatch.setattr(Staging, "crowded", property(lambda _: next(asked) % 2 == 0))
     faults = Faults()
     with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
         for step in range(2):  # moments begin without a read
@@ -152,7 +152,7 @@ def test_step_waits_neither_for_what_began_early_nor_for_what_was_left_to_it(
 def test_a_view_that_code_holds_is_updated_before_step_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gradients, "crowded", False)
+    monkeypatch.setattr(Staging, "crowded", False)
     faults = Faults()
     with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
         first = next(unit for unit in parameters_in_ram(runtime) if unit not in runtime.plan.deferred)

@@ -62,7 +62,7 @@ def held(runtime: Any) -> dict[str, Any]:
         home.settle(0, home.nbytes, True)
     return {
         "leases": {name: (pool.counters.leased, pool.counters.leases) for name, pool in store.pools.items()},
-        "requests": sum(len(home.flights) for home in homes) + len(store._writes),
+        "requests": sum(len(home.in_flight) for home in homes) + len(store._writes),
         "objects": Counter(
             type(each).__qualname__
             for each in gc.get_objects()

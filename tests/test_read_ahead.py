@@ -125,7 +125,7 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
 def all_staging(model: nn.Module, runtime: Any) -> None:
     """Somebody needs it all for a moment."""
     updater = runtime._parts.updater
-    assert updater._take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
+    assert updater._staging.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
     assert held(runtime) == []
 
 
@@ -247,7 +247,7 @@ def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
 
 def drop_a_read(model: nn.Module, runtime: Any) -> None:
     if found := held(runtime):
-        runtime._parts.updater._revoke(found[-1])
+        runtime._parts.updater._queue.revoke(found[-1])
 
 
 def forward_only(model: nn.Module, runtime: Any) -> None:

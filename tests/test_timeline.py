@@ -18,8 +18,10 @@ from timelines import Event, edge_rows, full_after, lines_of, load, rows_of
 
 from infinity import timeline
 from infinity.errors import ConfigError, StorageError, StorageFull
-from infinity.telemetry import Edge, Meter, Phase, Wait
-from infinity.tiers.link import Arrived, CopyStreams, Timing, open_link
+from infinity.meter import Meter
+from infinity.telemetry import Edge, Phase, Wait
+from infinity.tiers.copy_streams import CopyStreams, open_link
+from infinity.tiers.link import Arrived, Timing
 from infinity.timeline import Timeline
 
 # --- what is recorded -----------------------------------------------------------------------------------
@@ -41,7 +43,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(timeline, "time", made)
-    monkeypatch.setattr("infinity.telemetry.time", made)
+    monkeypatch.setattr("infinity.meter.time", made)
     return made
 
 

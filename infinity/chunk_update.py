@@ -1,0 +1,125 @@
+"""Chunk update: what the threads of updates compute of one chunk, once all of its bytes are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity import cpu_adam
+from infinity.decision import Decision
+from infinity.gradient_page import GradientPage
+from infinity.page import ParameterPage
+from infinity.states import States
+
+Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""uint8: a chunk's slice of the parameter page, its gradient and its states."""
+
+
+class ChunkUpdate:
+    """The work on one chunk, described in full the first time, and by what changes from then on."""
+
+    def __init__(
+        self,
+        page: ParameterPage,
+        states: States,
+        gradients: GradientPage,
+        chunk_index: int,
+        threads: cpu_adam.ThreadPool,
+    ) -> None:
+        self.page = page
+        self.state_page = states.pages[page.index]
+        self.gradient_page = gradients
+        self.chunk_index = chunk_index
+        self.chunk = page.layout.chunks[chunk_index]
+        self.dtype = page.layout.regions[self.chunk.region].dtype
+        """Of the parameters."""
+        self.rests = all([home.in_place for home in (page.home, gradients.home, self.state_page.home)])
+        """Whether all of its memory is where the pages are at home, in host RAM."""
+        self.numel = 0
+        """Elements that the latest one changes."""
+        self._states = states
+        self._threads = threads
+        self._form: cpu_adam.UpdateForm | None = None
+        """Once there was an update."""
+        self._addresses: Sequence[int] | None = None
+        """Of the arrays, where all of it rests, once there was an update."""
+
+    def submit(
+        self, decision: Decision, memory: Memory, *, awaited: bool
+    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+        """Hand the update to the threads. awaited: the caller is about to wait for it."""
+        if self.chunk_index in decision.fresh:
+            self._states.fill(self.state_page, self.chunk_index, memory[2])
+        if decision.edited:
+            self._follow_edits(decision, memory)
+        chosen = decision.parameters
+        segments = [
+            (each.offset, each.count, chosen[each.parameter][0], each.start, chosen[each.parameter][1])
+            for each in self.chunk.pieces
+            if each.parameter in chosen
+        ]
+        self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
+        if self._form is None:
+            return self._submit_first(self._work(decision, memory, segments), memory, awaited)
+        return self._threads.submit_again(
+            self._form,
+            self._form.addresses(memory) if self._addresses is None else self._addresses,
+            segments,
+            decision.native,
+            scale=decision.scale,
+            owners=memory,
+            awaited=awaited,
+        )
+
+    def _submit_first(
+        self, work: cpu_adam.Update, memory: Memory, awaited: bool
+    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+        ticket = self._threads.submit(work, awaited=awaited)
+        try:
+            self._form = cpu_adam.UpdateForm.of(work, memory)
+            self._addresses = self._form.addresses(memory) if self.rests else None
+        except BaseException:
+            ticket.wait()  # nobody else knows of it
+            raise
+        return ticket
+
+    def forget_addresses(self) -> None:
+        """The pages leave their homes."""
+        self._addresses = None
+
+    def _work(
+        self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]
+    ) -> cpu_adam.Update:
+        """The update in full. segments: (start, count, hyper, index, seed) of the pieces that it changes."""
+        parameter, gradient, state = memory
+        arrays = self.state_page.arrays(self.chunk_index, state)
+        return cpu_adam.Update(
+            grad=self.gradient_page.typed(self.chunk_index, gradient),
+            segments=[cpu_adam.Segment(*each) for each in segments],
+            hypers=decision.hypers,
+            scale=decision.scale,
+            **self._states.rule.moments_of(arrays),
+            **self._masters(self._typed(parameter), arrays),
+        )
+
+    def _follow_edits(self, decision: Decision, memory: Memory) -> None:
+        """Masters become the parameters that were edited."""
+        parameter, arrays = memory[0], self.state_page.arrays(self.chunk_index, memory[2])
+        for piece in self.chunk.pieces:
+            if piece.parameter in decision.edited:
+                place = slice(piece.offset, piece.offset + piece.count)
+                if "remainder" in arrays:
+                    arrays["remainder"][place] = 0
+                elif "master" in arrays:
+                    arrays["master"][place] = self._typed(parameter)[place]
+
+    def _typed(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter[: self.chunk.count * self.dtype.itemsize].view(self.dtype)
+
+    def _masters(self, parameter: torch.Tensor, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if "remainder" in arrays:
+            return {"parameter": parameter, "remainder": arrays["remainder"]}
+        if "master" in arrays:
+            return {"parameter": arrays["master"], "copy": parameter}
+        return {"parameter": parameter}

@@ -1,0 +1,104 @@
+"""Home: where a page rests, and what is under way over its bytes.
+
+[Note: order of requests]
+The I/O engine does not order requests in flight. So a home remembers what is under way over its bytes: a
+read waits for writes that overlap it, a write for reads and writes. A write that failed leaves bytes that
+nobody knows: the home is lost from then on, and every later use raises the write's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.errors import InfinityError
+from infinity.tiers import NvmeLease, Tier
+from infinity.tiers.link import Transfer
+
+
+@dataclass(slots=True)
+class InFlightRequest:
+    """One request under way over bytes [start, end) of a home."""
+
+    start: int
+    end: int
+    writes: bool
+    transfer: Transfer
+    lost: Callable[[InfinityError], None] | None = None
+    """Told if a write failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Home:
+    """A page at rest."""
+
+    tier: Tier
+    nbytes: int
+    memory: torch.Tensor | None
+    """uint8 (nbytes,) over the lease, in the tier's memory; None on NVMe."""
+    in_place: bool
+    """Code on the CPU may use `memory` directly: host RAM, or a device that is the same RAM."""
+    extent: NvmeLease | None = None
+    """On NVMe."""
+    computed: bool = False
+    """Whether kernels write here: copies up follow all that are queued."""
+    failure: InfinityError | None = None
+    in_flight: list[InFlightRequest] = field(default_factory=list)
+
+    @staticmethod
+    def of_nothing() -> Home:
+        """The home of a page without bytes."""
+        return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + nbytes) in memory."""
+        assert self.memory is not None
+        return self.memory[offset : offset + nbytes]
+
+    def busy(self, start: int, end: int, writing: bool) -> bool:
+        """Whether a request over these bytes would have to wait; see the note."""
+        return any(self._conflicts(start, end, writing))
+
+    def settle(self, start: int, end: int, writing: bool) -> None:
+        """Wait for whatever a request over these bytes must not overtake. Raises the home's failure."""
+        for request in list(self._conflicts(start, end, writing)):
+            self.finish(request)
+        if self.failure is not None:
+            raise self.failure.again()
+
+    def finish(self, request: InFlightRequest) -> None:
+        """Wait for a request and forget it; a failed write loses the home. Raises its error, once."""
+        if request not in self.in_flight:
+            return
+        try:
+            request.transfer.wait()
+        except InfinityError as error:
+            if request.writes:
+                self.failure = error.again()
+                if request.lost is not None:
+                    request.lost(error)
+            raise
+        finally:
+            if request in self.in_flight and request.transfer.done():
+                self.in_flight.remove(request)
+
+    def renew(self) -> None:
+        """The bytes count for nothing any more: wait for writes under way, and forget what failed.
+
+        Not for reads: an update that is due may still take what the bytes were.
+        """
+        for request in [each for each in self.in_flight if each.writes]:
+            with contextlib.suppress(InfinityError):
+                self.finish(request)
+        self.failure = None
+
+    def _conflicts(self, start: int, end: int, writing: bool) -> Iterator[InFlightRequest]:
+        self.in_flight = [each for each in self.in_flight if each.writes or not each.transfer.done()]
+        return (
+            each
+            for each in self.in_flight
+            if each.start < end and start < each.end and (writing or each.writes)
+        )
