@@ -34,6 +34,9 @@ from infinity.tiers.link import ARRIVED, Transfer, User
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """Of memory: where a chain has none, or needs none."""
 
+Present = tuple[torch.Tensor, Transfer]
+"""A parameter page's bytes where the model computes, and what brings them."""
+
 
 class ChainState(enum.Enum):
     """Where a chain is in its life. The staging that it holds is said of each."""
@@ -118,13 +121,23 @@ class Chain:
         self._at_home: Memory | None = None
         """Of a chain that `rests`, once it was asked for."""
 
-    @property
-    def needed(self) -> int:
-        """Bytes of staging that it takes now, while DUE."""
+    def present(self) -> Present | None:
+        """The page's bytes where the model computes with them, if that is host RAM and not their home.
+
+        They may go with their last view at any moment, and another thread may have it: whoever asks for
+        staging by what is there holds it until the chain does.
+        """
+        if self.page.home.in_place or not self._store.device.shares_host:
+            return None
+        living = self.page.living()
+        return self.page.incoming if living is None else (living, ARRIVED)
+
+    def needed(self, present: Present | None) -> int:
+        """Bytes of staging that it takes, while DUE."""
         nbytes = 0 if self._state_page.home.in_place else self.state_bytes
         if not self._gradient.nbytes:
             nbytes += self.gradient_bytes
-        if not self.page.home.in_place and self._present() is None:
+        if not self.page.home.in_place and present is None:
             nbytes += self.parameter_bytes
         return nbytes
 
@@ -186,7 +199,8 @@ class Chain:
             self.decision = decision
             self._to(ChainState.DUE)
             return True
-        if self.state is not ChainState.IDLE and not self._still_right():
+        present = self.present()
+        if self.state is not ChainState.IDLE and not self._still_right(present):
             self.revoke()
         self.decision = decision
         kept = self._gradient_page.in_ram(self.chunk_index)
@@ -194,15 +208,18 @@ class Chain:
         if self.state is ChainState.IDLE:
             self._to(ChainState.DUE)
             return True
-        self._read_parameter(self._room)
+        self._read_parameter(self._room, present)
         if self.state is ChainState.GATED:
             self._to(ChainState.READING)
         return False
 
-    def grant(self, memory: torch.Tensor) -> None:
-        """DUE -> READING. memory: staging, uint8 (needed,). Raises StorageError: then it is still DUE."""
+    def grant(self, memory: torch.Tensor, present: Present | None) -> None:
+        """DUE -> READING. memory: staging, uint8 (needed,), by what was `present` when it was asked for.
+
+        Raises StorageError: then it is still DUE.
+        """
         try:
-            rest = self._read_parameter(memory)
+            rest = self._read_parameter(memory, present)
             if not self._gradient.nbytes:
                 self._gradient, rest = rest[: self.gradient_bytes], rest[self.gradient_bytes :]
                 offset = self._gradient_page.offset(self.chunk_index)
@@ -339,23 +356,15 @@ class Chain:
         self._health.lose(error)
         self.state = ChainState.LOST
 
-    def _still_right(self) -> bool:
+    def _still_right(self, present: Present | None) -> bool:
         """Whether what was read before the gate opened can be used, and is all that staging is needed for."""
         if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
             return False
-        return bool(self._room.nbytes) or self.page.home.in_place or self._present() is not None
+        return bool(self._room.nbytes) or self.page.home.in_place or present is not None
 
-    def _present(self) -> tuple[torch.Tensor, Transfer] | None:
-        """The page's bytes where the model computes with them, if that is host RAM, and what brings them."""
-        if not self._store.device.shares_host:
-            return None
-        living = self.page.living()
-        return self.page.incoming if living is None else (living, ARRIVED)
-
-    def _read_parameter(self, memory: torch.Tensor) -> torch.Tensor:
+    def _read_parameter(self, memory: torch.Tensor, present: Present | None) -> torch.Tensor:
         """Find or start to read the parameter slice; returns what is left of `memory`."""
         home, start, nbytes = self.page.home, self._start, self.parameter_bytes
-        present = None if home.in_place else self._present()
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
             self._parameter = home.view(start, nbytes)
@@ -383,6 +392,7 @@ class Chain:
     def _read_states(self, memory: torch.Tensor) -> None:
         fresh = self.decision is not None and self.chunk_index in self.decision.fresh
         nbytes = self._state_page.master_bytes(self.chunk_index) if fresh else self.state_bytes
+        assert memory.nbytes == self.state_bytes  # or the kernel would write behind it
         self._states = memory
         if nbytes:
             self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))

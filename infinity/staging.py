@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.chain import NOTHING, Chain
+from infinity.chain import NOTHING, Chain, Present
 from infinity.errors import InfinityError
 from infinity.staged_chunks import StagedChunks
 from infinity.store import Store
@@ -55,10 +55,11 @@ class Staging:
             self._queue.compute(chain)
             self._queue.begun(chain)
             return True
-        memory = self._try_take(chain.needed)
+        present = chain.present()
+        memory = self._try_take(chain.needed(present))
         if memory is None:
             return False
-        self._grant(chain, memory)
+        self._grant(chain, memory, present)
         return True
 
     def grant(self, chain: Chain) -> None:
@@ -69,7 +70,8 @@ class Staging:
             if chain.holds_gradient:  # alone it may lie where the rest finds no room beside it
                 self._put_gradient_home(chain)
                 continue
-            self._grant(chain, self._take_or_raise(chain.needed))
+            present = chain.present()
+            self._grant(chain, self._take_or_raise(chain.needed(present)), present)
             return
 
     def read_ahead(self, candidates: Iterator[Sequence[Chain]]) -> None:
@@ -91,8 +93,8 @@ class Staging:
                 with contextlib.suppress(InfinityError):  # once its gate is open, it says what is wrong
                     self._queue.read_ahead(chain, memory)
 
-    def _grant(self, chain: Chain, memory: torch.Tensor) -> None:
-        chain.grant(memory)
+    def _grant(self, chain: Chain, memory: torch.Tensor, present: Present | None) -> None:
+        chain.grant(memory, present)
         self._queue.begun(chain)
 
     def _try_take(self, nbytes: int) -> torch.Tensor | None:

@@ -166,9 +166,7 @@ def _usable_bytes(directories: Sequence[str]) -> list[int]:
     """
     paths = [check_directory(directory) for directory in directories]
     devices = [os.stat(path).st_dev for path in paths]
-    return [
-        free_bytes(path) // devices.count(device) for path, device in zip(paths, devices, strict=True)
-    ]
+    return [free_bytes(path) // devices.count(device) for path, device in zip(paths, devices, strict=True)]
 
 
 def _backends(path: str) -> list[str]:

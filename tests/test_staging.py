@@ -1,0 +1,75 @@
+"""Room in staging: granted by what is there, which may be gone a moment later."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from homes import budget_for
+from parity import copied, differences
+from torch import nn
+
+import infinity
+from infinity import search
+from infinity.chain import Chain
+from infinity.page import ParameterPage, Presence
+from infinity.staging import Staging
+from infinity.working_room import WorkingRoom
+
+PAGES = 4
+"""That can be resident together, one of them no longer in use."""
+
+
+def trained(directory: Path) -> dict[str, torch.Tensor]:
+    """The model after four steps, with all pages at home on NVMe."""
+    directory.mkdir()
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = infinity.Precision(compute="bf16")
+    smallest = budget_for("unified-nvme", model, optimizer, directory, precision)
+    page, chain = 12 << 10, 76 << 10
+    host = (smallest.host_bytes or 0) + PAGES * page + chain
+    budget = infinity.Budget(host=host, nvme=smallest.nvme)
+    with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
+        assert runtime.plan.resident_bytes == PAGES * page
+        for _ in range(4):
+            model(torch.ones(4, 64)).square().sum().backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+        return copied(model.state_dict())
+
+
+def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that left lives on while somebody sees it, and an update may work in it until then."""
+    monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, pieces=1),))
+    plain = trained(tmp_path / "plain")
+    seen: dict[int, Any] = {}
+    asking: list[Chain] = []
+    dropped: list[int] = []
+    leave, grant, take = ParameterPage.leave, Staging.try_grant, Staging._try_take
+
+    def leave_seen(page: ParameterPage) -> None:
+        seen.clear()
+        seen[page.index] = page.residency
+        leave(page)
+
+    def grant_watched(staging: Staging, chain: Chain) -> bool:
+        asking[:] = [chain]
+        try:
+            return grant(staging, chain)
+        finally:
+            asking.clear()
+
+    def take_late(staging: Staging, nbytes: int) -> torch.Tensor | None:
+        if asking and seen.pop(asking[0].unit, None) is not None:
+            dropped.append(asking[0].unit if asking[0].page.presence is Presence.AWAY else -1)
+        return take(staging, nbytes)
+
+    monkeypatch.setattr(ParameterPage, "leave", leave_seen)
+    monkeypatch.setattr(Staging, "try_grant", grant_watched)
+    monkeypatch.setattr(Staging, "_try_take", take_late)
+    assert differences(plain, trained(tmp_path / "seen")) == []
+    assert {*dropped} - {-1}
