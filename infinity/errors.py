@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno as errno_codes
 import functools
 import os
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -111,7 +113,10 @@ class StorageFull(StorageError):
     """The file system has no room left (ENOSPC or EDQUOT)."""
 
 
+_FULL = "Free space on that file system, lower the nvme budget, or add another path."
 _CURES = {
+    errno_codes.ENOSPC: _FULL,
+    errno_codes.EDQUOT: _FULL,
     errno_codes.EIO: "The device reported a failure: look at the kernel log (dmesg) and the drive's SMART "
     "data, and use another path.",
     errno_codes.EACCES: "Give a path that this user may write, or change its permissions.",
@@ -127,21 +132,44 @@ _CURES = {
 }
 
 
-def storage_error(operation: str, path: str, offset: int | None, errno: int) -> StorageError:
+def storage_error(
+    operation: str, path: str, offset: int | None, errno: int, *, cure: str | Mapping[int, str] | None = None
+) -> StorageError:
     """The StorageError (StorageFull for ENOSPC and EDQUOT) for a failed operation.
 
-    `operation` is a verb for people ("read", "preallocate"); `offset` is in bytes.
+    `operation` is a verb for people ("read", "preallocate"); `offset` is in bytes. `cure` stands in place of
+    the usual one: for every errno, or for those that it maps.
     """
     where = f"{path} at byte {offset}" if offset is not None else path
     name = errno_codes.errorcode.get(errno, str(errno))
     cause = f"Could not {operation} {where}: {os.strerror(errno)} ({name})."
-    if errno in (errno_codes.ENOSPC, errno_codes.EDQUOT):
-        cure = "Free space on that file system, lower the nvme budget, or add another path."
-        return StorageFull(cause, cure, path=path, offset=offset, errno=errno)
-    cure = _CURES.get(
-        errno, "See the errno's manual page; another path or INFINITY_AIO=threads may avoid it."
-    )
-    return StorageError(cause, cure, path=path, offset=offset, errno=errno)
+    if not isinstance(cure, str):
+        cure = {**_CURES, **(cure or {})}.get(
+            errno, "See the errno's manual page; another path or INFINITY_AIO=threads may avoid it."
+        )
+    kind = StorageFull if errno in (errno_codes.ENOSPC, errno_codes.EDQUOT) else StorageError
+    return kind(cause, cure, path=path, offset=offset, errno=errno)
+
+
+@contextlib.contextmanager
+def storage_errors(
+    operation: str,
+    path: str | os.PathLike[str],
+    *,
+    offset: int | None = None,
+    cure: str | Mapping[int, str] | None = None,
+) -> Iterator[None]:
+    """Raises `storage_error` for what the system raises inside; a StorageError passes as it is."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        # safetensors raises FileNotFoundError without a number.
+        unnumbered = errno_codes.ENOENT if isinstance(error, FileNotFoundError) else errno_codes.EIO
+        raise storage_error(
+            operation, os.fspath(path), offset, error.errno or unnumbered, cure=cure
+        ) from error
 
 
 _DEVICE_CURES = {

@@ -26,7 +26,9 @@ from typing import Any
 
 import aiofiles  # type: ignore[import-untyped]
 
-from infinity.errors import ConfigError, StorageError, StorageFull, storage_error
+from infinity.errors import ConfigError, storage_errors
+
+_FULL = "Free space on that file system, or export to another one."
 
 
 class Writer:
@@ -150,16 +152,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def storing(operation: str, path: Path) -> Iterator[None]:
-    """Turns what the system raises into StorageError; errors that are ours already pass."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        found = storage_error(operation, str(path), None, error.errno or errno.EIO)
-        if isinstance(found, StorageFull):
-            cure = "Free space on that file system, or export to another one."
-            found = StorageFull(found.cause, cure, path=found.path, errno=found.errno)
-        raise found from error
+def storing(operation: str, path: Path) -> contextlib.AbstractContextManager[None]:
+    """`storage_errors`, with the cure of an export for a full file system."""
+    return storage_errors(operation, path, cure={errno.ENOSPC: _FULL, errno.EDQUOT: _FULL})

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from infinity.errors import storage_error
+from infinity.errors import StorageError, storage_errors
 
 Value = str | int | float | bool
 Args = Mapping[str, Value]
@@ -35,12 +35,10 @@ class EventFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        try:
+        with storage_errors("open", self.path):
             self._descriptor = os.open(
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
             )
-        except OSError as error:
-            raise storage_error("open", self.path, None, error.errno or 0) from error
         self._whole = 0
         """Bytes up to the end of the last event."""
         self._closed = False
@@ -64,24 +62,23 @@ class EventFile:
             if self._whole:
                 self._write(_END)
         finally:
-            try:
+            with storage_errors("close", self.path):  # a network's file system may say late that it is full
                 os.close(self._descriptor)
-            except OSError as error:  # where a network's file system says late that it is full
-                raise storage_error("close", self.path, None, error.errno or 0) from error
 
     def _write(self, text: str) -> None:
         left = memoryview(text.encode())
         size = len(left)
         try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
-        except OSError as error:
+            with storage_errors("write", self.path):
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+        except StorageError:
             with contextlib.suppress(OSError):  # a device or a pipe, or no room for the end either
                 os.ftruncate(self._descriptor, self._whole)
                 if self._whole and text is not _END:
                     os.write(self._descriptor, _END.encode())
             self._whole = 0
-            raise storage_error("write", self.path, None, error.errno or 0) from error
+            raise
         self._whole += size
 
 

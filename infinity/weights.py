@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from infinity.errors import ConfigError, StorageError, storage_error
+from infinity.errors import ConfigError, StorageError, storage_errors
 from infinity.materialize import Fill, Registered, listed, materialize, registered
 
 _INDEX = ".safetensors.index.json"
@@ -185,22 +185,14 @@ def _headers(path: Path) -> Iterator[tuple[str, _Entry]]:
             yield name, _Entry(path, tuple(described.get_shape()), described.get_dtype())
 
 
-class _reading:
-    """Turns what safetensors and the system raise about `path` into StorageError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, SafetensorError):
-            raise _corrupt(self._path, str(error)) from error
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            # safetensors raises FileNotFoundError and its like without a number.
-            number = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno or errno.EIO
-            raise storage_error("read", str(self._path), None, number) from error
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises StorageError for what safetensors and the system raise about `path`."""
+    try:
+        with storage_errors("read", path):
+            yield
+    except SafetensorError as error:
+        raise _corrupt(path, str(error)) from error
 
 
 def _corrupt(path: Path, what: str) -> StorageError:

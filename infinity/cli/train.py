@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import time
 import unicodedata
@@ -21,7 +20,7 @@ from infinity import __version__, machine
 from infinity.cli.job import Job, add_options, make_job
 from infinity.cli.progress import ProgressLine, format_seconds
 from infinity.config import format_size
-from infinity.errors import storage_error
+from infinity.errors import storage_errors
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.publish import check_destination
@@ -167,10 +166,8 @@ def _open_log(path: str | None) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
-    try:
+    with storage_errors("open", path):
         log = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise storage_error("open", path, None, error.errno or 0) from error
     try:
         yield log
     finally:
@@ -192,11 +189,9 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
         "stall_seconds": report.stats.stall_seconds,
         "bytes": {edge.value: each.bytes for edge, each in report.stats.edges.items()},
     }
-    try:
+    with storage_errors("write", log.name):
         log.write(json.dumps(line) + "\n")
         log.flush()
-    except OSError as error:
-        raise storage_error("write", os.fspath(log.name), None, error.errno or 0) from error
 
 
 def _finite(number: float) -> float | None:

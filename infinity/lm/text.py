@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import hashlib
 import os
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infinity.config import format_size
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, StorageError, storage_errors
 
 SEPARATOR = b"\n"
 """Stands between two files."""
@@ -141,11 +142,12 @@ class _Walk:
     def files(self, root: str) -> Iterator[_File]:
         """Those of a file or folder that exist and were not found before."""
         try:
-            found = os.stat(root)
-        except OSError as error:
+            with _reading(root):
+                found = os.stat(root)
+        except StorageError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 raise ConfigError(f"There is no {root}.", "Give a file or folder that exists.") from error
-            raise _unreadable(root, error) from error
+            raise
         if stat.S_ISDIR(found.st_mode):
             yield from self._folder(root)
         elif not stat.S_ISREG(found.st_mode):
@@ -157,13 +159,11 @@ class _Walk:
         folders = [root]
         while folders:
             folder = folders.pop()
-            try:
+            with _reading(folder):
                 if not self._is_new(os.stat(folder)):
                     continue
                 # In order of names, for it decides by which name a file is known that has several.
                 inside = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-            except OSError as error:
-                raise _unreadable(folder, error) from error
             below = []
             for name in inside:
                 path = os.path.join(folder, name)
@@ -189,11 +189,12 @@ class _Walk:
 def _stat(path: str) -> os.stat_result | None:
     """None for a link that leads nowhere or to itself, and for what has gone meanwhile."""
     try:
-        return os.stat(path)
-    except OSError as error:
+        with _reading(path):
+            return os.stat(path)
+    except StorageError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
             return None
-        raise _unreadable(path, error) from error
+        raise
 
 
 def _is_module(path: str) -> bool:
@@ -207,14 +208,11 @@ def _is_text(path: str) -> bool:
 def _read(path: str, offset: int, count: int, *, short: bool = False) -> bytes:
     """`count` bytes at `offset`; fewer only where the file ends and `short` says that it may."""
     found = bytearray()
-    try:
-        # Opened each time (some 10 us): there may be more files than a process can have open.
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            while len(found) < count and (piece := file.read(count - len(found))):
-                found += piece
-    except OSError as error:
-        raise _unreadable(path, error, offset) from error
+    # Opened each time (some 10 us): there may be more files than a process can have open.
+    with _reading(path, offset), open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        while len(found) < count and (piece := file.read(count - len(found))):
+            found += piece
     if len(found) < count and not short:
         raise StorageError(
             f"{path} ends at byte {offset + len(found)}: it has become shorter since it was found.",
@@ -225,12 +223,6 @@ def _read(path: str, offset: int, count: int, *, short: bool = False) -> bytes:
     return bytes(found)
 
 
-def _unreadable(path: str, error: OSError, offset: int | None = None) -> StorageError:
-    number = error.errno or errno.EIO
-    return StorageError(
-        f"Could not read {path}: {os.strerror(number)} ({errno.errorcode.get(number, number)}).",
-        "Put it back or make it readable, or leave it out of --data.",
-        path=path,
-        offset=offset,
-        errno=number,
-    )
+def _reading(path: str, offset: int | None = None) -> contextlib.AbstractContextManager[None]:
+    cure = "Put it back or make it readable, or leave it out of --data."
+    return storage_errors("read", path, offset=offset, cure=cure)

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from infinity import machine
 from infinity.config import format_size, round_up
-from infinity.errors import ConfigError, StorageError, StorageFull, storage_error
+from infinity.errors import ConfigError, StorageError, StorageFull, storage_error, storage_errors
 
 
 class Slab:
@@ -71,22 +71,21 @@ class Slab:
     def _open_locked(self) -> int:
         """A descriptor of the file that is at `path` now, with its lock held."""
         while True:
-            try:
+            with storage_errors("create", self.path):
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except OSError as error:
-                raise storage_error("create", str(self.path), None, error.errno or 0) from error
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The last owner may have removed the file between our open and our lock: then what we
-                # hold has no name any more, and somebody else can own the name.
-                if _is_at(descriptor, self.path):
-                    return descriptor
-                os.close(descriptor)
-            except OSError as error:
+                with storage_errors("lock", self.path):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # The last owner may have removed the file between our open and our lock: then what we
+                    # hold has no name any more, and somebody else can own the name.
+                    if _is_at(descriptor, self.path):
+                        return descriptor
+                    os.close(descriptor)
+            except StorageError as error:
                 holder = _lock_holder(descriptor)
                 os.close(descriptor)
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise storage_error("lock", str(self.path), None, error.errno or 0) from error
+                    raise
                 raise StorageError(
                     f"The slab {self.path} is in use by {holder}.",
                     "Give each run a directory of its own, or wait until that run has ended.",
@@ -105,10 +104,8 @@ class Slab:
                 path=str(self.path),
                 errno=errno.ENOSPC,
             )
-        try:
+        with storage_errors("preallocate", self.path):
             os.posix_fallocate(descriptor, 0, self.nbytes)
-        except OSError as error:
-            raise storage_error("preallocate", str(self.path), None, error.errno or 0) from error
 
 
 def check_directory(directory: str | os.PathLike[str]) -> Path:
@@ -117,11 +114,10 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
     Raises StorageError for one that is missing, cannot be reached, or is RAM; ConfigError for no path at all.
     """
     try:
-        path = os.path.realpath(directory)
-        mode = os.stat(path).st_mode
-        kind = machine.file_system(path)
-    except OSError as error:
-        raise storage_error("open", os.fspath(directory), None, error.errno or 0) from error
+        with storage_errors("open", directory):
+            path = os.path.realpath(directory)
+            mode = os.stat(path).st_mode
+            kind = machine.file_system(path)
     except ValueError as error:
         raise ConfigError(f"{directory!r} is no path: {error}.", "Give a directory on a disk.") from error
     if not stat.S_ISDIR(mode):

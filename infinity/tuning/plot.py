@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 from infinity.config import format_size
-from infinity.errors import ConfigError, storage_error
+from infinity.errors import ConfigError, storage_error, storage_errors
 from infinity.tuning.sweep import MODES, DiskSweep, Measured
 from infinity.tuning.tune import Tuning
 
@@ -28,7 +29,7 @@ def check_plot(path: str | os.PathLike[str]) -> Path:
         )
     _pyplot()
     if not target.parent.is_dir():
-        raise storage_error("write a plot in", os.fspath(target.parent), None, 2)
+        raise storage_error("write a plot in", os.fspath(target.parent), None, errno.ENOENT)
     return target
 
 
@@ -51,9 +52,8 @@ def draw(tuning: Tuning, path: str | os.PathLike[str]) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize="small")
     try:
-        figure.savefig(target, dpi=120)
-    except OSError as error:
-        raise storage_error("write", os.fspath(target), None, error.errno or 0) from error
+        with storage_errors("write", target):
+            figure.savefig(target, dpi=120)
     finally:
         pyplot.close(figure)
 
