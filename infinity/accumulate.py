@@ -29,9 +29,7 @@ from infinity.paging import Paging
 from infinity.plan import Plan
 from infinity.tiers import Tier
 from infinity.turns import Surroundings
-
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-"""What blocks are kept in."""
+from infinity.units import BLOCK_LISTS
 
 
 class Accumulator:
@@ -202,7 +200,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module in inside or not isinstance(module, _LISTS):
+        if module in inside or not isinstance(module, BLOCK_LISTS):
             continue
         children = [each for each in module.children() if next(each.children(), None) is not None]
         types = [type(each) for each in children]

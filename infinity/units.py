@@ -16,8 +16,8 @@ from infinity.errors import ConfigError
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
 """(module path, indices into Survey.parameters) of every unit."""
 
-_REPEATING = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-"""Modules whose children of one type are cut alike."""
+BLOCK_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+"""Modules that a model's repeated blocks are kept in. Their children of one type are cut alike."""
 
 _WHOLE = (nn.MultiheadAttention,)
 """Modules that hand their children's parameters to one operation: they are never cut."""
@@ -213,7 +213,7 @@ def _cut(node: _Node, unit_bytes: int, *, forced: bool) -> Iterator[tuple[str, t
     if node.own:
         yield node.path, tuple(node.own)
     alike = set()
-    if isinstance(node.module, _REPEATING):
+    if isinstance(node.module, BLOCK_LISTS):
         alike = {type(child.module) for child in node.children if _needs_cut(child, unit_bytes)}
     for child in node.children:
         yield from _cut(child, unit_bytes, forced=type(child.module) in alike)
