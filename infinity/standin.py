@@ -14,11 +14,10 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import BudgetError, DeviceError, InfinityError
+from infinity.region import adopt, tensor_over
 from infinity.tiers.driver import Driver, current, driver_of
 
 _NAN_BYTE = 0xFF
@@ -29,9 +28,6 @@ _CPU_CHUNK = 1 << 20
 
 _MOST_MAPPINGS = 4096
 """The kernel grants a process some 65,000 mappings; the chunk grows before a stand-in takes more of them."""
-
-_CPU_KIND, _CUDA_KIND = 1, 2
-"""kDLCPU, kDLCUDA."""
 
 
 class StandIns:
@@ -48,9 +44,9 @@ class StandIns:
     def __init__(self, device: torch.device, largest: int) -> None:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
-            self.device, kind = torch.device("cuda", index), _CUDA_KIND
+            self.device = torch.device("cuda", index)
         else:
-            self.device, index, kind = torch.device("cpu"), 0, _CPU_KIND
+            self.device = torch.device("cpu")
         driver = driver_of(self.device)
         mapping: CpuMapping | DeviceMapping
         if driver is None:
@@ -58,14 +54,8 @@ class StandIns:
             _with_the_last(mapping, mapping.release)
         else:
             mapping = _mapped_on(self.device, driver, largest)
-        region = _tiers.adopt(
-            mapping.address, mapping.nbytes, device_kind=kind, device_index=index, owner=mapping
-        )
-        lease = _tiers.Pool(region, 0, mapping.nbytes, mmap.PAGESIZE).lease(mapping.nbytes, 0.0)
-        assert isinstance(lease, _tiers.Lease)
-        with torch.inference_mode(False):
-            whole: torch.Tensor = from_dlpack(lease.to_dlpack())
-        self._storage = whole.untyped_storage()
+        region = adopt(mapping.address, mapping.nbytes, self.device, mapping)
+        self._storage = tensor_over(region).untyped_storage()
         self.nbytes = mapping.nbytes
         """Bytes of addresses; at least `largest`."""
         self.held = mapping.chunk

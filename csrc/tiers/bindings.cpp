@@ -22,14 +22,14 @@ using namespace infinity::tiers;  // NOLINT: one small translation unit about on
 
 namespace {
 
-// What a residency's Storage owns, see [Note: a residency is a Storage] in infinity/tiers/pool.py.
-// torch calls the deleter when the last view dies, on any thread, with the GIL or without; it is
-// plain C++.
+// What a Storage over a lease or a region owns, see [Note: a residency is a Storage] in
+// infinity/tiers/pool.py. torch calls the deleter when the last view dies, on any thread, with the
+// GIL or without; it is plain C++.
 struct Residency {
     DLManagedTensor managed{};
     std::int64_t shape = 0;
     std::int64_t stride = 1;
-    std::shared_ptr<Lease> lease;
+    std::shared_ptr<void> memory;
 };
 
 void drop_capsule(PyObject* capsule) {
@@ -39,18 +39,20 @@ void drop_capsule(PyObject* capsule) {
     managed->deleter(managed);
 }
 
-nb::object to_dlpack(std::shared_ptr<Lease> lease) {
+// `Memory` is a Lease or a Region.
+template <typename Memory>
+nb::object to_dlpack(std::shared_ptr<Memory> memory) {
     auto residency = std::make_unique<Residency>();
-    residency->shape = static_cast<std::int64_t>(lease->nbytes());
-    residency->lease = std::move(lease);
-    const Device device = residency->lease->device();
+    residency->shape = static_cast<std::int64_t>(memory->nbytes());
+    const Device device = memory->device();
     DLTensor& tensor = residency->managed.dl_tensor;
-    tensor.data = residency->lease->address();
+    tensor.data = memory->address();
     tensor.device = {static_cast<std::int32_t>(device.kind), device.index};
     tensor.ndim = 1;
     tensor.dtype = {1, 8, 1};
     tensor.shape = &residency->shape;
     tensor.strides = &residency->stride;
+    residency->memory = std::move(memory);
     residency->managed.manager_ctx = residency.get();
     residency->managed.deleter = [](DLManagedTensor* self) {
         delete static_cast<Residency*>(self->manager_ctx);
@@ -190,6 +192,7 @@ NB_MODULE(_tiers, m) {
             [](const Region& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
         .def_prop_ro("nbytes", &Region::nbytes)
         .def("resident_bytes", [](const Region& self) { return resident_bytes(self); })
+        .def("to_dlpack", [](std::shared_ptr<Region> self) { return to_dlpack(std::move(self)); })
         .def(
             "before_release",
             [](Region& self, nb::object undo) {

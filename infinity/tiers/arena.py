@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers, machine
 from infinity.config import format_size
 from infinity.errors import DeviceError
+from infinity.region import tensor_over
 from infinity.tiers.driver import Driver, current, driver_of, has_driver
 from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
 
@@ -53,9 +53,7 @@ def probe_huge_pages() -> HugePageProbe:
 
 def _time_passes(huge: bool) -> float:
     region = _tiers.map_host(_PROBE_BYTES, huge_pages=huge)
-    lease = _tiers.Pool(region, 0, _PROBE_BYTES, 4096).lease(_PROBE_BYTES, 0.0)
-    assert isinstance(lease, _tiers.Lease)
-    words: torch.Tensor = from_dlpack(lease.to_dlpack()).view(torch.int64)
+    words = tensor_over(region).view(torch.int64)
     words.zero_()
     start = time.perf_counter()
     for _ in range(4):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import BudgetError
+from infinity.region import adopt
 from infinity.tiers.arena import HostArena
 from infinity.tiers.pool import Pool
 from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, map_ram, usable_device
-
-_CUDA_KIND = 2
-"""kDLCUDA."""
 
 _CUDA_ALIGNMENT = 512
 """Bytes; what torch's CUDA allocator aligns to. Nothing on the device needs more."""
@@ -64,9 +61,7 @@ class CudaTier(MemoryTier):
                 short,
                 f"Give a device budget of at most {format_size(available)} ({available} bytes).",
             ) from error
-        region = _tiers.adopt(
-            block.data_ptr(), wanted, device_kind=_CUDA_KIND, device_index=block.device.index, owner=block
-        )
+        region = adopt(block.data_ptr(), wanted, block.device, block)
         super().__init__(Tier.DEVICE, region, wanted, granule=_CUDA_ALIGNMENT)
         self.device = block.device
         self.shares_host = False

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
+from infinity.region import tensor_over
 
 atexit.register(_tiers._leave)
 
@@ -94,9 +94,7 @@ class Lease:
         The bytes return to the pool once this handle is released and every such Storage is gone.
         Raises ValueError after `release`.
         """
-        with torch.inference_mode(False):  # it may outlive the mode, and be saved for a backward later
-            tensor: torch.Tensor = from_dlpack(self._native.to_dlpack())
-            return tensor
+        return tensor_over(self._native)
 
     def release(self) -> None:
         """Give up this handle's share. Calling it again does nothing."""

@@ -1,0 +1,30 @@
+"""Regions: ranges of memory that live as long as anything that lies in them, as torch sees them."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from infinity import _tiers
+
+_CPU_KIND, _CUDA_KIND = 1, 2
+"""kDLCPU, kDLCUDA."""
+
+
+def adopt(address: int, nbytes: int, device: torch.device, owner: object) -> _tiers.Region:
+    """Memory that somebody else made, as a region. `owner` is let go of with whoever uses the region last.
+
+    address: of the first byte, on `device`, which is the CPU or a CUDA device with its index.
+    """
+    kind = _CUDA_KIND if device.type == "cuda" else _CPU_KIND
+    return _tiers.adopt(address, nbytes, device_kind=kind, device_index=device.index or 0, owner=owner)
+
+
+def tensor_over(memory: _tiers.Region | _tiers.Lease) -> torch.Tensor:
+    """A uint8 tensor of shape (nbytes,) over a region or a lease, in a Storage of its own that holds it.
+
+    Raises ValueError for a lease that was released.
+    """
+    with torch.inference_mode(False):  # it may outlive the mode, and be saved for a backward later
+        tensor: torch.Tensor = from_dlpack(memory.to_dlpack())
+        return tensor
