@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import machine, mirror, twin_flow
+from infinity import mirror, twin_flow
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.headroom import NO_HEADROOM, Headroom
@@ -21,14 +21,12 @@ from infinity.predict import Bandwidths, UpdateTime
 from infinity.reserve import Reserve
 from infinity.rules import Rule
 from infinity.shortage import format_count, shortage, usable_nvme
-from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.tiers import Tier
+from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
 from infinity.units import Survey, survey
 from infinity.workspace import largest_workspace
-
-_MARGIN = 512 << 20
-"""Bytes of RAM left to others where no budget is given, or 5% where that is more."""
 
 _UNKNOWN_SHARE = 4
 """One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""
@@ -52,7 +50,7 @@ class Available:
     def now(device: torch.device) -> Available:
         """What `device` and this machine have free."""
         near = available_bytes(device) if device.type == "cuda" else 0
-        return Available(near, _less_margin(machine.memory().usable), Headroom.of(device))
+        return Available(near, available_ram(), Headroom.of(device))
 
 
 def make_plan(
@@ -297,10 +295,6 @@ def _budgets(budget: Budget, available: Available, *, unified: bool) -> dict[Tie
 
 def _or(given: int | None, default: int) -> int:
     return default if given is None else given
-
-
-def _less_margin(nbytes: int) -> int:
-    return max(0, nbytes - max(_MARGIN, nbytes // 20)) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
 def _buffer_bytes(model: nn.Module) -> int:

@@ -17,9 +17,12 @@ from infinity.config import format_size
 from infinity.errors import DeviceError
 from infinity.region import tensor_over
 from infinity.tiers.driver import Driver, current, driver_of, has_driver
-from infinity.tiers.tier import MemoryTier, Tier, map_ram, usable_device
+from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _PROBE_BYTES = 64 << 20
+
+_MARGIN_SHARE = 20
+"""RAM is left to others by LEAST_MARGIN, or by one in so many bytes that are free where that is more."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,12 @@ class HostArena(MemoryTier):
     def resident_bytes(self) -> int:
         """Bytes of the arena that are in RAM now (touched at least once)."""
         return self.region.resident_bytes()
+
+
+def available_ram() -> int:
+    """Bytes of RAM that this process can have now, less a margin: the host budget of who gives none."""
+    free = machine.memory().usable
+    return less_margin(free, max(LEAST_MARGIN, free // _MARGIN_SHARE))
 
 
 def register_with_cuda(region: _tiers.Region, driver: Driver) -> Registration:

@@ -9,16 +9,14 @@ from infinity.errors import BudgetError
 from infinity.region import adopt
 from infinity.tiers.arena import HostArena
 from infinity.tiers.pool import Pool
-from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, map_ram, usable_device
+from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _CUDA_ALIGNMENT = 512
 """Bytes; what torch's CUDA allocator aligns to. Nothing on the device needs more."""
 
-_CUDA_MARGIN = 512 << 20
-"""Bytes left, where no budget is given, to what is in no tensor: kernels' code, loaded when they first run,
-and other processes."""
 _MARGIN_SHARE = 64
-"""And one in so many bytes that are free, for what grows with the device: stacks of threads, page tables."""
+"""Beside LEAST_MARGIN, which is for kernels' code, loaded when they first run, and for other processes, one
+in so many free bytes is left to what grows with the device: stacks of threads, page tables."""
 
 
 def left_of(free: int, cached: int) -> int:
@@ -26,8 +24,8 @@ def left_of(free: int, cached: int) -> int:
 
     free: as CUDA says. cached: in segments that torch's allocator holds and nothing lies in.
     """
-    found = free + cached - _CUDA_MARGIN - (free + cached) // _MARGIN_SHARE
-    return max(0, found) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+    found = free + cached
+    return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
 
 
 def available_bytes(device: torch.device) -> int:

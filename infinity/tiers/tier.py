@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 PAGE_ALIGNMENT = 4096
 """Bytes. The default granule: direct I/O accepts it everywhere, and every vector width divides it."""
 
+LEAST_MARGIN = 512 << 20
+"""Bytes of RAM, and of a device's memory, that are left to others at the least where no budget is given."""
+
 
 class Tier(enum.Enum):
     """Where a page can be."""
@@ -29,6 +32,11 @@ class Tier(enum.Enum):
     """RAM: pinned where there is a CUDA device, reachable by the CPU update and by direct I/O."""
     NVME = "nvme"
     """A slab file. Costs no memory; pages come up through leases of the tiers above."""
+
+
+def less_margin(free: int, margin: int) -> int:
+    """The budget where none is given: `free` bytes less `margin`, in whole 4 KiB. Pure."""
+    return max(0, free - margin) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
 def map_ram(
