@@ -8,8 +8,15 @@ import numpy.typing as npt
 
 BLOCK: int
 CODE_BLOCK: int
+FIRST_SPAN: int
+SECOND_SPAN: int
+CODE_BIT: int
+NOT_FINITE: int
+ROUNDS_UP: int
 DEFAULT_CHUNK: int
 TILE: int
+PIECE_BYTES: int
+FOLDED_BYTES: int
 MOST_HYPERS: int
 MOST_PARAMETERS: int
 NO_UPDATE: int
@@ -30,6 +37,15 @@ class MomentFormat(Enum):
     F32 = 0
     BF16 = 1
     INT8 = 2
+
+class Rule(Enum):
+    ADAM_W = 0
+    ADAM_W_SMALL_BETA = 1
+    ADAM = 2
+    ADAM_SMALL_BETA = 3
+    SGD = 4
+    SGD_MOMENTUM = 5
+    ADAGRAD = 6
 
 class Access(Enum):
     READ = 0

@@ -10,21 +10,28 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
-from infinity import _driver
+from infinity import _cpu_adam, _driver
 from infinity.cache import cache_file, read_bytes, write_bytes
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS
 from infinity.nvrtc import Nvrtc, find_nvrtc
 from infinity.tiers.driver import cuda_driver
 
-RULES = ("kAdamW", "kAdamWSmallBeta", "kAdam", "kAdamSmallBeta", "kSgd", "kSgdMomentum", "kAdagrad")
-DTYPES = ("kF32", "kBf16", "kF16")
-PARAMETERS = ("kPlain", "kPlainF32", "kPlainBf16", "kPlainF16", "kSplit")
-MOMENTS = ("kF32", "kBf16", "kInt8")
+
+def _enumerators(kind: type[Enum]) -> tuple[str, ...]:
+    """Their names in C++, by value."""
+    return tuple("k" + "".join(map(str.capitalize, each.name.split("_"))) for each in kind)
+
+
+RULES = _enumerators(_cpu_adam.Rule)
+DTYPES = _enumerators(_cpu_adam.Dtype)
+PARAMETERS = _enumerators(_cpu_adam.ParameterFormat)
+MOMENTS = _enumerators(_cpu_adam.MomentFormat)
 """The enumerations of csrc/cpu_adam/formats.hpp, by value."""
 
 KERNELS = ("infinity_update", "infinity_squares", "infinity_totals")
@@ -58,9 +65,19 @@ class UpdateKind(NamedTuple):
         return f"INFINITY_UPDATE({', '.join(names)})"
 
 
-_RULES_OF = {"AdamW": (0, 1), "Adam": (0, 1, 2, 3), "SGD": (4, 5), "Adagrad": (6,)}
+_ADAM_W = (_cpu_adam.Rule.ADAM_W, _cpu_adam.Rule.ADAM_W_SMALL_BETA)
+_RULES_OF = {
+    "AdamW": _ADAM_W,
+    "Adam": (*_ADAM_W, _cpu_adam.Rule.ADAM, _cpu_adam.Rule.ADAM_SMALL_BETA),
+    "SGD": (_cpu_adam.Rule.SGD, _cpu_adam.Rule.SGD_MOMENTUM),
+    "Adagrad": (_cpu_adam.Rule.ADAGRAD,),
+}
 """The rules that a group of torch's optimizer may ask for."""
-_MASTERS = {torch.float32: 0, torch.float16: 3, torch.bfloat16: 4}
+_MASTERS = {
+    torch.float32: _cpu_adam.ParameterFormat.PLAIN,
+    torch.float16: _cpu_adam.ParameterFormat.PLAIN_F16,
+    torch.bfloat16: _cpu_adam.ParameterFormat.SPLIT,
+}
 """How a parameter of that dtype keeps its master, see infinity.rules."""
 
 
@@ -68,8 +85,8 @@ def kinds_of(
     optimizer: str, gradient: torch.dtype, parameter: torch.dtype, moments: torch.dtype
 ) -> set[UpdateKind]:
     """The updates of torch's optimizer of this name over pages of these dtypes."""
-    formats = GRAD_DTYPES[gradient].value, _MASTERS[parameter], MOMENT_FORMATS[moments].value
-    return {UpdateKind(rule, *formats) for rule in _RULES_OF[optimizer]}
+    formats = GRAD_DTYPES[gradient].value, _MASTERS[parameter].value, MOMENT_FORMATS[moments].value
+    return {UpdateKind(rule.value, *formats) for rule in _RULES_OF[optimizer]}
 
 
 class Kernels:

@@ -23,7 +23,7 @@ TILE: int = _cpu_adam.TILE
 MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
 MOST_PARAMETERS: int = _cpu_adam.MOST_PARAMETERS
 """Of one launch."""
-FOLDED_BYTES = 44
+FOLDED_BYTES: int = _cpu_adam.FOLDED_BYTES
 
 _Struct: TypeAlias = "npt.NDArray[np.void]"
 _Counts: TypeAlias = "npt.NDArray[np.int64]"

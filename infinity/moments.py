@@ -16,22 +16,21 @@ from collections.abc import Iterator
 
 import torch
 
+from infinity import _cpu_adam
 from infinity.cpu_adam import CODE_BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 """What an element of a moment is, by `Precision.states`."""
 
-FIRST_SPAN = 15
+FIRST_SPAN: int = _cpu_adam.FIRST_SPAN
 """Binades between the unit and the exponent of a block of first moments: of means, which have a sign."""
 
-SECOND_SPAN = 31
+SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
 """The same of second moments: of sums of squares, which have none and are never rounded to 0."""
 
-_SHIFT = 20
+_SHIFT: int = _cpu_adam.CODE_BIT
 _ONE = 0x3F800000
-_NOT_FINITE = 255
-_MARGIN = (1 << _SHIFT) + 512
-"""What would round up to the next binade has its exponent already; in bits of float32."""
+_NOT_FINITE: int = _cpu_adam.NOT_FINITE
 _BLOCKS = 1 << 11
 """At a time, so that what lies between two operations stays in the cache."""
 
@@ -98,7 +97,7 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
     """int32 (rows,), of float32 (rows, CODE_BLOCK)."""
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
-    return ((largest + _MARGIN) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)
+    return ((largest + _cpu_adam.ROUNDS_UP) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)
 
 
 def _nearest(magnitude: torch.Tensor, exponent: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from infinity import _cpu_adam
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.layout import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
-PIECE_BYTES = 96
+PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
 """Of a piece in the table."""
 _LENGTH = 256
 """Bytes of which every part is a multiple."""

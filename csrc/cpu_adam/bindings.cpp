@@ -278,6 +278,14 @@ NB_MODULE(_cpu_adam, m) {
         .value("F32", MomentFormat::kF32)
         .value("BF16", MomentFormat::kBf16)
         .value("INT8", MomentFormat::kInt8);
+    nb::enum_<Rule>(m, "Rule")
+        .value("ADAM_W", Rule::kAdamW)
+        .value("ADAM_W_SMALL_BETA", Rule::kAdamWSmallBeta)
+        .value("ADAM", Rule::kAdam)
+        .value("ADAM_SMALL_BETA", Rule::kAdamSmallBeta)
+        .value("SGD", Rule::kSgd)
+        .value("SGD_MOMENTUM", Rule::kSgdMomentum)
+        .value("ADAGRAD", Rule::kAdagrad);
     nb::enum_<Access>(m, "Access")
         .value("READ", Access::kRead)
         .value("WRITE", Access::kWrite)
@@ -307,11 +315,18 @@ NB_MODULE(_cpu_adam, m) {
             return nb::bytes(&folded, sizeof(folded));
         },
         "hyper"_a, "scale"_a);
+    m.attr("PIECE_BYTES") = sizeof(DevicePiece);
+    m.attr("FOLDED_BYTES") = sizeof(Folded);
     m.attr("TILE") = kTile;
     m.attr("MOST_HYPERS") = kMostHypers;
     m.attr("MOST_PARAMETERS") = kMostParameters;
     m.attr("NO_UPDATE") = kNoUpdate;
     m.attr("BLOCK") = kBlock;
     m.attr("CODE_BLOCK") = kCodeBlock;
+    m.attr("FIRST_SPAN") = kFirstSpan;
+    m.attr("SECOND_SPAN") = kSecondSpan;
+    m.attr("CODE_BIT") = kCodeBit;
+    m.attr("NOT_FINITE") = kNotFinite;
+    m.attr("ROUNDS_UP") = kRoundsUp;
     m.attr("DEFAULT_CHUNK") = kDefaultChunk;
 }

@@ -69,6 +69,17 @@ constexpr size_t kBlock = 4096;
 constexpr size_t kCodeBlock = 64;
 static_assert(kBlock % kCodeBlock == 0);
 
+// Of kInt8's codes, see the note on them in moments.inl. Binades between the unit and the
+// exponent of a block: of first moments, which are means and have a sign, and of second ones, which
+// are sums of squares, have none and are never rounded to 0.
+constexpr uint32_t kFirstSpan = 15;
+constexpr uint32_t kSecondSpan = 31;
+constexpr int kCodeBit = 20;          // of an fp32: where a code begins
+constexpr uint32_t kNotFinite = 255;  // the exponent of a block that is NaN
+// Added to the bits of a block's largest magnitude before they say its exponent: what would round
+// up to the next binade (of x / s + 1, hence the 512) belongs to it already.
+constexpr uint32_t kRoundsUp = (1U << kCodeBit) + 512U;
+
 // [Note: fixed lanes] Element i of a block is squared into fp64 lane i % kLanes, and the lanes are
 // added in one fixed tree. Every ISA does exactly these additions, whatever its register width
 // (the square of an fp32 is exact in fp64, so fused or not makes no difference), hence equal bits.

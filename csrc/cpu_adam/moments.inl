@@ -138,8 +138,6 @@ constexpr uint32_t kNanBits = 0x7FC00000U;
 
 inline float float_of(uint32_t bits) { return Scalar::from_bits(bits); }
 
-constexpr int kCodeBit = 20;  // of an fp32: where a code begins
-
 // What the codes of a block are multiplied with.
 struct Scale {
     F binade;  // of the largest magnitude: 2^kSpan units
@@ -149,17 +147,15 @@ struct Scale {
 // See [Note: int8 codes]. kSpan: binades between the unit and the block's largest magnitude.
 template <uint32_t kSpan>
 struct Compander {
-    static constexpr uint32_t kLowest = kSpan + 1;  // whose unit is still a normal number
-    static constexpr uint32_t kNotFinite = 255;
-    static constexpr uint32_t kBase = (127U - kSpan) << 23;             // 1 / 2^kSpan
+    static constexpr uint32_t kLowest = kSpan + 1;           // whose unit is still a normal number
+    static constexpr uint32_t kBase = (127U - kSpan) << 23;  // 1 / 2^kSpan
     static constexpr uint32_t kCodeMask = (8 * kSpan + 7) << kCodeBit;  // all bits of a code
     static_assert((kBase & kCodeMask) == 0);
     static_assert((kTwoBits & kCodeMask) == 0);
 
-    // The exponent of a block whose largest magnitude has these bits. What would round up to the
-    // next binade (of x / s + 1, hence the 512) belongs to it already. Only a NaN has a sign.
+    // The exponent of a block whose largest magnitude has these bits. Only a NaN has a sign.
     static uint32_t exponent(uint32_t largest) {
-        const uint32_t e = ((largest & 0x7FFFFFFFU) + (1U << kCodeBit) + 512U) >> 23;
+        const uint32_t e = ((largest & 0x7FFFFFFFU) + kRoundsUp) >> 23;
         if (e < kLowest) return kLowest;
         return e < kNotFinite ? e : kNotFinite;
     }
@@ -185,8 +181,8 @@ struct Compander {
 struct MomentsInt8 {
     static constexpr bool kBlocks = true;
     static constexpr bool kInfinite = false;  // finite below 2^128, or NaN
-    using First = Compander<15>;
-    using Second = Compander<31>;
+    using First = Compander<kFirstSpan>;
+    using Second = Compander<kSecondSpan>;
 
     MomentsInt8(const UpdateArrays& a, const Range& range)
         : first(static_cast<uint8_t*>(a.first_moment)),
@@ -278,7 +274,7 @@ struct MomentsInt8 {
             if (__builtin_expect(zero, 0)) raise_zeros(second + i, v, second_code, n);
             close(second, second_scale, i, n, e.second);
         }
-        return (R::kSecond ? e.second : e.first) != First::kNotFinite;
+        return (R::kSecond ? e.second : e.first) != kNotFinite;
     }
     // What is not 0 is never stored as 0. Most blocks have no code of 0, and are not asked.
     INFINITY_INLINE void raise_zeros(uint8_t* p, const F* v, U* codes, size_t n) const {
@@ -292,7 +288,7 @@ struct MomentsInt8 {
     static INFINITY_INLINE void close(uint8_t* codes, uint8_t* scale, size_t i, size_t n,
                                       uint32_t e) {
         scale[i / kCodeBlock] = static_cast<uint8_t>(e);
-        if (e == First::kNotFinite) {
+        if (e == kNotFinite) {
             Vec::fence();  // whoever stored them
             for (size_t k = 0; k < n; ++k) codes[i + k] = 0;
         }
