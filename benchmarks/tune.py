@@ -29,9 +29,9 @@ from aio import MODES, Case, Ours, written_file
 from machine_facts import machine_facts
 
 from infinity import aio
-from infinity.settings import IoSettings
+from infinity.settings import DEFAULT, IoSettings
+from infinity.testfile import SMALLEST, Memory, TestFile
 from infinity.tuning.sweep import QUICK, sweep_disk
-from infinity.tuning.testfile import SMALLEST, Memory, TestFile
 from infinity.tuning.tune import Tuning, tune
 
 GOAL = 0.95
@@ -191,7 +191,7 @@ def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str,
     """What `infinity tune` chooses in the directory, and its figures."""
     directory = os.fspath(arguments.directory)
     if arguments.quick:
-        with TestFile(directory, arguments.size, Memory(SMALLEST)) as file:
+        with TestFile(directory, arguments.size, Memory(SMALLEST), DEFAULT) as file:
             names = [backend.name for backend in aio.probe(directory).backends if backend.ok]
             found = sweep_disk(
                 file, names, QUICK, seconds=0.5, bytes_in_flight=SMALLEST, progress=lambda what: None

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import math
 import mmap
 import os
 import statistics
-import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from infinity import _tiers, aio, cpu_adam
-from infinity.errors import storage_error
-from infinity.settings import open_engine
+from infinity import cpu_adam
+from infinity.settings import IoSettings, open_engine
+from infinity.testfile import Memory, TestFile
 
 _STREAM_ELEMENTS = 16 << 20
 _GRADIENT_BYTES = 2 << 20
 _GRADIENTS = 16
 _FRESH_BYTES = 32 << 20
-_TRANSFER_BYTES = 16 << 20
-_REQUESTS_IN_FLIGHT = 8
+_BUFFERS = 32 << 20
+"""Bytes of RAM, at the most, that a disk is probed with."""
 
 
 @dataclass(frozen=True)
@@ -132,80 +127,17 @@ def disk_speed(
     """Write, read and mix on a temporary file of `nbytes` bytes in `directory`, about `seconds` each.
 
     The file is written once before anything is timed, so that no first allocation is in the figures, and
-    it is removed. What is not written after `fill_seconds` is left out. Its bytes are random: a disk may find
-    zeros, or what compresses, less work. Engine, block size and depth are those of
-    `infinity.settings.open_engine`. Raises StorageError and StorageFull as the engine does, ConfigError for
-    an unknown backend.
+    it has no name. What is not written after `fill_seconds` is left out. Engine, block size and depth are
+    those of `infinity.settings.open_engine`. Raises StorageError and StorageFull as `TestFile` and the engine
+    do, ConfigError for an unknown backend.
     """
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="infinity-profile-", dir=directory)
-    except OSError as error:
-        raise storage_error("create a file in", os.fspath(directory), None, error.errno or 0) from error
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(os.unlink, path)
-        cleanup.callback(os.close, descriptor)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            raise storage_error("preallocate", path, None, error.errno or 0) from error
-        engine = cleanup.enter_context(open_engine(directory, backend=backend))
-        file = cleanup.enter_context(engine.open(path))
-        return _measure_disk(file, engine.facts.backend, nbytes, seconds, fill_seconds)
-
-
-_Request = Callable[[tuple[int, int, object], int], aio.Future]
-
-
-def _measure_disk(
-    file: aio.File, backend: str, nbytes: int, seconds: float, fill_seconds: float
-) -> DiskSpeed:
-    lease_bytes = min(nbytes, _TRANSFER_BYTES)
-    # Huge, as an arena's pages are: a request over base pages has more segments, and a disk half the speed.
-    region = _tiers.map_host(nbytes=2 * lease_bytes, huge_pages=True, populate=True)
-    lease = _tiers.Pool(region, 0, region.nbytes, 4096).lease(region.nbytes, 0.0)
-    assert isinstance(lease, _tiers.Lease)
-    own = torch.Generator().manual_seed(0)  # what is measured leaves no trace in the caller's random numbers
-    from_dlpack(lease.to_dlpack()).view(torch.int64).random_(generator=own)
-    buffers = [(region.address + index * lease_bytes, lease_bytes, region) for index in range(2)]
-    offsets = range(0, nbytes - lease_bytes + 1, lease_bytes)
-
-    def rate(seconds: float, *requests: _Request) -> float:
-        """Bytes per second of the requests in turn along the file, several in flight, until time is up."""
-        moved, in_flight = 0, deque[aio.Future]()
-        start = time.perf_counter()
-        for number, offset in enumerate(itertools.cycle(offsets)):
-            if number and time.perf_counter() - start >= seconds:
-                break
-            kind = number % len(requests)
-            in_flight.append(requests[kind](buffers[kind], offset))
-            moved += lease_bytes
-            if len(in_flight) > _REQUESTS_IN_FLIGHT:
-                in_flight.popleft().result()
-        aio.wait_all(list(in_flight))
-        return moved / (time.perf_counter() - start)
-
-    offsets = offsets[: _fill(lambda offset: file.write(buffers[0], offset), offsets, fill_seconds)]
-    return DiskSpeed(
-        write=rate(seconds, file.write),
-        read=rate(seconds, file.read),
-        mixed=rate(seconds, file.read, file.write),
-        backend=backend,
-    )
-
-
-def _fill(write: Callable[[int], aio.Future], offsets: range, seconds: float) -> int:
-    """Write at the offsets in turn, one at least, until time is up; how many were written."""
-    in_flight = deque[aio.Future]()
-    start, done = time.perf_counter(), 0
-    for offset in offsets:
-        if done and time.perf_counter() - start >= seconds:
-            break
-        in_flight.append(write(offset))
-        done += 1
-        if len(in_flight) > _REQUESTS_IN_FLIGHT:
-            in_flight.popleft().result()
-    aio.wait_all(list(in_flight))
-    return done
+    with open_engine(directory, backend=backend) as engine:
+        facts = engine.facts
+    settings = IoSettings(facts.backend, facts.block_bytes, facts.depth)
+    memory = Memory(min(nbytes, _BUFFERS))
+    with TestFile(os.fspath(directory), nbytes, memory, settings, seconds=fill_seconds) as file:
+        write, read, mixed = (file.rate(settings, mode, seconds).whole for mode in ("write", "read", "mixed"))
+    return DiskSpeed(read=read, write=write, mixed=mixed, backend=facts.backend)
 
 
 def _seconds(work: Callable[[], object]) -> float:

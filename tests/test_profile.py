@@ -1,47 +1,42 @@
 """Measured bandwidths: of the disk, on files that are as large as they may be and no larger."""
 
+import contextlib
+import itertools
+import math
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from infinity import aio, bandwidths, profile
+from infinity import aio, bandwidths, profile, testfile
+from infinity.settings import DEFAULT, IoSettings
+from infinity.testfile import REQUEST_BYTES, SMALLEST, Memory, TestFile
 
 MIB = 1 << 20
 
 
-class Done:
-    def result(self) -> int:
-        return 0
-
-
-def test_a_slow_disk_is_filled_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    written: list[int] = []
-
-    def write(offset: int) -> Done:
-        written.append(offset)
-        now[0] += 0.25
-        return Done()
-
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(profile.aio, "wait_all", lambda futures: None)
-    assert profile._fill(write, range(0, 100, 10), 1.0) == 4  # type: ignore[arg-type]
-    assert written == [0, 10, 20, 30]
-    assert profile._fill(write, range(0, 30, 10), 0.0) == 1  # type: ignore[arg-type]
-    assert profile._fill(write, range(0, 30, 10), 100.0) == 3  # type: ignore[arg-type]
+def test_a_slow_disk_is_filled_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quarters = itertools.count()
+    slow = SimpleNamespace(monotonic=lambda: next(quarters) / 4, perf_counter=time.perf_counter)
+    monkeypatch.setattr(testfile, "time", slow)
+    memory = Memory(SMALLEST)
+    with TestFile(os.fspath(tmp_path), 4 * SMALLEST, memory, DEFAULT, seconds=1.0) as file:
+        assert file.nbytes == SMALLEST + 3 * REQUEST_BYTES
+    with TestFile(os.fspath(tmp_path), 4 * SMALLEST, memory, DEFAULT, seconds=math.inf) as file:
+        assert file.nbytes == 4 * SMALLEST
 
 
 def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[tuple[str, int]] = []
     contents: list[bytes] = []
 
-    real = profile._measure_disk
-
     class File:
         def __init__(self, file: aio.File) -> None:
-            self.file = file
+            self.direct, self.sync, self.file = file.direct, file.sync, file
 
         def read(self, buffer: tuple[int, int, object], offset: int) -> aio.Future:
             places.append(("read", offset))
@@ -51,19 +46,29 @@ def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.Monke
             places.append(("write", offset))
             return self.file.write(buffer, offset)
 
-    def measure(file: aio.File, *arguments: object) -> profile.DiskSpeed:
-        found = real(File(file), *arguments)  # type: ignore[arg-type]
-        with open(file.path, "rb") as stored:
-            contents.append(stored.read(MIB))
-        return found
+    real = TestFile.opened
 
-    monkeypatch.setattr(profile, "_measure_disk", measure)
-    profile.disk_speed(tmp_path, nbytes=64 * MIB, seconds=0.05, fill_seconds=0.0)
+    @contextlib.contextmanager
+    def opened(file: TestFile, settings: IoSettings) -> Iterator[File]:
+        with real(file, settings) as inside:
+            yield File(inside)
+            with open(file.path, "rb") as stored:
+                contents.append(stored.read(MIB))
+
+    monkeypatch.setattr(TestFile, "opened", opened)
+    found = profile.disk_speed(tmp_path, nbytes=64 * MIB, seconds=0.05, fill_seconds=0.0)
+    assert min(found.read, found.write, found.mixed) > 0
     assert {kind for kind, _ in places} == {"read", "write"}
-    assert {offset for _, offset in places} == {0}
+    assert {offset for _, offset in places} == set(range(0, 32 * MIB, 4 * MIB))
     counts = torch.bincount(torch.frombuffer(bytearray(contents[0]), dtype=torch.uint8).long())
     assert counts.min() > 0.5 * MIB / 256  # random, so that nothing below can make less of it
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", [4096, 3 * 4096, 5 * MIB])
+def test_a_file_of_a_small_budget_is_enough(tmp_path: Path, nbytes: int) -> None:
+    found = profile.disk_speed(tmp_path, nbytes=nbytes, seconds=0.01)
+    assert min(found.read, found.write, found.mixed) > 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from infinity import __version__, aio, cpu_adam, machine, profile
 from infinity.config import format_size
+from infinity.directory import free_bytes
 from infinity.errors import InfinityError
 from infinity.tiers.arena import REGISTER_CURE, HostArena, probe_huge_pages
 
@@ -216,8 +217,7 @@ def _device() -> Iterator[Finding]:
 def _storage(path: str) -> Iterator[Finding]:
     report = aio.probe(path)
     kind = machine.file_system(path)
-    room = os.statvfs(path)
-    free = room.f_bavail * room.f_frsize
+    free = free_bytes(path)
     is_ram = kind in machine.RAM_FILE_SYSTEMS
     yield Finding(
         section="storage",

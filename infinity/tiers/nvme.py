@@ -14,11 +14,12 @@ import torch
 from infinity import _tiers
 from infinity.aio import Faults, Future, Stats, Volume
 from infinity.config import format_size, round_up
+from infinity.directory import check_directory
 from infinity.errors import BudgetError, ConfigError
 from infinity.profile import disk_speed
 from infinity.settings import open_engine, tuned_shares
 from infinity.tiers.arena import HostArena
-from infinity.tiers.slab import Slab, check_directory
+from infinity.tiers.slab import Slab
 from infinity.tiers.striping import choose_striping
 from infinity.tiers.tier import PAGE_ALIGNMENT, Tier
 

@@ -6,14 +6,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 import weakref
 from pathlib import Path
 from types import TracebackType
 
-from infinity import machine
-from infinity.config import format_size, round_up
-from infinity.errors import ConfigError, StorageError, StorageFull, storage_error, storage_errors
+from infinity.config import round_up
+from infinity.directory import check_directory, preallocate
+from infinity.errors import ConfigError, StorageError, storage_errors
 
 
 class Slab:
@@ -95,41 +94,7 @@ class Slab:
 
     def _preallocate(self, descriptor: int) -> None:
         os.ftruncate(descriptor, 0)  # what a dead process left
-        room = os.fstatvfs(descriptor)
-        available = room.f_bavail * room.f_frsize
-        if self.nbytes > available:
-            raise StorageFull(
-                f"{self.directory} has {format_size(available)} free of {format_size(self.nbytes)} needed.",
-                f"Give that path at most {available} bytes, free space there, or add another path.",
-                path=str(self.path),
-                errno=errno.ENOSPC,
-            )
-        with storage_errors("preallocate", self.path):
-            os.posix_fallocate(descriptor, 0, self.nbytes)
-
-
-def check_directory(directory: str | os.PathLike[str]) -> Path:
-    """The real path of a directory that can hold pages.
-
-    Raises StorageError for one that is missing, cannot be reached, or is RAM; ConfigError for no path at all.
-    """
-    try:
-        with storage_errors("open", directory):
-            path = os.path.realpath(directory)
-            mode = os.stat(path).st_mode
-            kind = machine.file_system(path)
-    except ValueError as error:
-        raise ConfigError(f"{directory!r} is no path: {error}.", "Give a directory on a disk.") from error
-    if not stat.S_ISDIR(mode):
-        raise storage_error("open", path, None, errno.ENOTDIR)
-    if kind in machine.RAM_FILE_SYSTEMS:
-        raise StorageError(
-            f"{path} is on {kind}, which is RAM: pages kept there would not leave memory.",
-            "Give a directory on a disk, or a larger host budget.",
-            path=path,
-            errno=errno.EINVAL,
-        )
-    return Path(path)
+        preallocate(descriptor, self.nbytes, self.path)
 
 
 def _remove(descriptor: int, path: Path, owner: int) -> None:

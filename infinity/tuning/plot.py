@@ -10,7 +10,8 @@ from typing import Any
 
 from infinity.config import format_size
 from infinity.errors import ConfigError, storage_error, storage_errors
-from infinity.tuning.sweep import MODES, DiskSweep, Measured
+from infinity.testfile import MODES
+from infinity.tuning.sweep import DiskSweep, Measured
 from infinity.tuning.tune import Tuning
 
 _FORMATS = (".png", ".svg")

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.aio import Volume
+from infinity.testfile import MODES, REQUEST_BYTES, Memory, TestFile, issue, measure
 from infinity.tiers.striping import choose_striping
 from infinity.tuning.search import Halving, best_of, median_rate
-from infinity.tuning.sweep import MODES, DiskSweep, Effort, Progress
-from infinity.tuning.testfile import REQUEST_BYTES, Memory, TestFile, issue, measure
+from infinity.tuning.sweep import DiskSweep, Effort, Progress
 
 Shares = tuple[float, ...]
 
@@ -76,7 +76,7 @@ def sweep_stripes(
 
             def rate(mode: str) -> float:
                 requests = issue(volume, mode, request, itertools.cycle(places), memory)
-                return measure(requests, request, window, effort.slice_seconds)
+                return measure(requests, request, window, effort.slice_seconds).steady
 
             return {mode: rate(mode) for mode in MODES}
 

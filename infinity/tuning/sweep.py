@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.settings import DEFAULT, IoSettings
+from infinity.testfile import MODES, TestFile
 from infinity.tuning.search import Halving, best_of, choose, grid, median_rate
-from infinity.tuning.testfile import TestFile
-
-MODES = ("read", "write", "mixed")
 
 Progress = Callable[[str], None]
 """Called before each trial with what is tried."""
@@ -94,7 +92,7 @@ def sweep_disk(
 
     def trial(settings: IoSettings) -> dict[str, float]:
         progress(f"{settings.backend} {settings.block_bytes >> 10} KiB x {settings.depth}")
-        return {mode: file.rate(settings, mode, effort.slice_seconds) for mode in MODES}
+        return {mode: file.rate(settings, mode, effort.slice_seconds).steady for mode in MODES}
 
     halving = Halving(
         grid(backends, effort.blocks, effort.depths, most),

@@ -7,19 +7,20 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from infinity import aio, bandwidths, machine
 from infinity.config import Size, format_size, parse_size
+from infinity.directory import check_directory, free_bytes
 from infinity.errors import ConfigError, StorageFull
 from infinity.profile import LinkSpeed, link_speed, stream_speed
-from infinity.settings import DiskProfile, Profile, StripeProfile, now
+from infinity.settings import DEFAULT, DiskProfile, Profile, StripeProfile, now
+from infinity.testfile import MODES, SMALLEST, Memory, TestFile
 from infinity.tiers.arena import HostArena
 from infinity.tuning.stripes import StripeSweep, sweep_stripes
 from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, sweep_disk
-from infinity.tuning.testfile import SMALLEST, Memory, TestFile, usable_bytes
 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
@@ -84,7 +85,7 @@ def tune(
     saved = _keep(profile, disks, stripes)
     bandwidths.keep(
         {
-            path: {mode: getattr(disk.chosen, mode) for mode in ("read", "write", "mixed")}
+            path: {mode: getattr(disk.chosen, mode) for mode in MODES}
             for path, disk in zip(paths, disks, strict=True)
         },
         stream=stream,
@@ -118,7 +119,8 @@ def _sweep(
         files = []
         for path, nbytes, names in zip(paths, sizes, backends, strict=True):
             progress(f"writing {format_size(nbytes)} in {path}")
-            file = TestFile(path, nbytes, memory, seconds=_FILL_SECONDS / len(paths), backend=names[0])
+            settings = replace(DEFAULT, backend=names[0])
+            file = TestFile(path, nbytes, memory, settings, seconds=_FILL_SECONDS / len(paths))
             files.append(cleanup.enter_context(file))
         disks = tuple(
             sweep_disk(file, names, effort, seconds=alone, bytes_in_flight=memory.nbytes, progress=progress)
@@ -136,24 +138,35 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
     """Bytes of each test file, in whole MiB. Raises what `tune` raises."""
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
         raise ConfigError(f"The paths {list(paths)} are none or name one twice.", "Give each directory once.")
-    room = usable_bytes(paths)
-    if size is None:
-        for path, free in zip(paths, room, strict=True):
-            if free // 2 < SMALLEST:
-                raise StorageFull(
-                    f"{path} has {format_size(free)} free, too few for a test file.",
-                    f"Free {format_size(2 * SMALLEST)} there, or give another path.",
-                    path=path,
-                    errno=errno.ENOSPC,
-                )
-        return [min(_FILE_BYTES, free // 2) >> 20 << 20 for free in room]
-    wanted = parse_size(size, what="size") >> 20 << 20
-    if wanted < SMALLEST:
+    room = _usable_bytes(paths)
+    wanted = None if size is None else parse_size(size, what="size") >> 20 << 20
+    if wanted is not None and wanted < SMALLEST:
         raise ConfigError(
             f"A test file of {size} says nothing about a disk.",
             f"Give --size {format_size(SMALLEST)} or more.",
         )
-    return [wanted] * len(paths)
+    for path, free in zip(paths, room, strict=True):
+        needed = 2 * SMALLEST if wanted is None else wanted
+        if free < needed:
+            raise StorageFull(
+                f"{path} has {format_size(free)} free of the {format_size(needed)} that a test file needs.",
+                "Free space there, give another path, or a smaller --size.",
+                path=path,
+                errno=errno.ENOSPC,
+            )
+    if wanted is not None:
+        return [wanted] * len(paths)
+    return [min(_FILE_BYTES, free // 2) >> 20 << 20 for free in room]
+
+
+def _usable_bytes(directories: Sequence[str]) -> list[int]:
+    """Free room of each directory's file system, divided by the directories that share it.
+
+    Raises StorageError as `check_directory` does.
+    """
+    paths = [check_directory(directory) for directory in directories]
+    devices = [os.stat(path).st_dev for path in paths]
+    return [free_bytes(path) // devices.count(device) for path, device in zip(paths, devices, strict=True)]
 
 
 def _backends(path: str) -> list[str]:

@@ -1,28 +1,26 @@
-"""A file to try settings on, and how fast a moment of I/O with them is."""
+"""A file to try a disk on, and how fast a moment of I/O with some settings is."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
-import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from infinity import _tiers, aio
-from infinity.config import format_size
-from infinity.errors import StorageError, StorageFull, storage_error
-from infinity.settings import DEFAULT, IoSettings
-from infinity.tiers import Tier
-from infinity.tiers.slab import check_directory
-from infinity.tiers.tier import map_ram
+from infinity.directory import nameless_file, preallocate
+from infinity.errors import StorageError, storage_error
+from infinity.region import tensor_over
+from infinity.settings import IoSettings
+
+MODES = ("read", "write", "mixed")
+"""What is tried; "mixed" is half of the bytes each, which is what a training step does."""
 
 REQUEST_BYTES = 4 << 20
 """As the runtime asks: larger than most blocks, so that the engine cuts them."""
@@ -33,15 +31,28 @@ _AHEAD = 2
 _PATTERN_BYTES = 32 << 20
 
 
+@dataclass(frozen=True)
+class Rate:
+    """Bytes per second of some requests, two ways."""
+
+    whole: float
+    """From the first one's start to the last one's end: what a disk does with so many bytes."""
+    steady: float
+    """Between the first one that was done and the last one within the time, so that neither the filling of
+    the queue nor its draining counts: settings are compared by it, in moments that are short."""
+
+
 class Memory:
-    """RAM that transfers start from or end in, random bytes: huge pages, as an arena has them."""
+    """RAM that transfers start from or end in. Its bytes are random: a disk may find zeros, or what
+    compresses, less work. Huge pages, as an arena has them: a request over base pages has more segments, and
+    a disk half the speed."""
 
     def __init__(self, nbytes: int) -> None:
-        self.region = map_ram(Tier.HOST, nbytes, huge_pages=True, populate=True)
-        lease = _tiers.Pool(self.region, 0, self.region.nbytes, 4096).lease(self.region.nbytes, 0.0)
-        assert isinstance(lease, _tiers.Lease)
-        words: torch.Tensor = from_dlpack(lease.to_dlpack())[: nbytes // 8 * 8].view(torch.int64)
-        pattern = words[: _PATTERN_BYTES // 8].random_(generator=torch.Generator().manual_seed(0))
+        self.region = _tiers.map_host(nbytes, huge_pages=True, populate=True)
+        words = tensor_over(self.region)[: nbytes // 8 * 8].view(torch.int64)
+        # What is measured leaves no trace in the caller's random numbers.
+        own = torch.Generator().manual_seed(0)
+        pattern = words[: _PATTERN_BYTES // 8].random_(generator=own)
         for start in range(pattern.numel(), words.numel(), pattern.numel()):
             part = words[start : start + pattern.numel()]
             part.copy_(pattern[: part.numel()])
@@ -58,31 +69,30 @@ class Memory:
 class TestFile:
     """A nameless file in `directory`, every byte of it written: nothing is left behind, however this ends.
 
-    directory: on a disk. nbytes: its size; preallocated, so that a full disk says so at once. What is not
-    written after `seconds` is left out, so that slow disks are tried on a smaller file. backend: writes it. A
-    context manager.
+    nbytes: its size; preallocated, so that a full disk says so at once. settings: how it is written. What
+    is not written after `seconds` is left out, so that slow disks are tried on a smaller file. A context
+    manager.
 
-    Raises StorageError for a directory that cannot hold pages or be written, StorageFull for one without
-    that much room.
+    Raises StorageError for a directory that cannot be written, StorageFull for one without that much room.
     """
 
     __test__ = False  # for pytest, which collects by name
 
     def __init__(
-        self, directory: str, nbytes: int, memory: Memory, *, seconds: float = 8.0, backend: str = "auto"
+        self, directory: str, nbytes: int, memory: Memory, settings: IoSettings, *, seconds: float = 8.0
     ) -> None:
-        self.directory = os.fspath(check_directory(directory))
+        self.directory = os.path.realpath(directory)
         self._memory = memory
         self._cleanup = contextlib.ExitStack()
-        self._descriptor = _nameless(self.directory)
+        self._descriptor = nameless_file(self.directory)
         self._cleanup.callback(os.close, self._descriptor)
         self._position = 0
         self.direct = False
         """O_DIRECT; without it, all passes through the page cache."""
         try:
-            self._preallocate(nbytes)
+            preallocate(self._descriptor, nbytes, self.directory)
             with self._errors_of_the_directory():
-                written, rate = self._fill(nbytes, seconds, replace(DEFAULT, backend=backend))
+                written, rate = self._fill(nbytes, seconds, settings)
         except BaseException:
             self.close()
             raise
@@ -96,14 +106,14 @@ class TestFile:
         """Under which this process can open it."""
         return f"/proc/self/fd/{self._descriptor}"
 
-    def rate(self, settings: IoSettings, mode: str, seconds: float) -> float:
-        """Bytes per second of "read", "write" or "mixed" (half each) with these settings, for some time.
+    def rate(self, settings: IoSettings, mode: str, seconds: float) -> Rate:
+        """What `mode` of MODES reaches with these settings, for some time.
 
-        Between the first request that is done and the last one, so that neither the filling of the queue nor
-        its draining counts. Raises StorageError and StorageFull, naming the directory.
+        Raises StorageError and StorageFull, naming the directory.
         """
-        request = max(settings.block_bytes, REQUEST_BYTES)
-        window = -(-settings.bytes_in_flight // request) + _AHEAD
+        request = min(max(settings.block_bytes, REQUEST_BYTES), self.nbytes, self._memory.nbytes)
+        blocks = -(-request // settings.block_bytes)
+        window = -(-settings.depth // blocks) + _AHEAD
         with self._errors_of_the_directory(), self.opened(settings) as file:
             if not file.direct:
                 self._drop_page_cache()
@@ -142,32 +152,16 @@ class TestFile:
 
         return issue(file, mode, nbytes, places(), self._memory)
 
-    def _preallocate(self, nbytes: int) -> None:
-        room = os.fstatvfs(self._descriptor)
-        available = room.f_bavail * room.f_frsize
-        if nbytes > available:
-            raise StorageFull(
-                f"{self.directory} has {format_size(available)} free of {format_size(nbytes)} needed.",
-                f"Give --size at most {available} bytes, free space there, or give another path.",
-                path=self.directory,
-                errno=errno.ENOSPC,
-            )
-        try:
-            os.posix_fallocate(self._descriptor, 0, nbytes)
-        except OSError as error:
-            raise storage_error(
-                "preallocate a test file in", self.directory, None, error.errno or 0
-            ) from error
-
     def _fill(self, nbytes: int, seconds: float, settings: IoSettings) -> tuple[int, float]:
         """Write from the start until all is written or time is up; the bytes written, and their rate."""
         written, in_flight = 0, deque[aio.Future]()
+        buffers = max(1, self._memory.nbytes // REQUEST_BYTES)
         start = time.monotonic()
         with self.opened(settings) as file:
             self.direct = file.direct
             while written < nbytes and (written < SMALLEST or time.monotonic() - start < seconds):
                 step = min(REQUEST_BYTES, nbytes - written)
-                offset = written % (self._memory.nbytes // REQUEST_BYTES * REQUEST_BYTES)
+                offset = written // REQUEST_BYTES % buffers * REQUEST_BYTES
                 in_flight.append(file.write(self._memory.part(offset, step), written))
                 written += step
                 if len(in_flight) > settings.depth:
@@ -202,8 +196,9 @@ def issue(
         yield kinds[number % len(kinds)](memory.part(number % buffers * nbytes, nbytes), place)
 
 
-def measure(requests: Iterator[aio.Future], nbytes: int, window: int, seconds: float) -> float:
-    """Bytes per second of requests of `nbytes` each, `window` of them pending, for about `seconds`."""
+def measure(requests: Iterator[aio.Future], nbytes: int, window: int, seconds: float) -> Rate:
+    """The rate of requests of `nbytes` each, `window` of them pending, for about `seconds`."""
+    begun = time.perf_counter()
     pending = deque(itertools.islice(requests, window))
     pending.popleft().result()
     start = now = time.perf_counter()
@@ -213,34 +208,7 @@ def measure(requests: Iterator[aio.Future], nbytes: int, window: int, seconds: f
         pending.popleft().result()
         done += 1
         now = time.perf_counter()
+    steady = done * nbytes / (now - start)
+    moved = (1 + done + len(pending)) * nbytes
     aio.wait_all(list(pending))
-    return done * nbytes / (now - start)
-
-
-def usable_bytes(directories: Sequence[str]) -> list[int]:
-    """Free room of each directory's file system, divided by the directories that share it.
-
-    Raises StorageError as `check_directory` does.
-    """
-    paths = [check_directory(directory) for directory in directories]
-    devices = [os.stat(path).st_dev for path in paths]
-    rooms = [os.statvfs(path) for path in paths]
-    return [
-        room.f_bavail * room.f_frsize // devices.count(device)
-        for room, device in zip(rooms, devices, strict=True)
-    ]
-
-
-def _nameless(directory: str) -> int:
-    """The descriptor of a new file without a name, or whose name is gone already."""
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise storage_error("create a file in", directory, None, error.errno or 0) from error
-    try:
-        descriptor, path = tempfile.mkstemp(prefix=".infinity-tune-", dir=directory)
-    except OSError as error:
-        raise storage_error("create a file in", directory, None, error.errno or 0) from error
-    os.unlink(path)
-    return descriptor
+    return Rate(whole=moved / (time.perf_counter() - begun), steady=steady)

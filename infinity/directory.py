@@ -1,0 +1,76 @@
+"""Directories on disks: whether they can hold pages, their room, and how a file takes some of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from infinity import machine
+from infinity.config import format_size
+from infinity.errors import ConfigError, StorageError, StorageFull, storage_error, storage_errors
+
+
+def check_directory(directory: str | os.PathLike[str]) -> Path:
+    """The real path of a directory that can hold pages.
+
+    Raises StorageError for one that is missing, cannot be reached, or is RAM; ConfigError for no path at all.
+    """
+    try:
+        with storage_errors("open", directory):
+            path = os.path.realpath(directory)
+            mode = os.stat(path).st_mode
+            kind = machine.file_system(path)
+    except ValueError as error:
+        raise ConfigError(f"{directory!r} is no path: {error}.", "Give a directory on a disk.") from error
+    if not stat.S_ISDIR(mode):
+        raise storage_error("open", path, None, errno.ENOTDIR)
+    if kind in machine.RAM_FILE_SYSTEMS:
+        raise StorageError(
+            f"{path} is on {kind}, which is RAM: pages kept there would not leave memory.",
+            "Give a directory on a disk, or a larger host budget.",
+            path=path,
+            errno=errno.EINVAL,
+        )
+    return Path(path)
+
+
+def free_bytes(path: str | os.PathLike[str] | int) -> int:
+    """Bytes that this user may still take on the file system of a path, or of an open descriptor."""
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize
+
+
+def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> None:
+    """Take the room of an open file of `nbytes` at once: a full disk shows before anything is written.
+
+    path: what errors name. Raises StorageFull where the file system has not that much room, StorageError for
+    everything else.
+    """
+    available = free_bytes(descriptor)
+    if nbytes > available:
+        raise StorageFull(
+            f"The file system of {os.fspath(path)} has {format_size(available)} free of "
+            f"{format_size(nbytes)} needed.",
+            f"Give that path at most {available} bytes, free space there, or use another path.",
+            path=os.fspath(path),
+            errno=errno.ENOSPC,
+        )
+    with storage_errors("preallocate room at", path):
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def nameless_file(directory: str) -> int:
+    """The descriptor of a new file that has no name, or whose name is gone already. Raises StorageError."""
+    try:
+        with storage_errors("create a file in", directory):
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except StorageError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    with storage_errors("create a file in", directory):
+        descriptor, path = tempfile.mkstemp(prefix=".infinity-test-", dir=directory)
+    os.unlink(path)
+    return descriptor
