@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.cache import cache_file, read_json, write_json
+from infinity.cache import JsonFile
 from infinity.predict import Bandwidths
 from infinity.profile import disk_speed, fault_speed, gradient_speed, link_speed, stream_speed
 
@@ -33,11 +31,6 @@ _DISK_EXPIRES = 300.0
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
 _MATMUL_SECONDS = 0.2
-
-
-def cache_path() -> Path:
-    """Where figures are kept: $XDG_CACHE_HOME/infinity/profile.json, by default under ~/.cache."""
-    return cache_file("profile.json")
 
 
 def measure_bandwidths(
@@ -121,13 +114,9 @@ class _Cache:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._path = cache_path()
+        self._file = JsonFile[dict[str, dict[str, float]]]("profile.json", _figures, {})
+        self._figures = self._file.content
         self._changed = False
-        self._figures: dict[str, dict[str, float]] = {}
-        with contextlib.suppress(OSError, ValueError):
-            found = read_json(self._path)
-            entries = found.items() if isinstance(found, dict) else ()
-            self._figures = {key: figures for key, figures in entries if _is_figures(figures)}
 
     def get(
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
@@ -153,7 +142,7 @@ class _Cache:
                 for key, figures in self._figures.items()
                 if not key.startswith(disk) or self._age(figures) < _DISK_EXPIRES
             }
-            write_json(self._path, fresh)
+            self._file.save(fresh)
 
     def _age(self, figures: Mapping[str, float]) -> float:
         """In seconds; endless where it is not known, or the clock was set back."""
@@ -163,6 +152,10 @@ class _Cache:
 
 def _key(what: str) -> str:
     return f"{platform.node()} {what}"  # home directories are shared between machines
+
+
+def _figures(found: Any) -> dict[str, dict[str, float]]:
+    return {key: figures for key, figures in found.items() if _is_figures(figures)}
 
 
 def _is_figures(found: Any) -> bool:

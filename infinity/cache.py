@@ -6,8 +6,11 @@ import contextlib
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+Content = TypeVar("Content")
 
 
 def cache_file(name: str) -> Path:
@@ -16,14 +19,30 @@ def cache_file(name: str) -> Path:
     return Path(base) / "infinity" / name
 
 
-def read_json(path: Path) -> Any:
-    """What the file holds. Raises OSError where there is none, ValueError where it is not JSON."""
-    return json.loads(path.read_text())
+class JsonFile(Generic[Content]):
+    """A JSON file of the cache, read once. One that is absent or cannot be used counts as empty."""
 
+    def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
+        """understand: makes the content of what the JSON says. Raises ValueError, whose text says why,
+        TypeError, KeyError or AttributeError for what was not written here."""
+        self.path = cache_file(name)
+        self.content = empty
+        self.ignored: str | None = None
+        """Why a file that is there counts as empty."""
+        try:
+            self.content = understand(json.loads(self.path.read_text()))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.ignored = error.strerror
+        except ValueError as error:
+            self.ignored = str(error)
+        except (TypeError, KeyError, AttributeError):
+            self.ignored = "it has another form"
 
-def write_json(path: Path, content: Any) -> bool:
-    """Replace the file at once, so that no reader sees half of it; False where the system refuses."""
-    return write_bytes(path, json.dumps(content, indent=1).encode())
+    def save(self, content: Any) -> bool:
+        """Replace the file, as `write_bytes` does."""
+        return write_bytes(self.path, json.dumps(content, indent=1).encode())
 
 
 def read_bytes(path: Path) -> bytes | None:
@@ -35,7 +54,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
-    """As `write_json`, of any bytes."""
+    """Replace the file at once, so that no reader sees half of it; False where the system refuses."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

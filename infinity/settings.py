@@ -8,12 +8,11 @@ import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from infinity import machine
 from infinity.aio import BACKENDS, Engine, Faults
-from infinity.cache import cache_file, read_json, write_json
+from infinity.cache import JsonFile
 from infinity.errors import ConfigError
 
 FORMAT = 1
@@ -70,11 +69,6 @@ class StripeProfile:
     at: str
 
 
-def profile_path() -> Path:
-    """Where the findings of `infinity tune` are kept."""
-    return cache_file("tune.json")
-
-
 def disk_key(directory: str | os.PathLike[str]) -> str:
     """What tells the disk under an existing directory from others: host, device, file system, kernel."""
     device = os.stat(directory).st_dev
@@ -87,33 +81,21 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
+_Findings = tuple[dict[str, Any], dict[str, Any]]
+"""Of disks and of stripes, as the file has them."""
+
+
 class Profile:
     """The file of findings. One that is absent or cannot be used is empty; `note` says why it cannot."""
 
     def __init__(self) -> None:
-        self.path = profile_path()
+        self._file = JsonFile[_Findings]("tune.json", _findings, ({}, {}))
+        self._disks, self._stripes = self._file.content
+        self.path = self._file.path
         self.note: str | None = None
         """Why the file is ignored."""
-        self._disks: dict[str, Any] = {}
-        self._stripes: dict[str, Any] = {}
-        try:
-            found = read_json(self.path)
-            if found["format"] != FORMAT:
-                raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")
-            disks, stripes = dict(found["disks"]), dict(found["stripes"])
-            for entry in disks.values():
-                _disk_profile(entry)
-            for key, entry in stripes.items():
-                if len(_stripe_profile(entry).shares) != len(key.split(_AND)):
-                    raise ValueError("it has shares of other disks")
-            self._disks, self._stripes = disks, stripes
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            self.note = f"The profile {self.path} is ignored: {error.strerror}."
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = str(error) if isinstance(error, ValueError) else "it is not what infinity tune writes"
-            self.note = f"The profile {self.path} is ignored ({reason}). Run infinity tune again."
+        if self._file.ignored is not None:
+            self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
     def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
         """The findings for the disk under an existing directory, if any."""
@@ -142,7 +124,7 @@ class Profile:
 
     def save(self) -> bool:
         """Write the file at once; False where the system refuses."""
-        return write_json(self.path, {"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
+        return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
 
 def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
@@ -208,6 +190,19 @@ def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, lis
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     return _AND.join(keys[place] for place in order), order
+
+
+def _findings(found: Any) -> _Findings:
+    """Raises ValueError, TypeError, KeyError or AttributeError for what `Profile.save` did not write."""
+    if found["format"] != FORMAT:
+        raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")
+    disks, stripes = dict(found["disks"]), dict(found["stripes"])
+    for entry in disks.values():
+        _disk_profile(entry)
+    for key, entry in stripes.items():
+        if len(_stripe_profile(entry).shares) != len(key.split(_AND)):
+            raise ValueError("it has shares of other disks")
+    return disks, stripes
 
 
 def _disk_profile(entry: Any) -> DiskProfile:

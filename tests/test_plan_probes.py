@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from infinity import bandwidths
-from infinity.bandwidths import cache_path, measure_bandwidths
+from infinity.bandwidths import measure_bandwidths
+from infinity.cache import cache_file
 from infinity.config import Budget, Precision
 from infinity.offload import plan
 from infinity.placement import Kind
@@ -39,7 +40,7 @@ def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     first = measure_bandwidths(disks, CPU, torch.bfloat16)
     assert first.disk_read == 4e9
     assert fast_probes == ["/a", "/b", "stream", "gradients", "faults", "torch.bfloat16"]
-    assert cache_path().is_relative_to(tmp_path)
+    assert cache_file("profile.json").is_relative_to(tmp_path)
     assert measure_bandwidths(disks, CPU, torch.bfloat16) == first
     assert len(fast_probes) == 6
     measure_bandwidths({}, CPU, torch.float32)
@@ -58,9 +59,8 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
     measure(1599.0)
     assert fast_probes[6:] == []
     measure_bandwidths({"/b": 4096}, CPU, torch.bfloat16, clock=lambda: 1600.0)
-    assert (
-        sum("disk /" in key for key in json.loads(cache_path().read_text())) == 1
-    )  # /a would be probed again
+    kept = json.loads(cache_file("profile.json").read_text())
+    assert sum("disk /" in key for key in kept) == 1  # /a would be probed again
     fast_probes.pop()
     measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
     assert fast_probes[6:] == ["/a"]
@@ -75,10 +75,10 @@ def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatc
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', "\\x00"])
 def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
-    cache_path().parent.mkdir(parents=True)
-    cache_path().write_text(text)
+    cache_file("profile.json").parent.mkdir(parents=True)
+    cache_file("profile.json").write_text(text)
     measure_bandwidths({}, CPU, torch.float32)
-    assert len(json.loads(cache_path().read_text())) == 4
+    assert len(json.loads(cache_file("profile.json").read_text())) == 4
 
 
 def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:

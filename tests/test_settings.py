@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity import aio, cache, machine, settings
+from infinity import aio, machine, settings
+from infinity.cache import cache_file
 from infinity.errors import ConfigError, StorageError
 from infinity.settings import DEFAULT, DiskProfile, IoSettings, Profile, StripeProfile
 from infinity.tiers import NvmeTier
@@ -132,7 +133,7 @@ def spoilt() -> list[str]:
 
 @pytest.mark.parametrize("text", spoilt())
 def test_a_profile_that_cannot_be_used_is_ignored_with_a_note(tmp_path: Path, text: str) -> None:
-    path = settings.profile_path()
+    path = cache_file("tune.json")
     path.parent.mkdir(parents=True)
     path.write_text(text)
     note = Profile().note
@@ -179,5 +180,5 @@ def test_a_cache_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Pat
     assert not Profile().save()
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "there"))
     (tmp_path / "there" / "infinity" / "tune.json").mkdir(parents=True)
-    assert not cache.write_json(settings.profile_path(), {})
+    assert not Profile().save()
     assert [each.name for each in (tmp_path / "there" / "infinity").iterdir()] == ["tune.json"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from infinity import aio, bandwidths, cli, machine, settings, testfile
+from infinity.cache import cache_file
 from infinity.directory import nameless_file
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.profile import LinkSpeed
@@ -174,7 +175,7 @@ def test_directories_that_cannot_hold_the_file(tmp_path: Path, ram_disk: Path) -
         assert caught.value.errno == number
     with pytest.raises(StorageError, match="tmpfs"):
         tune.tune([os.fspath(ram_disk)])
-    assert not settings.profile_path().exists()
+    assert not cache_file("tune.json").exists()
 
 
 def test_a_read_only_directory(tmp_path: Path, monkeypatch) -> None:
@@ -264,8 +265,8 @@ def test_a_forced_engine_is_the_only_one_that_is_tried(tmp_path: Path, monkeypat
 
 
 def test_a_spoilt_profile_is_replaced_with_a_note(tmp_path: Path) -> None:
-    settings.profile_path().parent.mkdir(parents=True, exist_ok=True)
-    settings.profile_path().write_text("{")
+    cache_file("tune.json").parent.mkdir(parents=True, exist_ok=True)
+    cache_file("tune.json").write_text("{")
     found = tune.tune([os.fspath(tmp_path)])
     assert found.note is not None
     assert settings.Profile().note is None
@@ -274,7 +275,7 @@ def test_a_spoilt_profile_is_replaced_with_a_note(tmp_path: Path) -> None:
 def test_figures_of_memory_are_not_replaced_by_slower_ones(tmp_path: Path) -> None:
     for rate in (5e9, 9e9, 7e9):
         bandwidths.keep({"/a": {"read": 1e9, "write": 1e9, "mixed": 1e9}}, stream=rate)
-    figures = json.loads(bandwidths.cache_path().read_text())
+    figures = json.loads(cache_file("profile.json").read_text())
     assert [each["rate"] for name, each in figures.items() if name.endswith("stream")] == [9e9]
 
 
@@ -318,7 +319,7 @@ sys.exit(main(["tune", "--path", {os.fspath(tmp_path)!r}, "--size", "32MiB"]))
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
-    assert not settings.profile_path().exists()
+    assert not cache_file("tune.json").exists()
 
 
 def _thread_names(pid: int) -> list[str]:
