@@ -46,10 +46,11 @@ from infinity.device_kernels import (
     UpdateKind,
     host_library,
 )
-from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk, size_of
+from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk
 from infinity.device_update import DeviceUpdates, Turn
 from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
 from infinity.tiers.driver import Driver, Stream
+from infinity.workspace import WorkspaceSize
 
 FORMS = ("fp32", "bf16", "int8")
 MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")
@@ -88,9 +89,18 @@ def kernels(device: str) -> Counted:
     return Counted(torch.device(device))
 
 
+def workspace_bytes(chunks: Sequence[Chunk]) -> int:
+    segments = [each for chunk in chunks for each in chunk.work.segments]
+    return WorkspaceSize(
+        pieces=len(segments),
+        blocks=sum(-(-each.count // BLOCK) for each in segments),
+        parameters=len({whose for chunk in chunks for whose in chunk.parameters}),
+    ).nbytes
+
+
 def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
     """In memory filled with ones: nothing may rest on what it held."""
-    nbytes = size_of(chunks).nbytes
+    nbytes = workspace_bytes(chunks)
     kernels(device).launched.clear()
     memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
     return DeviceUpdates(chunks, memory, kernels(device)), memory
@@ -311,7 +321,7 @@ def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
     given, work = many(3 * MOST_PARAMETERS, 2)
     expected = on_cpu(given, **work)
     chunk = Chunk(Update(**given, segments=work["segments"], hypers=[]), range(3 * MOST_PARAMETERS))
-    memory = torch.zeros(size_of([chunk]).nbytes, dtype=torch.uint8)
+    memory = torch.zeros(workspace_bytes([chunk]), dtype=torch.uint8)
     updates = DeviceUpdates([chunk], memory, Queued(device.driver, stream))
     device.hold(stream)
     before = clones(given)

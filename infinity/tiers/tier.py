@@ -117,11 +117,6 @@ class MemoryTier:
         """Bytes of the budget that belong to no pool yet."""
         return self.budget - self._carved
 
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes on loan now, over all pools."""
-        return sum(pool.leased for pool in self.pools.values())
-
     def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
         """Carve a pool of `nbytes` bytes (rounded up to whole granules) out of the budget, for good.
 
