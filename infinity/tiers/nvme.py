@@ -13,6 +13,7 @@ import torch
 
 from infinity import _tiers
 from infinity.aio import Faults, Future, Stats, Volume
+from infinity.closing import Closing
 from infinity.config import format_size, round_up
 from infinity.directory import check_directory
 from infinity.errors import BudgetError, ConfigError
@@ -70,7 +71,7 @@ class NvmeExtent(NamedTuple):
     nbytes: int
 
 
-class NvmeTier:
+class NvmeTier(Closing):
     """Pages in slab files, one file per path and rank, with an I/O engine per path.
 
     budgets: the most bytes per directory; each directory should be on a device of its own. nbytes: what is
@@ -222,14 +223,6 @@ class NvmeTier:
         self._cleanup.close()
         self._volume = None  # its descriptors would keep the room of the removed files
         self._registered.clear()
-
-    def __enter__(self) -> NvmeTier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open_volume(self) -> Volume:
         if self._volume is None:
