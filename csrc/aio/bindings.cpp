@@ -315,7 +315,8 @@ NB_MODULE(_aio, m) {
     m.doc() = "The native I/O engine. Use infinity.aio.";
     // A daemon thread may hold objects of ours to the very end; that is no news for a user.
     nb::set_leak_warnings(false);
-    pthread_atfork(nullptr, nullptr, [] { waiters = 0; });  // none of those threads is in the child
+    // None of those threads is in a child.
+    pthread_atfork(nullptr, nullptr, [] { infinity::waiting = 0; });
     bind_faults(m);
     bind_future(m);
     bind_file(m);
