@@ -152,11 +152,8 @@ class Engine:
         """Have the kernel pin memory once instead of at each request inside it.
 
         False where it does not (`facts.registration_failure` says why); requests work either way. The memory
-        stays pinned until `unregister_buffer` or `close`.
+        stays pinned until `close`.
         """
-
-    def unregister_buffer(self, address: int) -> None:
-        """Undo `register_buffer` for the same address. Not while requests there are in flight."""
 
     def close(self) -> None:
         """Cancel what is queued (those futures raise StorageError with ECANCELED), wait for what is in the
@@ -181,9 +178,6 @@ class StripeMap:
 
     def extents(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
         """(file index, offset in that file, nbytes) of a range, in the volume's order; neighbours merged."""
-
-    def file_bytes(self, nbytes: int) -> list[int]:
-        """The size that each file needs for a volume of `nbytes` bytes."""
 
 class Volume:
     def __init__(self, files: Sequence[File], map: StripeMap) -> None: ...

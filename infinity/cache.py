@@ -23,8 +23,8 @@ class JsonFile(Generic[Content]):
     """A JSON file of the cache, read once. One that is absent or cannot be used counts as empty."""
 
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
-        """understand: makes the content of what JSON holds. Raises ValueError, whose text says why, TypeError,
-        KeyError or AttributeError for what was not written here."""
+        """understand: makes the content of what the JSON says. Raises ValueError, whose text says why,
+        TypeError, KeyError or AttributeError for what was not written here."""
         self.path = cache_file(name)
         self.content = empty
         self.ignored: str | None = None

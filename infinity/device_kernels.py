@@ -19,7 +19,7 @@ import torch
 from infinity import _cpu_adam, _driver
 from infinity.cache import cache_file, read_bytes, write_bytes
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS
-from infinity.nvrtc import Nvrtc, find_nvrtc
+from infinity.nvrtc import find_nvrtc
 from infinity.tiers.driver import cuda_driver
 
 
@@ -139,7 +139,9 @@ def can_compile() -> bool:
 
 
 def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
-    """The kernels as a cubin for an architecture ("sm_90"), from the user's cache if they are there.
+    """The kernels as a cubin for an architecture ("sm_90"), or as PTX for a virtual one ("compute_90").
+
+    They come from the user's cache if they are there.
 
     Raises KernelError.
     """
@@ -154,13 +156,6 @@ def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
         found = nvrtc.compile(text, headers, options)
         write_bytes(path, found)
     return found
-
-
-def assembly(kinds: Iterable[UpdateKind], architecture: str, nvrtc: Nvrtc) -> str:
-    """The kernels as PTX for a virtual architecture ("compute_90"). Raises KernelError."""
-    text, headers = source(kinds)
-    options = (f"--gpu-architecture={architecture}", *_OPTIONS)
-    return nvrtc.compile(text, headers, options, ptx=True).decode()
 
 
 def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:

@@ -82,8 +82,8 @@ class DeviceTable:
     """The table of some chunks, in memory of the device."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
-        """memory: uint8 (size_of(chunks).nbytes,), the table's alone as long as that is used: nothing here
-        keeps it. Returns when it has been written."""
+        """memory: uint8, as long as a WorkspaceSize of these chunks, the table's alone as long as that is
+        used: nothing here keeps it. Returns when it has been written."""
         self.rows: dict[Hashable, int] = {}
         """Whose a parameter is -> which of `totals` is its."""
         for chunk in chunks:
@@ -158,16 +158,6 @@ class DeviceTable:
         pieces["gradient"] = GRAD_DTYPES[work.grad.dtype].value
         pieces["format"] = parameter_format(work).value
         pieces["moments"] = MOMENT_FORMATS[moment_dtype(work)].value
-
-
-def size_of(chunks: Sequence[Chunk]) -> WorkspaceSize:
-    """Of the table of these chunks."""
-    segments = [each for chunk in chunks for each in chunk.work.segments]
-    return WorkspaceSize(
-        pieces=len(segments),
-        blocks=sum(-(-each.count // BLOCK) for each in segments),
-        parameters=len({whose for chunk in chunks for whose in chunk.parameters}),
-    )
 
 
 def _before(counts: _Counts) -> _Counts:

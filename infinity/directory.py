@@ -44,7 +44,7 @@ def free_bytes(path: str | os.PathLike[str] | int) -> int:
 
 
 def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> None:
-    """Take the room of an open file of `nbytes` at once, so that a full disk shows before anything is written.
+    """Take the room of an open file of `nbytes` at once: a full disk shows before anything is written.
 
     path: what errors name. Raises StorageFull where the file system has not that much room, StorageError for
     everything else.

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from infinity.config import Precision, round_up
+from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
 from infinity.tiers import PAGE_ALIGNMENT
-from infinity.units import Grouping, Survey, SurveyedParameter, survey
+from infinity.units import Grouping, Survey, SurveyedParameter
 
 PARAMETER_ALIGNMENT = 256
 """Bytes. Every parameter starts on a multiple of it, so that no kernel's choice depends on the page."""
@@ -176,18 +175,8 @@ def page_bytes(extents: Sequence[Extent]) -> int:
     return max(PAGE_ALIGNMENT, sum(extent.nbytes for extent in extents))
 
 
-def lay_out(model: nn.Module, precision: Precision, *, unit_bytes: int, chunk_elements: int) -> ModelLayout:
-    """Group the model's parameters into units of up to `unit_bytes` bytes and place them in pages.
-
-    chunk_elements: elements; a multiple of 4096. Works on any device, meta included. Raises ConfigError,
-    naming the parameters, for what cannot live in a page (see `infinity.units.survey`).
-    """
-    surveyed = survey(model, precision)
-    return build(surveyed, surveyed.group(unit_bytes), chunk_elements)
-
-
 def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayout:
-    """The layout of these groups of surveyed parameters."""
+    """The layout of these groups of surveyed parameters. chunk_elements: a multiple of 4096."""
     _check_chunk(chunk_elements)
     units = (
         _build_unit(name, [surveyed.parameters[index] for index in members], chunk_elements)

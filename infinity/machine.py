@@ -128,11 +128,6 @@ def memlock_limit() -> int | None:
     return soft
 
 
-def open_files_limit() -> int:
-    """File descriptors that this process may hold."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 def transparent_huge_pages() -> str:
     """The kernel's mode: "always", "madvise", "never", or "absent"."""
     try:

@@ -38,8 +38,8 @@ _BLOCKS = 1 << 11
 def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, exponents), uint8 (n,) and (ceil(n / CODE_BLOCK),), of flat float32 CPU values (n,).
 
-    span: FIRST_SPAN or SECOND_SPAN; of second moments, signs are dropped. The error of a finite element is at
-    most half of `error_bound`, but for a second moment below the smallest code, which becomes that, and for
+    span: FIRST_SPAN or SECOND_SPAN; of second moments, signs are dropped. A finite element x is off by at
+    most (|x| + s) / 16, but for a second moment below the smallest code, which becomes that, and for
     magnitudes above 3.19e38, which become that. A block with an element that is not finite becomes NaN.
     """
     count = values.numel()
@@ -66,16 +66,6 @@ def decode(codes: torch.Tensor, exponents: torch.Tensor, span: int) -> torch.Ten
         else:
             values[place] = _magnitude(code, unit[: code.numel()])
     return values
-
-
-def error_bound(values: torch.Tensor, span: int) -> torch.Tensor:
-    """The width (n,), float64, of the step of the code in which each of the finite `values` lies: what one
-    stochastic rounding can be off by, and twice what rounding to nearest can."""
-    count = values.numel()
-    rows = torch.nn.functional.pad(values.abs(), (0, -count % CODE_BLOCK)).view(-1, CODE_BLOCK)
-    unit = _unit(_exponent(rows, span), span).double().unsqueeze(1)
-    binade = torch.frexp(rows.double() / unit + 1)[1] - 1
-    return (torch.ldexp(torch.ones_like(rows, dtype=torch.float64), binade) * unit / 8).view(-1)[:count]
 
 
 def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,10 +27,10 @@ class Nvrtc:
         library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         self.version = f"{major.value}.{minor.value}"
 
-    def compile(
-        self, source: str, headers: Mapping[str, str], options: Sequence[str], *, ptx: bool = False
-    ) -> bytes:
-        """The cubin (or the PTX) of a source. headers: by the name under which sources include them.
+    def compile(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
+        """The cubin of a source; its PTX where the options name a virtual architecture, which has no cubin.
+
+        headers: by the name under which sources include them.
 
         Raises KernelError with the compiler's log.
         """
@@ -43,7 +43,8 @@ class Nvrtc:
             given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
             result = self._library.nvrtcCompileProgram(program, len(options), given)
             self._check(result, self._output(program, "ProgramLog").decode(errors="replace"))
-            return self._output(program, "PTX" if ptx else "CUBIN")
+            virtual = any(each.startswith("--gpu-architecture=compute_") for each in options)
+            return self._output(program, "PTX" if virtual else "CUBIN")
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

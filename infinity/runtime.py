@@ -14,6 +14,7 @@ from torch import nn
 from infinity import machine
 from infinity.accumulate import Accumulator
 from infinity.backend import Backend
+from infinity.closing import Closing
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.export import Source, export
@@ -27,7 +28,7 @@ from infinity.telemetry import Stats
 from infinity.timeline import Timeline
 
 
-class Runtime:
+class Runtime(Closing):
     """A model whose states are pages. Made by `infinity.offload`; a context manager that closes itself."""
 
     def __init__(self, parts: Parts) -> None:
@@ -212,12 +213,6 @@ class Runtime:
                 for handle in self._handles:
                     ends.callback(handle.remove)
                 ends.callback(self._hooks.remove)
-
-    def __enter__(self) -> Runtime:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- what hooks call -------------------------------------------------------------------------------
 

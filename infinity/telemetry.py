@@ -61,12 +61,8 @@ class EdgeStats:
     stall_seconds: float = 0.0
     """Seconds that the training thread waited for it, for any reason."""
     fault_seconds: float = 0.0
-    """Those of them in which it waited for a unit that was demanded and was not there."""
-
-    @property
-    def other_seconds(self) -> float:
-        """Stalls that were no page faults: for room, a write, a copy, gradients or states of an update."""
-        return self.stall_seconds - self.fault_seconds
+    """Those of them in which it waited for a unit that was demanded and was not there. The others are for
+    room, a write, a copy, gradients or states of an update."""
 
 
 @dataclass(frozen=True, kw_only=True)

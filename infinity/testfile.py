@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
 from infinity import _tiers, aio
+from infinity.closing import Closing
 from infinity.directory import nameless_file, preallocate
 from infinity.errors import StorageError, storage_error
 from infinity.region import tensor_over
@@ -38,8 +38,8 @@ class Rate:
     whole: float
     """From the first one's start to the last one's end: what a disk does with so many bytes."""
     steady: float
-    """Between the first one that was done and the last one within the time, so that neither the filling of the
-    queue nor its draining counts: what settings are compared by, in moments as short as that."""
+    """Between the first one that was done and the last one within the time, so that neither the filling of
+    the queue nor its draining counts: settings are compared by it, in moments that are short."""
 
 
 class Memory:
@@ -66,11 +66,12 @@ class Memory:
         return self.region.address + offset, nbytes, self.region
 
 
-class TestFile:
+class TestFile(Closing):
     """A nameless file in `directory`, every byte of it written: nothing is left behind, however this ends.
 
-    nbytes: its size; preallocated, so that a full disk says so at once. settings: how it is written. What is
-    not written after `seconds` is left out, so that slow disks are tried on a smaller file. A context manager.
+    nbytes: its size; preallocated, so that a full disk says so at once. settings: how it is written. What
+    is not written after `seconds` is left out, so that slow disks are tried on a smaller file. A context
+    manager.
 
     Raises StorageError for a directory that cannot be written, StorageFull for one without that much room.
     """
@@ -130,14 +131,6 @@ class TestFile:
     def close(self) -> None:
         """The file is gone. Again: does nothing."""
         self._cleanup.close()
-
-    def __enter__(self) -> TestFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def requests(self, file: aio.File, mode: str, nbytes: int) -> Iterator[aio.Future]:
         """Requests along the file from where the last ones ended, so that no cache has what they read."""

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from infinity.closing import Closing
 from infinity.errors import StorageError
 from infinity.telemetry import Edge, Phase, Stats, Wait
 from infinity.tiers.link import Timing, Transfer
@@ -63,7 +64,7 @@ class _Boundary(NamedTuple):
     args: dict[str, Value]
 
 
-class Timeline:
+class Timeline(Closing):
     """Writes what a runtime does to a file, as it happens; see `Runtime.timeline`. A context manager.
 
     At the end of each step all that is over goes to the file, so memory holds a step's events at the most. A
@@ -112,12 +113,6 @@ class Timeline:
                     self._file.close()
                 except StorageError as error:
                     self._fail(error)
-
-    def __enter__(self) -> Timeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- what a meter tells (telemetry.Recorder) -------------------------------------------------------
 

@@ -56,6 +56,14 @@ def filled(content: bytes, shift: int = 0) -> memoryview:
     return view
 
 
+def file_bytes(stripes: aio.StripeMap, nbytes: int) -> list[int]:
+    """The size of each file of a volume of so many bytes."""
+    ends = [0] * len(stripes.weights)
+    for file, offset, length in stripes.extents(0, nbytes):
+        ends[file] = max(ends[file], offset + length)
+    return ends
+
+
 def engine(path: Path, backend: str, **options: object) -> aio.Engine:
     """An engine with small blocks, tried in the directory of `path`."""
     directory = path if path.is_dir() else path.parent

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from cpu_adam_cases import clones, split
 
-from infinity.cpu_adam import Gradient, Segment, ThreadPool, Update, sum_in_order
+from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update, sum_in_order
 from infinity.device_kernels import Kernels
-from infinity.device_table import Chunk, size_of
+from infinity.device_table import Chunk
 from infinity.device_update import DeviceUpdates, Turn
 from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
+from infinity.workspace import WorkspaceSize
 
 FORMS = ("fp32", "bf16", "int8")
 MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")
@@ -39,9 +40,19 @@ def kernels(device: str) -> Counted:
     return Counted(torch.device(device))
 
 
+def workspace_bytes(chunks: Sequence[Chunk]) -> int:
+    """What updates of these chunks take beside their arrays."""
+    segments = [each for chunk in chunks for each in chunk.work.segments]
+    return WorkspaceSize(
+        pieces=len(segments),
+        blocks=sum(-(-each.count // BLOCK) for each in segments),
+        parameters=len({whose for chunk in chunks for whose in chunk.parameters}),
+    ).nbytes
+
+
 def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
     """In memory filled with ones: nothing may rest on what it held."""
-    nbytes = size_of(chunks).nbytes
+    nbytes = workspace_bytes(chunks)
     kernels(device).launched.clear()
     memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
     return DeviceUpdates(chunks, memory, kernels(device)), memory

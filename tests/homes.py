@@ -52,6 +52,11 @@ def places(*homes: str, cuda: Sequence[str]) -> pytest.MarkDecorator:
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 
 
+def evict_all(engine: Any) -> None:
+    """Send away every page that can leave, as the engine does for a page that needs all of the room."""
+    engine._evict_others(set())
+
+
 def budget_for(
     home: str,
     model: nn.Module,

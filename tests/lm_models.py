@@ -50,10 +50,11 @@ class Scripted(nn.Module):
         return self.dropout(20 * likely)
 
 
-class ScriptedSubject(Bytes):
+class ScriptedSubject:
     """Bytes that count up; counts how often it was asked, and keeps what it saw last."""
 
     def __init__(self, longest: int | None = None) -> None:
+        self.vocabulary = Bytes()
         self.model: nn.Module = Scripted()
         self.longest = longest
         self.asked = 0

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from aio_backends import BLOCK, PAGE, each_backend, engine, make_file, memory
+from aio_backends import BLOCK, PAGE, each_backend, engine, file_bytes, make_file, memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,7 +94,7 @@ def drive(backend: str, seed: int, directory: Path, operations: int) -> None:
 
         weights = (rng.randint(1, 3), rng.randint(1, 3))
         stripe = rng.choice((PAGE, 4 * PAGE, 1000))
-        sizes = aio.StripeMap(weights, stripe).file_bytes(SIZE)
+        sizes = file_bytes(aio.StripeMap(weights, stripe), SIZE)
         halves = [opened(name, sizes[i], i) for i, name in enumerate(("half0", "half1"))]
         stores: list[aio.File | aio.Volume] = [
             opened("file0", SIZE, 0),

@@ -150,7 +150,7 @@ def roomy() -> infinity.Budget:
 def test_an_export_that_cannot_be_is_refused_before_anything(
     what: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.train, "make_job", lambda _: pytest.fail("it was planned"))
+    monkeypatch.setattr(cli.train, "show_job", lambda *_: pytest.fail("it was planned"))
     out = job.folder / "out"
     if what == "filled":
         out.mkdir()

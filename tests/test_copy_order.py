@@ -24,7 +24,7 @@ import parity
 import pytest
 import torch
 from emulated_device import COMPUTE, LIBRARY, EmulatedDevice
-from homes import budget_for
+from homes import budget_for, evict_all
 from torch import nn
 
 import infinity
@@ -271,7 +271,7 @@ def test_a_look_ahead_returns_while_copies_are_held() -> None:
     with opened(device) as (model, runtime):
         stepped(model, runtime)
         engine, streams = runtime._parts.engine, runtime._parts.store.link.streams
-        engine.evict_all()
+        evict_all(engine)
         late: list[str] = []
 
         def let_go() -> None:

@@ -10,10 +10,11 @@ import torch
 from cpu_adam_cases import RULES, bits, clones, floats, join, padded, same_bits, split, states
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moment_codes import code_step
 
 from infinity.cpu_adam import BLOCK, CODE_BLOCK, SGD, AdamW, Segment, ThreadPool, Update, runnable_isas
 from infinity.errors import ConfigError
-from infinity.moments import FIRST_SPAN, SECOND_SPAN, decode, encode, error_bound
+from infinity.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
 
 FORMATS = ("bf16", "int8")
 SPANS = {"first_moment": FIRST_SPAN, "second_moment": SECOND_SPAN}
@@ -51,7 +52,7 @@ def read(now: State, form: str) -> State:
 def width(values: torch.Tensor, name: str, form: str) -> torch.Tensor:
     """float64: between the two neighbours in the format of each finite value."""
     if form == "int8":
-        return error_bound(values, SPANS[name])
+        return code_step(values, SPANS[name])
     exponent = torch.frexp(values.double())[1].clamp(min=-125)
     return torch.ldexp(torch.ones_like(values, dtype=torch.float64), exponent - 8)
 

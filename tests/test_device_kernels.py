@@ -15,7 +15,7 @@ import torch
 from homes import needs_cuda
 
 from infinity import cache, device_kernels
-from infinity.device_kernels import KERNELS, RULES, Kernels, UpdateKind, assembly, image, kinds_of, source
+from infinity.device_kernels import KERNELS, RULES, Kernels, UpdateKind, image, kinds_of, source
 from infinity.errors import KernelError
 from infinity.nvrtc import Nvrtc, find_nvrtc
 
@@ -53,7 +53,7 @@ def test_an_image_is_compiled_once_for_each_architecture_and_set(
     first = image(ADAMW, "sm_90")
     asked: list[str] = []
 
-    def compiled(self: Nvrtc, text: str, headers: object, options: list[str], *, ptx: bool = False) -> bytes:
+    def compiled(self: Nvrtc, text: str, headers: object, options: list[str]) -> bytes:
         asked.append(options[0])
         return b"another"
 
@@ -76,7 +76,7 @@ def _refused(self: Path, content: bytes) -> int:
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nothing_is_fused_approximated_or_flushed(architecture: str, nvrtc: Nvrtc) -> None:
+def test_nothing_is_fused_approximated_or_flushed(architecture: str, kept: Path) -> None:
     """All of fp32 and fp64 that the kernels compute is rounded to nearest, denormals kept."""
     kinds = {
         UpdateKind(rule, gradient, parameter, moments)
@@ -84,7 +84,7 @@ def test_nothing_is_fused_approximated_or_flushed(architecture: str, nvrtc: Nvrt
             range(len(RULES)), ((0, 0, 0), (1, 4, 2), (2, 3, 1))
         )
     }
-    text = assembly(kinds, f"compute_{architecture}", nvrtc)
+    text = image(kinds, f"compute_{architecture}").decode()
     assert all(f".entry {name}(" in text for name in KERNELS)
     arithmetic = set(re.findall(r"\b((?:add|sub|mul|div|fma|mad|sqrt|rcp|rsqrt)\.[\w.]*f(?:32|64))\b", text))
     assert arithmetic == {
@@ -95,9 +95,9 @@ def test_nothing_is_fused_approximated_or_flushed(architecture: str, nvrtc: Nvrt
 
 
 @needs_nvrtc
-def test_a_kernel_of_a_run_keeps_its_values_in_registers(nvrtc: Nvrtc, kept: Path) -> None:
+def test_a_kernel_of_a_run_keeps_its_values_in_registers(kept: Path) -> None:
     """The arrays of a launch are read where they are: no thread has a copy of the 4 KB."""
-    text = assembly(ADAMW, "compute_90", nvrtc)
+    text = image(ADAMW, "compute_90").decode()
     entry = text[text.index(".entry infinity_update(") :]
     local = [int(size) for size in re.findall(r"\.local .*?\[(\d+)\];", entry)]
     assert sum(local) < 1024

@@ -27,6 +27,7 @@ from device_arrays import (
     opened,
     stored,
     total,
+    workspace_bytes,
 )
 from emulated_device import EmulatedDevice
 from homes import each_device
@@ -53,7 +54,7 @@ from infinity.device_kernels import (
     UpdateKind,
     host_library,
 )
-from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk, size_of
+from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk
 from infinity.device_update import DeviceUpdates, Turn
 from infinity.tiers.driver import Driver, Stream
 
@@ -235,7 +236,7 @@ def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
     given, work = many(3 * MOST_PARAMETERS, 2)
     expected = on_cpu(given, **work)
     chunk = Chunk(Update(**given, segments=work["segments"], hypers=[]), range(3 * MOST_PARAMETERS))
-    memory = torch.zeros(size_of([chunk]).nbytes, dtype=torch.uint8)
+    memory = torch.zeros(workspace_bytes([chunk]), dtype=torch.uint8)
     updates = DeviceUpdates([chunk], memory, Queued(device.driver, stream))
     device.hold(stream)
     before = clones(given)

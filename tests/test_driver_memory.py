@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice, compute_uses, host_uses
+from homes import evict_all
 from test_copy_order import Blocks, Place, adamw, budget_of, program_of, stepped, trained
 
 import infinity
@@ -230,7 +231,7 @@ def test_a_training_that_finds_no_memory_for_stand_ins_leaves_nothing() -> None:
 
 def test_a_stray_write_in_a_training_is_seen() -> None:
     def stray(runtime: Any) -> None:
-        runtime._parts.engine.evict_all()
+        evict_all(runtime._parts.engine)
         page = next(each for each in runtime._parts.pages if each.residency is None)
         page._stand_ins[0].view(-1)[0] = 1.0
 

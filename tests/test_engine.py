@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from held_link import HeldLink
-from homes import budget_for
+from homes import budget_for, evict_all
 from parity import differences
 from torch import Tensor, nn
 
@@ -172,7 +172,7 @@ def test_arrivals_under_way_are_given_up_on_close(home: str, tmp_path: Path) -> 
             step(model, runtime)
         engine = runtime._parts.engine
         runtime._parts.updater.complete_all()
-        engine.evict_all()
+        evict_all(engine)
         runtime._parts.store.settle()
         faults.delay("read", 1, 0.05, times=None)
         engine.step_done()
@@ -211,7 +211,7 @@ def test_nothing_is_read_ahead_over_a_write_in_flight(
             step(model, runtime)
         # An update ends with its writes; here one is under way while the engine looks ahead.
         engine, store = runtime._parts.engine, runtime._parts.store
-        engine.evict_all()
+        evict_all(engine)
         page = engine.pages[0]
         copy = torch.empty(page.nbytes, dtype=torch.uint8)
         store.read(page.home, 0, copy).wait()
@@ -381,7 +381,7 @@ def test_a_page_that_somebody_waits_for_overtakes_those_fetched_ahead(
             return future
 
         engine.abandon()
-        engine.evict_all()
+        evict_all(engine)
         monkeypatch.setattr(NvmeTier, "read", read)
         faults.hold("read", 1, times=None)
         user = threading.Thread(target=torch.no_grad()(model), args=(inputs(),))

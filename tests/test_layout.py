@@ -9,7 +9,7 @@ from torch import nn
 from infinity.config import Precision
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
-from infinity.layout import Chunk, ModelLayout, UnitLayout, extents, lay_out, page_bytes
+from infinity.layout import Chunk, ModelLayout, UnitLayout, build, extents, page_bytes
 from infinity.units import survey
 
 WHOLE = 1 << 40
@@ -30,6 +30,11 @@ class Block(nn.Module):
         super().__init__()
         self.first = nn.Linear(width, width)
         self.second = nn.Linear(width, width)
+
+
+def lay_out(model: nn.Module, precision: Precision, *, unit_bytes: int, chunk_elements: int) -> ModelLayout:
+    surveyed = survey(model, precision)
+    return build(surveyed, surveyed.group(unit_bytes), chunk_elements)
 
 
 def chunks_of(unit: UnitLayout, region: int) -> list[Chunk]:

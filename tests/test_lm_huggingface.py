@@ -113,7 +113,7 @@ def test_a_configuration_alone_trains_from_the_beginning(tmp_path: Path, text: T
     assert (found.name, found.weights, found.learning_rate, found.longest) == ("tiny", None, 3e-4, 31)
     assert found.parameters == sum(each.numel() for each in found.model.parameters())
     assert all(parameter.is_meta for parameter in found.model.parameters())
-    assert found.decode(found.encode("héllo")) == "héllo"
+    assert found.vocabulary.decode(found.vocabulary.encode("héllo")) == "héllo"
     losses = train(found, text, 8, 1e-2)
     assert losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.1)
     assert losses[-1] < losses[0] - 1
@@ -125,9 +125,9 @@ def test_a_directory_with_weights_and_a_tokenizer_goes_on_from_them(tmp_path: Pa
     tokenizer = tokenized(directory)
     found = subject(str(directory))
     assert (found.weights, found.learning_rate) == (str(directory), 2e-5)
-    assert found.encode(SENTENCE) == tokenizer(SENTENCE)["input_ids"]
-    assert len(found.encode(SENTENCE)) < len(SENTENCE)
-    assert found.decode(found.encode(SENTENCE)) == SENTENCE
+    assert found.vocabulary.encode(SENTENCE) == tokenizer(SENTENCE)["input_ids"]
+    assert len(found.vocabulary.encode(SENTENCE)) < len(SENTENCE)
+    assert found.vocabulary.decode(found.vocabulary.encode(SENTENCE)) == SENTENCE
     tokens = Batches(text, found, batch=2, seq=24, seed=0).training(0, 0)
     expected = reference(input_ids=tokens, labels=tokens).loss.item()
     losses = train(found, text, 2, 1e-2)
@@ -177,7 +177,7 @@ def test_transformers_has_nothing_to_say(tmp_path: Path, capfd: pytest.CaptureFi
     capfd.readouterr()
     before = transformers.logging.get_verbosity()
     found = subject(str(tmp_path))
-    found.encode(SENTENCE * 100)
+    found.vocabulary.encode(SENTENCE * 100)
     found.model.to_empty(device="cpu")
     found.loss(torch.zeros(1, 4, dtype=torch.int64))
     assert capfd.readouterr() == ("", "")

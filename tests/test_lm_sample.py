@@ -60,7 +60,7 @@ def test_without_temperature_it_takes_the_likeliest() -> None:
     tiny = preset_of()
     likeliest = tiny.next_token_logits(torch.tensor([[97]]), 0).argmax().item()
     texts = {write(tiny, temperature=0.0, seed=seed, tokens=1) for seed in range(5)}
-    assert texts == {"a" + tiny.decode([likeliest])}
+    assert texts == {"a" + tiny.vocabulary.decode([likeliest])}
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 0.1])

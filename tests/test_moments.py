@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from moment_codes import code_step
 
 from infinity.cpu_adam import CODE_BLOCK
-from infinity.moments import FIRST_SPAN, SECOND_SPAN, decode, encode, error_bound
+from infinity.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
 
 SPANS = (FIRST_SPAN, SECOND_SPAN)
 LARGEST = 3.19e38
@@ -35,7 +36,7 @@ def test_nearest_is_within_half_a_step_and_decoded_values_are_kept(values: np.nd
     x = of(span, torch.from_numpy(values))
     near = round_trip(x, span)
     error = (near.double() - x.double()).abs()
-    half = error_bound(x, span) / 2
+    half = code_step(x, span) / 2
     # The smallest code stands for all that is below it and not 0.
     assert bool((error <= (half if span == FIRST_SPAN else torch.where(near > x, 2 * half, half))).all())
     assert torch.equal(round_trip(near, span), near)
@@ -47,7 +48,7 @@ def test_what_is_not_tiny_in_its_block_is_off_by_a_sixteenth_at_most() -> None:
     x = torch.logspace(-40, 20, 64 * 4001, base=2.0).view(-1, 64)
     for span, binades in ((FIRST_SPAN, 11), (SECOND_SPAN, 27)):
         block = (x * 2.0 ** -torch.arange(0, 64).clamp(max=binades)).flatten()  # each spans some binades
-        step = error_bound(block, span) / block.double()
+        step = code_step(block, span) / block.double()
         assert float(step.max()) < 1 / 8 * (1 + 2.0**-3)
 
 

@@ -229,7 +229,6 @@ def test_a_registered_arena_that_goes_is_never_mistaken_for_the_next(
             assert int(page.sum(dtype=torch.int64)) == 7 * MIB
             del page
             if not forget:
-                tier.unregister(arena)
                 arena.close()
             del arena, lease
             gc.collect()

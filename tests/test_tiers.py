@@ -85,7 +85,7 @@ def test_pools_are_carved_from_the_budget_and_no_further() -> None:
         arena.pool("second", 3 * PAGE)
         assert arena.free_bytes == 0
         with first.lease(1):
-            assert arena.leased_bytes == PAGE
+            assert [pool.leased for pool in arena.pools.values()] == [PAGE, 0]
     with HostArena(9 * PAGE) as arena:
         arena.pool("first", 5 * PAGE)
         arena.pool("second", 3 * PAGE + 1)
@@ -190,9 +190,11 @@ def test_unified_memory_leases_pages_of_the_host_arena() -> None:
     with HostArena(4 * PAGE) as host, open_device("cpu", None, host) as device:
         assert isinstance(device, UnifiedTier)
         assert device.shares_host
-        page = device.pool("pages", 3 * PAGE).lease(PAGE)
+        pool = device.pool("pages", 3 * PAGE)
+        page = pool.lease(PAGE)
         assert host.region.address <= page.address < host.region.address + host.region.nbytes
-        assert host.leased_bytes == device.leased_bytes == PAGE
+        assert list(host.pools.values()) == list(device.pools.values()) == [pool]
+        assert pool.leased == PAGE
         assert device.free_bytes == host.free_bytes == PAGE
         with pytest.raises(BudgetError):
             device.pool("more", 2 * PAGE)

@@ -49,7 +49,6 @@ class Backend {
     virtual std::string register_buffer(std::byte*, size_t) {
         return std::string(name()) + " has no registered buffers";
     }
-    virtual void unregister_buffer(std::byte*) {}
 
     // What of the kernel's newer offers is in use, for people.
     virtual std::string features() const { return ""; }

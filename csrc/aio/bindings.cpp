@@ -261,14 +261,6 @@ void bind_engine(nb::module_& m) {
                 return unlocked([&] { return engine->register_buffer(memory, bytes); });
             },
             "address"_a, "nbytes"_a)
-        .def(
-            "unregister_buffer",
-            [](const PyEngine& self, uintptr_t address) {
-                auto* memory = reinterpret_cast<std::byte*>(address);
-                const std::shared_ptr<Engine> engine = self.core();
-                unlocked([&] { engine->unregister_buffer(memory); });
-            },
-            "address"_a)
         .def("close", &PyEngine::close)
         .def_prop_ro("closed", [](const PyEngine& self) { return self.core()->closed(); })
         .def("_stats", &stats_of)
@@ -298,8 +290,7 @@ void bind_volume(nb::module_& m) {
                     result.emplace_back(extent.file, extent.offset, extent.bytes);
                 return result;
             },
-            "offset"_a, "nbytes"_a)
-        .def("file_bytes", &StripeMap::file_bytes, "nbytes"_a);
+            "offset"_a, "nbytes"_a);
     auto volume = nb::class_<PyVolume>(m, "Volume");
     volume
         .def(
@@ -324,7 +315,8 @@ NB_MODULE(_aio, m) {
     m.doc() = "The native I/O engine. Use infinity.aio.";
     // A daemon thread may hold objects of ours to the very end; that is no news for a user.
     nb::set_leak_warnings(false);
-    pthread_atfork(nullptr, nullptr, [] { waiters = 0; });  // none of those threads is in the child
+    // None of those threads is in a child.
+    pthread_atfork(nullptr, nullptr, [] { infinity::waiting = 0; });
     bind_faults(m);
     bind_future(m);
     bind_file(m);

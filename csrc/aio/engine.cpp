@@ -114,12 +114,6 @@ bool Engine::register_buffer(std::byte* address, size_t bytes) {
     return failure.empty();
 }
 
-void Engine::unregister_buffer(std::byte* address) {
-    call([&] { backend_->unregister_buffer(address); });
-    const std::lock_guard lock(mutex_);
-    registered_.erase(address);
-}
-
 void Engine::close() {
     if (forked()) return;
     const std::lock_guard joining(joining_);

@@ -64,9 +64,9 @@ class Engine {
     // Takes over the requests; their futures are told. A closed engine fails them with ECANCELED.
     void submit(std::vector<std::unique_ptr<Request>> requests);
 
-    // Whether the memory is registered now; the reason against it is in the facts.
+    // Whether the memory is registered now, until the engine is closed; the reason against it is in
+    // the facts.
     bool register_buffer(std::byte* address, size_t bytes);
-    void unregister_buffer(std::byte* address);
 
     // Cancels what the kernel does not have, waits for what it has. Does nothing a second time.
     void close();

@@ -74,7 +74,6 @@ class Faulty final : public Backend {
     std::string register_buffer(std::byte* address, size_t bytes) override {
         return inner_->register_buffer(address, bytes);
     }
-    void unregister_buffer(std::byte* address) override { inner_->unregister_buffer(address); }
     std::string features() const override { return inner_->features(); }
 
   private:

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -82,11 +81,7 @@ inline void leave() {
         if (engine && !engine->forked()) unlocked([&] { engine->close(); });
     }
     orphans().reap(true);
-    unlocked([] {
-        const TimePoint patience = Clock::now() + std::chrono::seconds(5);
-        while (waiters > 0 && Clock::now() < patience)
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    });
+    see_waits_out(std::chrono::seconds(5));
 }
 
 struct PyFile {

@@ -3,7 +3,6 @@
 
 #include <nanobind/nanobind.h>
 
-#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -11,6 +10,7 @@
 #include "engine.hpp"
 #include "python_buffers.hpp"
 #include "python_errors.hpp"
+#include "python_leaving.hpp"
 
 namespace infinity::aio {
 
@@ -23,9 +23,6 @@ using namespace nb::literals;
         "its threads.",
         "Make a new engine in the child, or start children with spawn.");
 }
-
-// Threads that have released the GIL in a wait; leave() at exit lets them come back first.
-inline std::atomic<int> waiters{0};
 
 // When a request began and ended. Without its memory: who keeps this keeps no buffer taken.
 class PyTiming {
@@ -66,12 +63,11 @@ class PyFuture {
         while (!future_->done()) {
             if (process_.forked()) raise_forked();
             Future::Wait outcome;
-            ++waiters;
             {
+                const Waiting in_a_wait;
                 const nb::gil_scoped_release release;
                 outcome = future_->wait(until);
             }
-            --waiters;
             if (outcome == Future::Wait::timeout) return false;
             if (outcome == Future::Wait::interrupted && PyErr_CheckSignals() != 0)
                 throw nb::python_error();

@@ -62,16 +62,4 @@ std::vector<Extent> StripeMap::extents(uint64_t offset, uint64_t bytes) const {
     return extents;
 }
 
-std::vector<uint64_t> StripeMap::file_bytes(uint64_t bytes) const {
-    const uint64_t stripes = bytes / stripe_bytes_;
-    const uint64_t periods = stripes / period_.size();
-    std::vector<uint64_t> sizes(weights_.size());
-    for (size_t file = 0; file < sizes.size(); ++file)
-        sizes[file] = periods * weights_[file] * stripe_bytes_;
-    for (uint64_t slot = 0; slot < stripes % period_.size(); ++slot)
-        sizes[period_[slot]] += stripe_bytes_;
-    sizes[period_[stripes % period_.size()]] += bytes % stripe_bytes_;
-    return sizes;
-}
-
 }  // namespace infinity::aio

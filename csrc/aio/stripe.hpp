@@ -32,9 +32,6 @@ class StripeMap {
     // In the volume's order; neighbours in one file are merged.
     std::vector<Extent> extents(uint64_t offset, uint64_t bytes) const;
 
-    // The size that each file needs for a volume of so many bytes.
-    std::vector<uint64_t> file_bytes(uint64_t bytes) const;
-
   private:
     std::vector<uint32_t> weights_;
     uint64_t stripe_bytes_;

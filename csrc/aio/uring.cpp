@@ -39,7 +39,6 @@ class Uring final : public Backend {
     bool attach(File& file) override;
     void detach(File& file) override;
     std::string register_buffer(std::byte* address, size_t bytes) override;
-    void unregister_buffer(std::byte* address) override;
     std::string features() const override;
 
   private:
@@ -50,6 +49,7 @@ class Uring final : public Backend {
     };
 
     void arm_wakeup();
+    void unregister_buffer(std::byte* address);
     void reap(std::vector<Completion>& done);
     void fail_unsubmitted(int error, std::vector<Completion>& done);
     int buffer_index(const Transfer& transfer) const;

@@ -69,9 +69,9 @@ constexpr size_t kBlock = 4096;
 constexpr size_t kCodeBlock = 64;
 static_assert(kBlock % kCodeBlock == 0);
 
-// Of kInt8's codes, see [Note: int8 codes] in moments.inl. Binades between the unit and the exponent
-// of a block: of first moments, which are means and have a sign, and of second ones, which are sums
-// of squares, have none and are never rounded to 0.
+// Of kInt8's codes, see the note on them in moments.inl. Binades between the unit and the
+// exponent of a block: of first moments, which are means and have a sign, and of second ones, which
+// are sums of squares, have none and are never rounded to 0.
 constexpr uint32_t kFirstSpan = 15;
 constexpr uint32_t kSecondSpan = 31;
 constexpr int kCodeBit = 20;          // of an fp32: where a code begins

@@ -147,8 +147,8 @@ struct Scale {
 // See [Note: int8 codes]. kSpan: binades between the unit and the block's largest magnitude.
 template <uint32_t kSpan>
 struct Compander {
-    static constexpr uint32_t kLowest = kSpan + 1;  // whose unit is still a normal number
-    static constexpr uint32_t kBase = (127U - kSpan) << 23;             // 1 / 2^kSpan
+    static constexpr uint32_t kLowest = kSpan + 1;           // whose unit is still a normal number
+    static constexpr uint32_t kBase = (127U - kSpan) << 23;  // 1 / 2^kSpan
     static constexpr uint32_t kCodeMask = (8 * kSpan + 7) << kCodeBit;  // all bits of a code
     static_assert((kBase & kCodeMask) == 0);
     static_assert((kTwoBits & kCodeMask) == 0);

@@ -3,7 +3,6 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
-#include <atomic>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -11,6 +10,7 @@
 #include <thread>
 
 #include "driver.hpp"
+#include "python_leaving.hpp"
 #include "repeated.hpp"
 
 namespace nb = nanobind;
@@ -18,21 +18,6 @@ using namespace nb::literals;
 using namespace infinity::driver;  // NOLINT: one small translation unit about one namespace
 
 namespace {
-
-// A daemon thread that sleeps in a wait without the GIL cannot get it back once the interpreter has
-// begun to go. So its last act at exit is to end all waits and see them out, as [Note: leaving] in
-// csrc/tiers/ says.
-std::atomic<bool> leaving = false;
-std::atomic<int> waiting = 0;
-
-void leave() {
-    leaving = true;
-    const nb::gil_scoped_release without_gil;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-    while (waiting > 0 && std::chrono::steady_clock::now() < deadline) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-}
 
 void raise_device_error(const CallFailed& error) {
     const nb::object made =
@@ -50,14 +35,11 @@ void wait_until(const Done& done) {
     constexpr int kAtOnce = 256;
     constexpr auto kLongest = 200us;
     constexpr auto kBetweenSignals = 50ms;
-    ++waiting;
-    struct Left {
-        ~Left() { --waiting; }
-    } const left;
+    const infinity::Waiting in_a_wait;
     const nb::gil_scoped_release without_gil;
     auto pause = 5us;
     auto looked = std::chrono::steady_clock::now();
-    for (int asked = 0; !done() && !leaving; ++asked) {
+    for (int asked = 0; !done() && !infinity::leaving; ++asked) {
         if (asked >= kAtOnce) {
             std::this_thread::sleep_for(pause);
             pause = std::min<std::chrono::microseconds>(pause * 2, kLongest);
@@ -114,7 +96,7 @@ NB_MODULE(_driver, m) {
         }
     });
     const nb::call_guard<nb::gil_scoped_release> without_gil;
-    m.def("_leave", &leave);
+    m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
 
     nb::class_<Event>(m, "Event")
         .def("done", &Event::done)

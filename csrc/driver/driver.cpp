@@ -80,10 +80,7 @@ Event::~Event() { driver_->give_back(handle_, timing_); }
 
 bool Event::done() const {
     const Driver::Current current(*driver_);
-    const Result result = driver_->table().event_query(handle_);
-    if (result == not_ready) return false;
-    driver_->check(result, "cuEventQuery");
-    return true;
+    return driver_->is_done(driver_->table().event_query(handle_), "cuEventQuery");
 }
 
 float Event::milliseconds_since(const Event& earlier) const {
@@ -164,10 +161,7 @@ std::shared_ptr<Event> Stream::record(bool timing) const {
 
 bool Stream::done() const {
     const Driver::Current current(*driver_);
-    const Result result = driver_->table().stream_query(handle_);
-    if (result == not_ready) return false;
-    driver_->check(result, "cuStreamQuery");
-    return true;
+    return driver_->is_done(driver_->table().stream_query(handle_), "cuStreamQuery");
 }
 
 void Stream::copy(Address into, Address source, std::size_t nbytes, std::size_t piece) const {

@@ -54,6 +54,12 @@ class Driver : public std::enable_shared_from_this<Driver> {
     };
 
     void check(Result result, const char* call) const { table_.check(result, call); }
+    // Of a query: false while what it asks about is under way. Throws as check.
+    bool is_done(Result result, const char* call) const {
+        if (result == not_ready) return false;
+        check(result, call);
+        return true;
+    }
 
   private:
     friend class Current;

@@ -5,17 +5,16 @@
 #include <nanobind/stl/variant.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <memory>
 #include <optional>
 #include <system_error>
-#include <thread>
 #include <variant>
 
 #include "dlpack.hpp"
 #include "pool.hpp"
+#include "python_leaving.hpp"
 
 namespace nb = nanobind;
 using namespace infinity::tiers;  // NOLINT: one small translation unit about one namespace
@@ -84,41 +83,23 @@ std::chrono::nanoseconds to_timeout(double seconds) {
         static_cast<std::int64_t>(std::clamp(seconds, 0.0, kYear) * 1e9));
 }
 
-// [Note: leaving] A daemon thread that sleeps in `lease` without the GIL cannot get it back once
-// the interpreter has begun to go. So its last act at exit is to end all waits and see them out.
-std::atomic<bool> leaving = false;
-std::atomic<int> waiting = 0;
-
-void leave() {
-    leaving = true;
-    const nb::gil_scoped_release without_gil;
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-    while (waiting > 0 && std::chrono::steady_clock::now() < deadline) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-}
-
 // A lease, or why there is none.
 std::variant<LeaseHandle, Refusal> lease(Pool& pool, std::uint64_t nbytes, double timeout) {
     std::shared_ptr<Lease> granted;
     Refusal refusal;
     bool signalled = false;
     const auto interrupted = [&signalled] {
-        if (leaving) return true;
+        if (infinity::leaving) return true;
         const nb::gil_scoped_acquire gil;
         signalled = PyErr_CheckSignals() != 0;
         return signalled;
     };
-    ++waiting;
-    try {
+    {
+        const infinity::Waiting in_a_wait;
         const nb::gil_scoped_release without_gil;
-        granted = pool.lease(nbytes, {leaving ? to_timeout(0) : to_timeout(timeout), interrupted},
+        granted = pool.lease(nbytes, {to_timeout(infinity::leaving ? 0 : timeout), interrupted},
                              &refusal);
-    } catch (...) {
-        --waiting;
-        throw;
     }
-    --waiting;
     if (signalled) throw nb::python_error();
     if (!granted) return refusal;
     return LeaseHandle(std::move(granted));
@@ -201,7 +182,7 @@ NB_MODULE(_tiers, m) {
             },
             nb::arg("undo"));
     m.def("unbacked_bytes", &unbacked_bytes);
-    m.def("_leave", &leave);
+    m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
     m.def(
         "map_host",
         [](std::uint64_t nbytes, bool huge_pages, int numa_node, bool populate) {

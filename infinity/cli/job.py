@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 
 from infinity import cpu_adam, machine
 from infinity.config import Budget, Precision, Size, format_size
@@ -125,6 +127,14 @@ class Job:
                 f"({format_size(self.text.nbytes)})",
             ]
         )
+
+
+def show_job(options: argparse.Namespace, console: Console) -> Job:
+    """The job of these options, once its plan is printed. Raises as `make_job`."""
+    with console.status("planning"):
+        job = make_job(options)
+    console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}", highlight=False, soft_wrap=True)
+    return job
 
 
 def make_job(options: argparse.Namespace) -> Job:

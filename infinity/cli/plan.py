@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from infinity import __version__
-from infinity.cli.job import Job, add_options, make_job
+from infinity.cli.job import Job, add_options, show_job
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,9 +28,7 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plan and print. Returns 0; what does not fit is a BudgetError."""
     console = Console(stderr=options.json)
-    with console.status("planning"):
-        job = make_job(options)
-    console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}", highlight=False, soft_wrap=True)
+    job = show_job(options, console)
     if options.json:
         print(json.dumps(_summary(job)))
     return 0

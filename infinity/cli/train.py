@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import time
 import unicodedata
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity import __version__, machine
-from infinity.cli.job import Job, add_options, make_job
+from infinity.cli.job import Job, add_options, show_job
 from infinity.cli.progress import ProgressLine, format_seconds
 from infinity.config import format_size
 from infinity.errors import storage_errors
@@ -58,9 +57,8 @@ def run(options: argparse.Namespace) -> int:
         check_destination(options.export)
     # Before the plan: a file that cannot be written is refused at once.
     with contextlib.nullcontext() if options.trace is None else Timeline(options.trace) as timeline:
-        with console.status("planning"):
-            job = make_job(options)
-        console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}\n", highlight=False, soft_wrap=True)
+        job = show_job(options, console)
+        console.print()
         with _open_log(options.log) as log:
             outcome = _train(job, console, log, options.export, timeline)
     _print(console, job, outcome, time.monotonic() - started)

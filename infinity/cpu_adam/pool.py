@@ -10,6 +10,7 @@ from typing import Generic, TypeVar, overload
 import torch
 
 from infinity import _cpu_adam
+from infinity.closing import Closing
 from infinity.cpu_adam.form import UpdateForm
 from infinity.cpu_adam.hyper import NativeHyper
 from infinity.cpu_adam.page import (
@@ -85,7 +86,7 @@ class Ticket(Generic[_R]):
         return self._result()
 
 
-class ThreadPool:
+class ThreadPool(Closing):
     """Pinned threads that run updates, gradient passes and streams; none of them takes the GIL.
 
     `threads` and `cpus` (CPU numbers; more threads than CPUs share them in turn) override
@@ -211,12 +212,6 @@ class ThreadPool:
     def close(self) -> None:
         """Finishes what is queued and ends the threads. Harmless when repeated."""
         self._native.close()
-
-    def __enter__(self) -> ThreadPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
         page = Page()

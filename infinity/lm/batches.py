@@ -34,11 +34,12 @@ class Batches:
                 f"Give --seq {subject.longest} or less.",
             )
         self._text = text
-        self._subject = subject
+        self._vocabulary = subject.vocabulary
         self._batch = batch
         self._length = seq + 1
         self._seed = seed
-        subject.window(text, text.held_out.start, self._length)  # the smaller part: raises if it is too small
+        # The smaller part: raises if it is too small.
+        self._vocabulary.window(text, text.held_out.start, self._length)
 
     def training(self, step: int, micro: int) -> torch.Tensor:
         """int64 (batch, seq + 1), on the CPU: windows that begin at random positions of `text.train`.
@@ -64,7 +65,7 @@ class Batches:
         return [self._windows(starts[row : row + self._batch]) for row in range(0, rows, self._batch)]
 
     def _windows(self, starts: list[int]) -> torch.Tensor:
-        return torch.stack([self._subject.window(self._text, start, self._length) for start in starts])
+        return torch.stack([self._vocabulary.window(self._text, start, self._length) for start in starts])
 
 
 def _draw(*key: int) -> int:

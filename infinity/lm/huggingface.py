@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.lm.text import Text
 from infinity.lm.vocabulary import Bytes, Tokens, Vocabulary
 from infinity.planning import as_model
 
@@ -59,7 +58,7 @@ class HuggingFaceSubject:
                 self.model: nn.Module = as_model(config)
             except Exception as error:
                 raise _broken(path / "config.json", error) from error
-            self._vocabulary = _vocabulary(path, config)
+            self.vocabulary = _vocabulary(path, config)
         self.name = path.resolve().name
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.weights = _weights(path)
@@ -86,18 +85,6 @@ class HuggingFaceSubject:
         keep = {"logits_to_keep": torch.tensor([position], device=tokens.device)} if self._choosy else {}
         logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **keep).logits
         return logits[:, 0 if self._choosy else position].float()
-
-    def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """See Vocabulary."""
-        return self._vocabulary.window(text, start, length)
-
-    def encode(self, text: str) -> list[int]:
-        """See Vocabulary."""
-        return self._vocabulary.encode(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See Vocabulary."""
-        return self._vocabulary.decode(tokens)
 
     def _training(self, tokens: torch.Tensor) -> dict[str, Any]:
         return {"input_ids": tokens, "labels": tokens, **self._always}  # the model shifts the labels

@@ -47,8 +47,9 @@ def generate(
         )
     generator = torch.Generator().manual_seed(seed)
     longest = min(subject.longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
-    given = subject.encode(prompt)
-    context = given or subject.encode("\n") or [0]
+    vocabulary = subject.vocabulary
+    given = vocabulary.encode(prompt)
+    context = given or vocabulary.encode("\n") or [0]
     made: list[int] = []
     deadline = time.monotonic() + seconds
     with torch.no_grad(), _evaluating(subject.model):
@@ -62,7 +63,7 @@ def generate(
                 break
             made.append(token)
     # Together, for a tokenizer may write a token otherwise at the beginning than inside.
-    return prompt + subject.decode([*given, *made])[len(subject.decode(given)) :]
+    return prompt + vocabulary.decode([*given, *made])[len(vocabulary.decode(given)) :]
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,15 +13,16 @@ from infinity.errors import ConfigError
 from infinity.lm.decoder import Decoder
 from infinity.lm.huggingface import HuggingFaceSubject
 from infinity.lm.presets import PRESETS
-from infinity.lm.text import Text
 from infinity.lm.vocabulary import Bytes, Vocabulary
 
 
-class Subject(Vocabulary, Protocol):
+class Subject(Protocol):
     """A language model to be trained, with its vocabulary."""
 
     name: str
     """For people."""
+    vocabulary: Vocabulary
+    """Of the tokens that it takes."""
     parameters: int
     """How many; tied ones count once."""
     model: nn.Module
@@ -60,7 +61,7 @@ class PresetSubject:
         self.weights: str | None = None
         self.learning_rate = preset.learning_rate
         self.longest: int | None = None
-        self._vocabulary = Bytes()
+        self.vocabulary: Vocabulary = Bytes()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """See Subject."""
@@ -76,18 +77,6 @@ class PresetSubject:
         """See Subject."""
         logits: torch.Tensor = self.model(tokens)
         return logits[:, position].float()
-
-    def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """See Vocabulary."""
-        return self._vocabulary.window(text, start, length)
-
-    def encode(self, text: str) -> list[int]:
-        """See Vocabulary."""
-        return self._vocabulary.encode(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See Vocabulary."""
-        return self._vocabulary.decode(tokens)
 
 
 def subject(name: str) -> Subject:

@@ -181,11 +181,6 @@ class Engine:
         for unit in list(self._arrivals):
             self._turn_back(unit)
 
-    def evict_all(self) -> None:
-        """Send every page away that can leave."""
-        for unit in list(self._resident):
-            self._evict(unit)
-
     def _touch(self, unit: int) -> None:
         if unit in self._resident:
             del self._resident[unit]

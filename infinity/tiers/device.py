@@ -15,8 +15,8 @@ _CUDA_ALIGNMENT = 512
 """Bytes; what torch's CUDA allocator aligns to. Nothing on the device needs more."""
 
 _MARGIN_SHARE = 64
-"""Beside LEAST_MARGIN, which is for kernels' code, loaded when they first run, and for other processes, one in
-so many free bytes is left to what grows with the device: stacks of threads, page tables."""
+"""Beside LEAST_MARGIN, which is for kernels' code, loaded when they first run, and for other processes, one
+in so many free bytes is left to what grows with the device: stacks of threads, page tables."""
 
 
 def left_of(free: int, cached: int) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from infinity import _tiers
 from infinity.aio import Faults, Future, Stats, Volume
+from infinity.closing import Closing
 from infinity.config import format_size, round_up
 from infinity.directory import check_directory
 from infinity.errors import BudgetError, ConfigError
@@ -70,7 +71,7 @@ class NvmeExtent(NamedTuple):
     nbytes: int
 
 
-class NvmeTier:
+class NvmeTier(Closing):
     """Pages in slab files, one file per path and rank, with an I/O engine per path.
 
     budgets: the most bytes per directory; each directory should be on a device of its own. nbytes: what is
@@ -116,7 +117,7 @@ class NvmeTier:
         self.budget = sum(sizes)
         """Bytes that the files hold."""
         self._spans = _tiers.SpanAllocator(self.budget, PAGE_ALIGNMENT)
-        self._registered: dict[int, _tiers.Region] = {}  # by address; their mappings last as long
+        self._registered: list[_tiers.Region] = []  # their mappings last as long
         with ExitStack() as cleanup:
             self.slabs = [
                 cleanup.enter_context(Slab(path, size, rank=rank))
@@ -203,37 +204,21 @@ class NvmeTier:
     def register(self, arena: HostArena) -> list[str]:
         """Have every engine register the arena's memory, which saves work per request and pins its pages.
 
-        Returns the reasons of the engines that could not, which work all the same. Ends with `unregister` or
-        the tier; until then the memory stays mapped, also beyond the arena's end, because the engines know it
-        by address.
+        Returns the reasons of the engines that could not, which work all the same. Ends with the tier; until
+        then the memory stays mapped, also beyond the arena's end, because the engines know it by address.
         """
         region = arena.region
-        self._registered[region.address] = region
+        self._registered.append(region)
         failed = [
             engine for engine in self.engines if not engine.register_buffer(region.address, region.nbytes)
         ]
         return [engine.facts.registration_failure for engine in failed]
-
-    def unregister(self, arena: HostArena) -> None:
-        """Undo `register`, before the arena is closed and while nothing of it is in flight."""
-        region = self._registered.pop(arena.region.address, None)
-        if region is not None:
-            for engine in self.engines:
-                engine.unregister_buffer(region.address)
 
     def close(self) -> None:
         """Wait for what is in flight, cancel what is queued, remove the files. Again: does nothing."""
         self._cleanup.close()
         self._volume = None  # its descriptors would keep the room of the removed files
         self._registered.clear()
-
-    def __enter__(self) -> NvmeTier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open_volume(self) -> Volume:
         if self._volume is None:

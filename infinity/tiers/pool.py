@@ -10,8 +10,10 @@ to let go, and what is held too long shows as taken bytes of the pool, never as 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,8 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.region import tensor_over
 
 atexit.register(_tiers._leave)
+
+_Answer = TypeVar("_Answer")
 
 _LARGEST_REQUEST = 1 << 62
 """Bytes. Beyond any address space, and far from the overflow of 64 bits."""
@@ -132,34 +136,22 @@ class Pool:
     @property
     def largest_free(self) -> int:
         """The largest lease, in bytes, that would be granted now."""
-        try:
-            return self._native.largest_free
-        except ChildProcessError as error:
-            raise self._forked() from error
+        return self._asked(lambda: self._native.largest_free)
 
     @property
     def leased(self) -> int:
         """Bytes out now; see `PoolCounters`."""
-        try:
-            return self._native.leased
-        except ChildProcessError as error:
-            raise self._forked() from error
+        return self._asked(lambda: self._native.leased)
 
     @property
     def returns(self) -> int:
         """Leases that have come back, ever; see `Lease.last_return`."""
-        try:
-            return self._native.returns
-        except ChildProcessError as error:
-            raise self._forked() from error
+        return self._asked(lambda: self._native.returns)
 
     @property
     def counters(self) -> PoolCounters:
         """All figures, of now."""
-        try:
-            return PoolCounters(**self._native.counters())
-        except ChildProcessError as error:
-            raise self._forked() from error
+        return self._asked(lambda: PoolCounters(**self._native.counters()))
 
     def lease(self, nbytes: int, *, timeout: float = 0.0) -> Lease:
         """Borrow `nbytes` bytes, waiting up to `timeout` seconds for others to return theirs.
@@ -171,10 +163,7 @@ class Pool:
         """
         if nbytes < 0:
             raise ConfigError(f"A lease of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")
-        try:
-            granted = self._native.lease(min(nbytes, _LARGEST_REQUEST), timeout)
-        except ChildProcessError as error:
-            raise self._forked() from error
+        granted = self._asked(lambda: self._native.lease(min(nbytes, _LARGEST_REQUEST), timeout))
         if isinstance(granted, _tiers.Lease):
             return Lease(granted)
         if granted.reason == _tiers.Reason.CLOSED:
@@ -201,8 +190,12 @@ class Pool:
         """Whether this process was forked from the one that made the pool: its bytes are not mapped here."""
         return self._native.forked
 
-    def _forked(self) -> ConfigError:
-        return ConfigError(
-            f"The pool {self.name!r} belongs to the process that this one was forked from.",
-            "Use it there, or start this process with the spawn method.",
-        )
+    def _asked(self, question: Callable[[], _Answer]) -> _Answer:
+        """What the native pool answers. Raises ConfigError in a process forked from the pool's."""
+        try:
+            return question()
+        except ChildProcessError as error:
+            raise ConfigError(
+                f"The pool {self.name!r} belongs to the process that this one was forked from.",
+                "Use it there, or start this process with the spawn method.",
+            ) from error

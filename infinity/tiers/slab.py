@@ -8,14 +8,14 @@ import fcntl
 import os
 import weakref
 from pathlib import Path
-from types import TracebackType
 
+from infinity.closing import Closing
 from infinity.config import round_up
 from infinity.directory import check_directory, preallocate
 from infinity.errors import ConfigError, StorageError, storage_errors
 
 
-class Slab:
+class Slab(Closing):
     """A file of `nbytes` bytes, `directory`/infinity-rank<rank>.slab: preallocated, locked, removed on close.
 
     Its room on the file system is taken at once, so that a full disk shows before training and not hours
@@ -58,14 +58,6 @@ class Slab:
         if keep and self._finalizer.detach() is not None:
             os.close(self._descriptor)
         self._finalizer()
-
-    def __enter__(self) -> Slab:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open_locked(self) -> int:
         """A descriptor of the file that is at `path` now, with its lock held."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import enum
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
 from infinity import _tiers, machine
+from infinity.closing import Closing
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.tiers.pool import Pool
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 PAGE_ALIGNMENT = 4096
 """Bytes. The default granule: direct I/O accepts it everywhere, and every vector width divides it."""
@@ -82,7 +78,7 @@ def usable_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
-class MemoryTier:
+class MemoryTier(Closing):
     """A tier that is memory: one region of exactly the budget's bytes, carved into pools.
 
     A context manager. Closing it ends its pools; the memory itself goes when the last lease and storage
@@ -116,11 +112,6 @@ class MemoryTier:
     def free_bytes(self) -> int:
         """Bytes of the budget that belong to no pool yet."""
         return self.budget - self._carved
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes on loan now, over all pools."""
-        return sum(pool.leased for pool in self.pools.values())
 
     def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
         """Carve a pool of `nbytes` bytes (rounded up to whole granules) out of the budget, for good.
@@ -164,11 +155,3 @@ class MemoryTier:
         for pool in self.pools.values():
             pool.close()
         self._region = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,0 +1,25 @@
+"""What somebody has to close, as a context manager."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Closing:
+    """A context manager that calls `close` at its end, with an error or without."""
+
+    def close(self) -> None:
+        """Let go of what this object holds. Again: does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

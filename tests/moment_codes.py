@@ -1,0 +1,21 @@
+"""How far off int8 moments may be, from the definition of their codes alone.
+
+See [Note: int8 codes] in csrc/cpu_adam/moments.inl.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
+    """The width (n,), float64, of the step of the code in which each of the finite `values` lies: what one
+    stochastic rounding can be off by, and twice what rounding to nearest can."""
+    count = values.numel()
+    rows = torch.nn.functional.pad(values.abs(), (0, -count % 64)).view(-1, 64)
+    largest = rows.view(torch.int32).to(torch.int64).amax(1)
+    # What would round up to the next binade has its exponent already.
+    exponent = ((largest + (1 << 20) + 512) >> 23).clamp(span + 1, 255)
+    unit = (2.0 ** (exponent.double() - 127 - span)).masked_fill(exponent == 255, float("nan")).unsqueeze(1)
+    binade = torch.frexp(rows.double() / unit + 1)[1] - 1
+    return (torch.ldexp(torch.ones_like(rows, dtype=torch.float64), binade) * unit / 8).view(-1)[:count]
