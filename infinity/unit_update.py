@@ -22,8 +22,8 @@ class UnitUpdate:
     """Chains whose gate was opened and whose outcome the model cannot be given yet."""
     unread: bool = False
     """A read ahead of time failed: nobody tries again before somebody waits for the unit."""
-    resting: tuple[Decision, Sequence[Chain]] | None = None
-    """Of a unit that `rests`: what is decided and not begun."""
+    resting: Sequence[Chain] = ()
+    """Of a unit that `rests`, where the CPU computes the model: its DUE chains, which are in no queue."""
 
     @staticmethod
     def of(chains: Sequence[Chain]) -> UnitUpdate:

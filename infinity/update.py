@@ -173,7 +173,8 @@ class Updater:
         """
         group, queue = self._units[unit], self._queue
         group.unread = False
-        self._update_resting(group)
+        if group.resting:
+            self._update_resting(group)
         while group.left:
             while unit in queue.due and self._staging.try_grant(queue.due[unit][0]):
                 pass
@@ -201,7 +202,8 @@ class Updater:
     def advance(self) -> None:
         """Move on what needs no waiting, and begin what has room."""
         queue = self._queue
-        queue.poll()
+        if queue.active or queue.copies:
+            queue.poll()
         while queue.due:
             unit, chains = next(iter(queue.due.items()))
             enough = len(queue.active) >= _MOST_RUNNING and chains[0].in_place
@@ -231,7 +233,9 @@ class Updater:
         else:
             chosen = group.changed_by(decision)
             if group.rests and self._queue.shares_cpu:
-                group.resting = (decision, chosen)
+                for chain in chosen:
+                    chain.open(decision)
+                group.resting = chosen
             else:
                 self._queue.open(unit, chosen, decision)
             group.left = len(chosen)
@@ -254,40 +258,38 @@ class Updater:
         """Of these units, whose updates were just decided."""
         self.advance()
         for unit in units:
-            self._update_resting(self._units[unit])
-        if self._queue.shares_cpu:
-            self._update_in_place()
+            if self._units[unit].resting:
+                self._update_resting(self._units[unit])
+        if self._queue.shares_cpu and self._queue.due:
+            due = self._queue.due.values()
+            self._update_in_place([each for chains in due for each in chains if each.in_place])
 
     def _update_resting(self, group: UnitUpdate) -> None:
-        """Update a unit that rests in host RAM, a few chunks at a time, between reads that go on."""
-        if group.resting is None:
-            return
+        chains, group.resting = group.resting, ()
+        self._update_in_place(chains)
+
+    def _update_in_place(self, chains: Sequence[Chain]) -> None:
+        """Update DUE chains whose memory is all in host RAM, a few at a time, between reads that go on."""
         queue = self._queue
-        (decision, chains), group.resting = group.resting, None
         for first in range(0, len(chains), _MOST_RUNNING):
             batch = chains[first : first + _MOST_RUNNING]
             for chain in batch:
-                chain.open(decision)
-                queue.compute(chain)
+                if chain.state is ChainState.DUE:  # else it was begun between two batches
+                    if not chain.rests:
+                        self._staging.try_grant(chain)
+                    queue.compute(chain)
             started = time.perf_counter()
             for chain in batch:
-                assert chain.ticket is not None
-                chain.ticket.wait()
-                chain.write()
-                queue.deliver(chain)
+                if chain.state is ChainState.COMPUTING:
+                    assert chain.ticket is not None
+                    chain.ticket.wait()
+                    chain.write()
+                    if not chain.rests:
+                        queue.active.remove(chain)
+                    queue.deliver(chain)
             self._store.meter.updating(time.perf_counter() - started)
             if queue.due or queue.active:
                 self.advance()
-
-    def _update_in_place(self) -> None:
-        """Run what rests in host RAM as a whole, a few at a time, between reads that go on."""
-        found = [each for chains in self._queue.due.values() for each in chains if each.in_place]
-        for start in range(0, len(found), _MOST_RUNNING):
-            for chain in found[start : start + _MOST_RUNNING]:
-                if chain.state is ChainState.DUE:
-                    self._staging.try_grant(chain)
-                    self._queue.compute(chain)
-            self.advance()
 
     def _can_begin(self, unit: int) -> bool:
         """Whether a unit's parameters are where an update ahead of time should take them from."""

@@ -78,7 +78,7 @@ class UpdateQueue:
         self.due.clear()
         self.active.clear()
         for each in self._units:
-            each.left, each.resting = 0, None
+            each.left, each.resting = 0, ()
             for chain in each.chains:
                 chain.abandon()
 
