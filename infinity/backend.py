@@ -186,7 +186,7 @@ class Backend:
     def _backward_done(self) -> None:
         with self._paging.lock:
             self._backward = -1
-            self._gradients.finish()
+            self._gradients.staged.finish()
             self._parts.meter.entered(Phase.BETWEEN)
 
     # --- inside ----------------------------------------------------------------------------------------

@@ -69,10 +69,10 @@ class EagerStep:
         if self._broken or not gradients.complete(page.parameters, self._accumulation):
             return False
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
-        if self._broken or not self._gradients.at_hand(unit):
+        if self._broken or not self._gradients.staged.at_hand(unit):
             return False
         if unit in self._deferred or not self._ready(unit):
-            self._gradients.send_home(unit)
+            self._gradients.staged.send_home(unit)
             return False
         return True
 

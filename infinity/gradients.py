@@ -1,9 +1,8 @@
-"""Gradients as pages: what backward adds is taken from autograd, accumulated, measured, and brought home.
+"""Gradients as pages: what backward adds is taken from autograd, accumulated and measured.
 
 A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
-accumulated in place. Any other is staged while its parameters' gradients arrive, in memory that the caller
-brings (infinity/staging.py grants it), and goes home when later ones need the room: the last of a backward
-stay, for their updates come first. A second micro-batch stages a chunk again with what it holds.
+accumulated in place. Any other is staged while its parameters' gradients arrive (infinity/staged_chunks.py),
+in memory that the caller brings (infinity/staging.py grants it).
 
 The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
 first element, combined in the order of names. So the norm depends on no unit, chunk or thread.
@@ -22,13 +21,14 @@ import torch
 
 from infinity import cpu_adam
 from infinity.device_units import DeviceUnits
-from infinity.errors import ConfigError, InfinityError
-from infinity.gradient_page import ChunkState, GradientPage, Stage
+from infinity.errors import ConfigError
+from infinity.gradient_failure import GradientFailure
+from infinity.gradient_page import ChunkState, GradientPage
 from infinity.gradient_ring import GradientRing
 from infinity.layout import Piece
 from infinity.scaling import LossScale
+from infinity.staged_chunks import StagedChunks
 from infinity.store import Store
-from infinity.telemetry import Edge
 from infinity.tiers.link import User
 
 _NO_SUMS = np.zeros(0)
@@ -49,8 +49,8 @@ class Gradients:
     ) -> None:
         """on_device: the units that the device updates, where there are any. ring: through which gradients
         come down, where the CPU does not see them as they are."""
-        self._ring = ring
         self.pages = pages
+        self._ring = ring
         self._store = store
         self._threads = threads
         self._loss_scale = scale
@@ -58,18 +58,9 @@ class Gradients:
         """The loss scale that the stored gradients have."""
         self._clipping: float | None = None
         """The factor of clip_grad_norm_, once it was called in this step."""
-        self.more_to_come = False
-        """Whether another micro-batch's gradients of the same parameters come next: a chunk that is complete
-        then stays staged as long as nobody needs the room."""
-        self._failure: InfinityError | None = None
-        self._staged: dict[tuple[int, int], None] = {}
-        """(unit, chunk) of every stage, oldest first."""
-        self._whole: dict[tuple[int, int], int] = {}
-        """(unit, chunk) of every stage that waits for nothing, oldest first -> its bytes."""
-        self._whole_bytes = 0
+        self._failure = GradientFailure()
+        self.staged = StagedChunks(pages, store, self._failure, ring=ring)
         self._on_device = on_device
-        self._most_kept = store.plan.staging_bytes // 2
-        """Bytes of stages that wait for nothing and stay all the same; the rest keeps things moving."""
         self._names = sorted(
             (parameter.names[0], unit, index)
             for unit, page in pages.items()
@@ -99,7 +90,7 @@ class Gradients:
         try:
             self._ring.await_room(counts, fresh.dtype.itemsize)
         except BaseException as error:
-            self._lose(error)
+            self._failure.lose(error)
             raise
 
     @contextmanager
@@ -116,7 +107,7 @@ class Gradients:
                 page.check_single(parameter, dtype)
             yield page
         except BaseException as error:
-            self._lose(error)
+            self._failure.lose(error)
             raise
         page.content.add(parameter)
         page.arrivals[parameter] += 1
@@ -142,22 +133,6 @@ class Gradients:
             for number, begin in others:  # all of it is the first one's
                 page.states[number].blocks[parameter, begin] = _NO_SUMS
 
-    def missing(self, page: GradientPage, number: int) -> int:
-        """Bytes that `stage` has to be given before a piece can be added to a chunk; 0: it is in RAM."""
-        if page.states[number].stage is not None or page.home.in_place:
-            return 0
-        return page.nbytes(number)
-
-    def stage(self, page: GradientPage, number: int, memory: torch.Tensor) -> None:
-        """Stage a chunk, with what it holds, in staging, uint8 (missing,). Raises StorageError."""
-        waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
-        state = page.states[number]
-        if state.stored:
-            with self._store.meter.stalling(Edge.NVME_TO_HOST):
-                self._store.read(page.home, page.offset(number), memory).wait()
-        state.stage = Stage(memory, waiting)
-        self._staged[page.index, number] = None
-
     def add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
         """Add one piece of a fresh gradient, (piece.count,), to a chunk that is in RAM."""
         state = page.states[number]
@@ -174,27 +149,14 @@ class Gradients:
             state.sent = self._send(self._ring, fresh, target, blocks, again=again) or state.sent
         state.blocks[piece.parameter, piece.start] = blocks
         if state.stage is not None:
-            waiting = state.stage.waiting
-            waiting.discard(piece.parameter)
-            if not waiting and self.more_to_come:
-                waiting.update(each.parameter for each in page.layout.chunks[number].pieces)
-            elif not waiting and (page.index, number) not in self._whole:
-                self._is_whole(page, number)
+            state.stage.waiting.discard(piece.parameter)
+            if not state.stage.waiting:
+                self.staged.complete(page, number)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
         """Add a fresh gradient (numel,) in memory order to one that rests on the device, `on_device`."""
         assert self._on_device is not None
         self._on_device.add(unit, parameter, flat)
-
-    def finish(self) -> None:
-        """The end of a backward: stages of which a parameter was not used wait for it no longer."""
-        if self.more_to_come:
-            return
-        for unit, number in list(self._staged):
-            stage = self.pages[unit].states[number].stage
-            if stage is not None and (unit, number) not in self._whole:
-                stage.waiting.clear()
-                self._is_whole(self.pages[unit], number)
 
     def norm(self) -> float:
         """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
@@ -223,7 +185,8 @@ class Gradients:
     def check(self) -> None:
         """Raises the error that lost gradients of this step, if one did."""
         on_the_way = None if self._ring is None else self._ring.failure
-        for failure in (on_the_way, self._failure, *(page.home.failure for page in self.pages.values())):
+        at_home = (page.home.failure for page in self.pages.values())
+        for failure in (on_the_way, self._failure.error, *at_home):
             if failure is not None:
                 raise failure.again()
 
@@ -251,38 +214,13 @@ class Gradients:
         """Whether a unit's gradients stay on the device, which updates it."""
         return self._on_device is not None and unit in self._on_device
 
-    def at_hand(self, unit: int) -> bool:
-        """Whether most of a unit's gradients are in host RAM: at home there, or staged."""
-        page = self.pages[unit]
-        staged = sum(state.stage is not None for state in page.states)
-        return page.home.in_place or 2 * staged >= len(page.states)
-
-    def send_home(self, unit: int) -> None:
-        """Take a unit's stages home now. Raises StorageError."""
-        page = self.pages[unit]
-        for number, state in enumerate(page.states):
-            if state.stage is not None:
-                self._take_home(page, number)
-
-    def put_home(self, unit: int, number: int, data: torch.Tensor) -> None:
-        """Write a chunk's gradient home for an update that keeps it staged, and wait.
-
-        data: uint8, as the update has it; perhaps nobody else has it any more. Raises StorageError; then
-        nothing has happened.
-        """
-        page = self.pages[unit]
-        self._store.write(page.home, page.offset(number), data).wait()
-        if (unit, number) in self._staged:
-            self._unstage(page, number)
-            page.states[number].stored = True
-
     def spend(self, unit: int) -> None:
         """An eager update has the unit's gradients from now on, and nobody else."""
         page = self.pages[unit]
         page.spent = True
         for number, state in enumerate(page.states):
             if state.stage is not None:
-                self._unstage(page, number)
+                self.staged.drop(page, number)
 
     def clear(self) -> None:
         """Forget every gradient, and what went wrong with them."""
@@ -294,10 +232,8 @@ class Gradients:
             page.spent = False
             page.states = [ChunkState() for _ in page.layout.chunks]
             page.home.renew()
-        self._staged.clear()
-        self._whole.clear()
-        self._whole_bytes = 0
-        self._failure = None
+        self.staged.clear()
+        self._failure.forget()
         self._clipping = None
 
     def close(self) -> None:
@@ -310,23 +246,12 @@ class Gradients:
 
     def break_off(self) -> None:
         """Micro-batches ended half way: what there is counts no more until `clear`, as `check` says."""
-        self._lose(
+        self._failure.lose(
             ConfigError(
                 "The micro-batches of a step were broken off in their backwards.",
                 "Call runtime.optimizer.zero_grad() and repeat the step.",
             )
         )
-
-    def take_oldest_home(self, kept: tuple[int, int] | None) -> bool:
-        """Take the oldest stage home, but not (unit, chunk) `kept`; False if there is none.
-
-        Raises StorageError.
-        """
-        for unit, number in self._staged:
-            if (unit, number) != kept:
-                self._take_home(self.pages[unit], number)
-                return True
-        return False
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
@@ -399,47 +324,6 @@ class Gradients:
             work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
         # Who waits for it helps, but for the ring's worker: torch's threads are the trainer's.
         return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
-
-    def _is_whole(self, page: GradientPage, number: int) -> None:
-        """A stage waits for nothing any more. Such stages go home, but for the latest."""
-        nbytes = page.nbytes(number)
-        self._whole[page.index, number] = nbytes
-        self._whole_bytes += nbytes
-        for unit, oldest in list(self._whole):
-            if self._whole_bytes <= self._most_kept:
-                return
-            if self.pages[unit].arrived(oldest):  # else it goes when a later one comes: nobody waits here
-                self._take_home(self.pages[unit], oldest)
-
-    def _unstage(self, page: GradientPage, number: int) -> None:
-        """A chunk is staged no longer."""
-        page.states[number].stage = None
-        del self._staged[page.index, number]
-        self._whole_bytes -= self._whole.pop((page.index, number), 0)
-
-    def _take_home(self, page: GradientPage, number: int) -> None:
-        state = page.states[number]
-        if self._ring is not None:
-            self._ring.wait(state.sent)  # what failed is said by `check`
-        stage = state.stage
-        assert stage is not None
-        self._unstage(page, number)
-        try:
-            self._store.write(page.home, page.offset(number), stage.data)
-        except BaseException as error:
-            self._lose(error)
-            raise
-        state.stored = True
-
-    def _lose(self, error: BaseException) -> None:
-        """What was being added or taken home is half done: no gradient of this step counts any more."""
-        if isinstance(error, InfinityError):
-            self._failure = error.again()
-        else:
-            self._failure = ConfigError(
-                "A backward was interrupted while a gradient was added.",
-                "Call runtime.optimizer.zero_grad() and repeat the step.",
-            )
 
     def _copy(self, page: GradientPage, number: int, piece: Piece) -> torch.Tensor:
         here = page.in_ram(number)

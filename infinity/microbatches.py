@@ -122,7 +122,7 @@ class Group:
         try:
             while under_way := [each for each in self._micro_batches if not each.task.done]:
                 chosen = min(under_way, key=lambda each: (each.position, each.number))
-                gradients.more_to_come = chosen is not last
+                gradients.staged.more_to_come = chosen is not last
                 chosen.task.proceed()
         except BaseException:
             # The one that ran goes first: it may still be running, after Ctrl-C.
@@ -132,11 +132,11 @@ class Group:
                 gradients.break_off()
             raise
         finally:
-            gradients.more_to_come = False
+            gradients.staged.more_to_come = False
             self._makers.clear()
             self._held.clear()
         with self._paging.lock:
-            gradients.finish()
+            gradients.staged.finish()
         return [each.loss for each in self._micro_batches if each.loss is not None]
 
     def _work(self, micro: _MicroBatch, batch: Any) -> None:

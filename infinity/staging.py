@@ -17,7 +17,7 @@ import torch
 
 from infinity.chain import NOTHING, Chain
 from infinity.errors import InfinityError
-from infinity.gradients import Gradients
+from infinity.staged_chunks import StagedChunks
 from infinity.store import Store
 from infinity.update_queue import UpdateQueue
 
@@ -29,10 +29,10 @@ one the disk waited for room (309M parameters, all on NVMe: 3.7 s a step, now 2.
 class Staging:
     """Grants the bytes of the store's pool of staging. Called under the runtime's lock."""
 
-    def __init__(self, store: Store, gradients: Gradients, queue: UpdateQueue) -> None:
+    def __init__(self, store: Store, staged: StagedChunks, queue: UpdateQueue) -> None:
         self._store = store
         self._pool = store.staging
-        self._gradients = gradients
+        self._staged = staged
         self._queue = queue
 
     @property
@@ -131,9 +131,9 @@ class Staging:
             self._put_gradient_home(holding)
             return True
         kept = None if asking is None else (asking.unit, asking.chunk_index)
-        return self._gradients.take_oldest_home(kept)
+        return self._staged.take_oldest_home(kept)
 
     def _put_gradient_home(self, chain: Chain) -> None:
         """Of a DUE chain: it is read again when the chain is granted staging for it."""
-        self._gradients.put_home(chain.unit, chain.chunk_index, chain.gradient)
+        self._staged.put_home(chain.unit, chain.chunk_index, chain.gradient)
         chain.forget_gradient()

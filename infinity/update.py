@@ -61,7 +61,7 @@ class Updater:
         """Whether updates may end after `step`."""
         self._units = [UnitUpdate.of(self._chains_of(page, threads, health)) for page in pages]
         self._queue = UpdateQueue(self._units, store)
-        self._staging = Staging(store, gradients, self._queue)
+        self._staging = Staging(store, gradients.staged, self._queue)
         self._ahead = self._read_ahead()
 
     def _chains_of(self, page: ParameterPage, threads: cpu_adam.ThreadPool, health: Health) -> list[Chain]:
@@ -100,9 +100,9 @@ class Updater:
                 gradients.add_in_place(page, parameter, flat)
             else:
                 for number, piece in gradients.pieces(page, parameter):
-                    missing = gradients.missing(page, number)
+                    missing = gradients.staged.missing(page, number)
                     if missing:
-                        gradients.stage(page, number, self._staging.take(missing))
+                        gradients.staged.add(page, number, self._staging.take(missing))
                     gradients.add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
         if self._ahead is not None and self._ahead.gradient_added(unit):
             self._staging.read_ahead(self._ahead.candidates(self.pending))

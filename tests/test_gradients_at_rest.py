@@ -161,7 +161,7 @@ def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tupl
     start = moved(runtime, *edges)
     backward(model, number)
     for unit in parts.gradients.pages:
-        parts.gradients.send_home(unit)
+        parts.gradients.staged.send_home(unit)
     middle = moved(runtime, *edges)
     runtime.optimizer.step()
     runtime.optimizer.zero_grad()
