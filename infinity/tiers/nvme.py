@@ -109,11 +109,7 @@ class NvmeTier:
         limits = [limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values()]
         wanted = round_up(nbytes, PAGE_ALIGNMENT)
         if speeds is None:
-            speeds = [1.0] * len(paths)
-            if len(paths) > 1 and 0 < wanted <= sum(limits):
-                speeds = tuned_shares(paths) or [
-                    _probe(path, min(limit, wanted)) for path, limit in zip(paths, limits, strict=True)
-                ]
+            speeds = _speeds_of(paths, limits, wanted)
         self.striping = choose_striping(wanted, limits, speeds, stripe_bytes)
         sizes = self.striping.path_bytes(wanted)
         self.budget = sum(sizes)
@@ -252,6 +248,15 @@ class NvmeTier:
                 "Ask for a lease that holds the page.",
             )
         return lease.offset + offset
+
+
+def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequence[float]:
+    """Of each path as `infinity tune` found it, else measured; alike where nothing follows from them."""
+    if len(paths) == 1 or not 0 < wanted <= sum(limits):
+        return [1.0] * len(paths)
+    return tuned_shares(paths) or [
+        _probe(path, min(limit, wanted)) for path, limit in zip(paths, limits, strict=True)
+    ]
 
 
 def _probe(path: str, limit: int) -> float:
