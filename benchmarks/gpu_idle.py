@@ -133,11 +133,9 @@ def profiled(step: Any, trace: Path) -> tuple[dict[str, list[Interval]], str]:
     return gpu_work(json.loads(trace.read_text())["traceEvents"]), ""
 
 
-def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train, and look at it; see above."""
-    from contender import finish
-    from peers.ours import Ours
-    from peers.task import Batches, Task
+def task_of(options: argparse.Namespace, directory: Path) -> Any:
+    """What is trained, as a contender is told it."""
+    from peers.task import Task
     from turns import the_text
 
     from infinity.lm import decoder as decoder_module
@@ -146,7 +144,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     preset = PRESETS[options.model]
     text = directory / "text"
     text.write_bytes(the_text())
-    task = Task(
+    return Task(
         contender="ours",
         mode="fit",
         decoder=asdict(preset.decoder),
@@ -162,6 +160,15 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         states="fp32",
         update="lazy",
     )
+
+
+def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Train, and look at it; see above."""
+    from contender import finish
+    from peers.ours import Ours
+    from peers.task import Batches
+
+    task = task_of(options, directory)
     ours, batches = Ours(task), Batches(task)
 
     def step() -> float:
