@@ -199,7 +199,6 @@ def paged(
     budget = budget_for(
         home, model, optimizer, directory, precision, device=recipe.device, accumulation=accumulation
     )
-    run = Run()
     with (
         injected(faults),
         infinity.offload(
@@ -213,23 +212,32 @@ def paged(
         ) as runtime,
     ):
         check_homes(home, runtime.plan)
-        scheduler = scheduler_of(runtime.optimizer, recipe)
-        for step in range(recipe.steps):
-            for micro in range(recipe.accumulate):
-                loss = seeded_loss(entry, model, entry.batch(step, micro), step, micro)
-                (loss / recipe.accumulate).backward()
-                run.losses.append(loss.item())
-            if (watch or step == 0) and update != "eager":
-                run.gradients.append({name: runtime.grad(each) for name, each in model.named_parameters()})
-            if recipe.clip is not None:
-                run.norms.append(float(runtime.clip_grad_norm_(recipe.clip)))
-            runtime.optimizer.step()
-            scheduler.step()
-            runtime.optimizer.zero_grad()
-            if watch or step == recipe.steps - 1:
-                run.parameters.append(copied(model.state_dict()))
-        run.optimizer = tensors_copied(runtime.optimizer.state_dict())
+        run = _trained(entry, recipe, model, runtime, watch=watch, spends=update == "eager")
     assert [each.name for each in directory.iterdir()] == []
+    return run
+
+
+def _trained(
+    entry: Entry, recipe: Recipe, model: nn.Module, runtime: infinity.Runtime, *, watch: bool, spends: bool
+) -> Run:
+    """The steps of `paged`. spends: whether updates leave no gradients to read."""
+    run, optimizer = Run(), runtime.optimizer
+    scheduler = scheduler_of(optimizer, recipe)
+    for step in range(recipe.steps):
+        for micro in range(recipe.accumulate):
+            loss = seeded_loss(entry, model, entry.batch(step, micro), step, micro)
+            (loss / recipe.accumulate).backward()
+            run.losses.append(loss.item())
+        if (watch or step == 0) and not spends:
+            run.gradients.append({name: runtime.grad(each) for name, each in model.named_parameters()})
+        if recipe.clip is not None:
+            run.norms.append(float(runtime.clip_grad_norm_(recipe.clip)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if watch or step == recipe.steps - 1:
+            run.parameters.append(copied(model.state_dict()))
+    run.optimizer = tensors_copied(optimizer.state_dict())
     return run
 
 
