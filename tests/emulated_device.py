@@ -49,6 +49,14 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+@contextlib.contextmanager
+def planned_apart() -> Iterator[None]:
+    """Plans inside are for an emulated device."""
+    driver = Driver.load(str(LIBRARY))
+    with emulated(driver, driver.foreign(COMPUTE)):
+        yield
+
+
 class EmulatedDevice:
     """The one device of the test driver, begun anew: all that is drawn follows `seed`.
 

@@ -10,15 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import parity
 import pytest
 import torch
-from emulated_device import COMPUTE, LIBRARY, EmulatedDevice
-from homes import ROOMY, budget_for
+from emulated_device import EmulatedDevice
+from homes import ROOMY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_resources import nothing_left
@@ -29,12 +28,9 @@ from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError, DeviceError
 from infinity.gradient_ring import Job, fit, placed
 from infinity.placement import Kind
-from infinity.planning import Available, make_plan
-from infinity.rules import Rule
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
 from infinity.tiers import driver as driver_module
-from infinity.tiers.driver import Driver
 
 WATCHDOG = 30
 """Seconds after which what should not wait is let go, and found out."""
@@ -66,19 +62,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     torch.manual_seed(100 + batch)
     return torch.randn(4, 64).to(dtype)
-
-
-@contextlib.contextmanager
-def planned_apart() -> Iterator[None]:
-    """Plans inside are for an emulated device."""
-    driver = Driver.load(str(LIBRARY))
-    with driver_module.emulated(driver, driver.foreign(COMPUTE)):
-        yield
-
-
-def budget_of(home: str, model: nn.Module, directory: Path, precision: Any) -> Any:
-    with planned_apart():
-        return budget_for(home, model, adamw(model), directory, precision)
 
 
 @contextlib.contextmanager
@@ -194,73 +177,6 @@ def test_room_for_several_is_looked_for_one_after_the_other() -> None:
     assert not fit([4, 4, 4], 1, 8, [job(0, 4)])
     assert fit([3], 1, 8, [job(3, 5)]) and not fit([4], 1, 8, [job(3, 5)])
     assert fit([], 1, 8, [job(0, 8)])
-
-
-@pytest.mark.parametrize("budget", [{"device": "1MiB", "host": "8MiB"}, {"device": "4GiB", "host": "8GiB"}])
-def test_a_plan_has_a_ring_of_at_least_two_blocks(budget: dict[str, str]) -> None:
-    model = nn.Linear(300, 300, device="meta")
-    rule = Rule.of(adamw(model))
-
-    def made(**changed: Any) -> infinity.Plan:
-        return make_plan(
-            model,
-            changed.get("rule", rule),
-            budget=infinity.Budget(**{**budget, **changed.get("budget", {})}),
-            precision=infinity.Precision(),
-            device=torch.device("cpu"),
-            available=Available(device=1 << 30, host=1 << 30),
-        )
-
-    direct = made()
-    with planned_apart():
-        apart, unified, inference = made(), made(budget={"device": None}), made(rule=None)
-    assert direct.ring_bytes == unified.ring_bytes == inference.ring_bytes == 0
-    assert apart.ring_bytes >= 2 * apart.ring_block_bytes >= 8 * BLOCK
-    assert apart.ring_block_bytes <= 4 << 20
-    pages = apart.home_bytes[Tier.DEVICE] + apart.mirror_bytes
-    assert apart.device_bytes == pages + apart.resident_bytes + apart.ring_bytes
-    assert apart.smallest[Tier.DEVICE] == direct.smallest[Tier.DEVICE] + RING
-    assert apart.smallest[Tier.HOST] == direct.smallest[Tier.HOST] + RING
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    widths=st.lists(st.sampled_from([3, 64, 130]), min_size=1, max_size=4),
-    device=st.integers(1, 600_000),
-    host=st.integers(1, 2_000_000),
-    nvme=st.none() | st.integers(1, 2_000_000),
-)
-def test_what_a_plan_with_a_ring_needs_is_exact(
-    widths: list[int], device: int, host: int, nvme: int | None
-) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(width, 2 * width) for width in widths))
-
-    def made(**budget: Any) -> infinity.Plan:
-        paths = {"/nowhere": budget.pop("nvme")} if budget["nvme"] else budget.pop("nvme")
-        with planned_apart():
-            return make_plan(
-                model,
-                Rule.of(adamw(model)),
-                budget=infinity.Budget(**budget, nvme=paths),
-                precision=infinity.Precision(),
-                device=torch.device("cpu"),
-                available=Available(device=1 << 26, host=1 << 26),
-            )
-
-    budget = {"device": device, "host": host, "nvme": nvme}
-    for _ in range(4):
-        try:
-            plan = made(**budget)
-        except infinity.BudgetError as error:
-            assert error.tier is not None and error.needed is not None
-            with pytest.raises(infinity.BudgetError):
-                made(**{**budget, error.tier: max(1, error.needed - 4096)})
-            budget[error.tier] = error.needed
-        else:
-            break
-    assert plan.ring_bytes >= RING
-    assert plan.device_bytes <= plan.budgets[Tier.DEVICE] and plan.host_bytes <= plan.budgets[Tier.HOST]
 
 
 # --- what hooks and others wait for ---------------------------------------------------------------------
@@ -391,81 +307,3 @@ def test_a_copy_that_fails_is_told_and_the_step_can_be_repeated(call: str) -> No
         runtime.optimizer.zero_grad()
         del loss
         assert parity.differences(stepped(model, runtime), expected(BLOCK, BLOCK // 2)) == []
-
-
-class Mixed(nn.Module):
-    """Gradients of two dtypes, of odd sizes, of a weight that is used twice, and of one that is not dense."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first = nn.Linear(64, 301)
-        self.norm = nn.LayerNorm(301)
-        self.second = nn.Linear(301, 64)
-        self.scale = nn.Parameter(torch.randn(3))
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(torch.tanh(self.first(batch)).float())
-        out = self.second(hidden.to(self.second.weight.dtype))
-        out = out + self.second(torch.tanh(hidden).to(out.dtype))
-        return (out.float().square().mean() * self.scale.float().exp()).sum()
-
-
-def trained(
-    home: str, directory: Path, device: EmulatedDevice | None, *, compute: str, update: str, how: str
-) -> dict[str, Any]:
-    """What three steps of three micro-batches leave. how: "plain", or by `accumulate`."""
-    model = Mixed()
-    precision = infinity.Precision(compute=compute, keep=("norm.*",))
-    budget = budget_of(home, model, directory, precision)
-    losses = []
-    with (
-        contextlib.nullcontext() if device is None else device.in_use(),
-        infinity.offload(
-            model,
-            adamw(model),
-            budget=budget,
-            precision=precision,
-            device="cpu",
-            update=update,
-            accumulation=3 if update == "eager" else None,
-        ) as runtime,
-    ):
-        assert bool(runtime.plan.ring_bytes) == (device is not None)
-        dtype = precision.compute_dtype
-
-        def loss_of(number: int) -> torch.Tensor:
-            return model(inputs(number, dtype)) / 3
-
-        for step in range(3):
-            numbers = range(3 * step, 3 * step + 3)
-            if how == "accumulate":
-                losses += [each.item() for each in runtime.accumulate(numbers, loss_of, together=3)]
-            else:
-                for number in numbers:
-                    loss = loss_of(number)
-                    loss.backward()
-                    losses.append(loss.item())
-            runtime.optimizer.step()
-            runtime.optimizer.zero_grad()
-        return {
-            "losses": losses,
-            "parameters": parity.copied(model.state_dict()),
-            "optimizer": parity.tensors_copied(runtime.optimizer.state_dict()),
-        }
-
-
-@pytest.mark.parametrize("how", ["plain", "accumulate"])
-@pytest.mark.parametrize("update", ["lazy", "eager", "sync"])
-@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
-def test_every_bit_is_that_of_gradients_that_stay(
-    compute: str, update: str, how: str, tmp_path: Path
-) -> None:
-    if (compute, update) == ("fp16", "eager"):
-        pytest.skip("is refused")
-    for seed, home in enumerate(("host", "nvme", "mixed")):
-        expected = trained(home, tmp_path, None, compute=compute, update=update, how=how)
-        for threads in (False, True):
-            device = EmulatedDevice(seed, threads=threads)
-            found = trained(home, tmp_path, device, compute=compute, update=update, how=how)
-            assert parity.differences(found, expected) == []

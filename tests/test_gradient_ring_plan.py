@@ -1,0 +1,92 @@
+"""What a plan has for the gradient ring: two blocks at least, where a device has memory of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import planned_apart
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity
+from infinity.cpu_adam import BLOCK
+from infinity.planning import Available, make_plan
+from infinity.rules import Rule
+from infinity.tiers import Tier
+
+RING = 8 * BLOCK
+"""Bytes of the smallest ring: two blocks."""
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("budget", [{"device": "1MiB", "host": "8MiB"}, {"device": "4GiB", "host": "8GiB"}])
+def test_a_plan_has_a_ring_of_at_least_two_blocks(budget: dict[str, str]) -> None:
+    model = nn.Linear(300, 300, device="meta")
+    rule = Rule.of(adamw(model))
+
+    def made(**changed: Any) -> infinity.Plan:
+        return make_plan(
+            model,
+            changed.get("rule", rule),
+            budget=infinity.Budget(**{**budget, **changed.get("budget", {})}),
+            precision=infinity.Precision(),
+            device=torch.device("cpu"),
+            available=Available(device=1 << 30, host=1 << 30),
+        )
+
+    direct = made()
+    with planned_apart():
+        apart, unified, inference = made(), made(budget={"device": None}), made(rule=None)
+    assert direct.ring_bytes == unified.ring_bytes == inference.ring_bytes == 0
+    assert apart.ring_bytes >= 2 * apart.ring_block_bytes >= 8 * BLOCK
+    assert apart.ring_block_bytes <= 4 << 20
+    pages = apart.home_bytes[Tier.DEVICE] + apart.mirror_bytes
+    assert apart.device_bytes == pages + apart.resident_bytes + apart.ring_bytes
+    assert apart.smallest[Tier.DEVICE] == direct.smallest[Tier.DEVICE] + RING
+    assert apart.smallest[Tier.HOST] == direct.smallest[Tier.HOST] + RING
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    widths=st.lists(st.sampled_from([3, 64, 130]), min_size=1, max_size=4),
+    device=st.integers(1, 600_000),
+    host=st.integers(1, 2_000_000),
+    nvme=st.none() | st.integers(1, 2_000_000),
+)
+def test_what_a_plan_with_a_ring_needs_is_exact(
+    widths: list[int], device: int, host: int, nvme: int | None
+) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, 2 * width) for width in widths))
+
+    def made(**budget: Any) -> infinity.Plan:
+        paths = {"/nowhere": budget.pop("nvme")} if budget["nvme"] else budget.pop("nvme")
+        with planned_apart():
+            return make_plan(
+                model,
+                Rule.of(adamw(model)),
+                budget=infinity.Budget(**budget, nvme=paths),
+                precision=infinity.Precision(),
+                device=torch.device("cpu"),
+                available=Available(device=1 << 26, host=1 << 26),
+            )
+
+    budget = {"device": device, "host": host, "nvme": nvme}
+    for _ in range(4):
+        try:
+            plan = made(**budget)
+        except infinity.BudgetError as error:
+            assert error.tier is not None and error.needed is not None
+            with pytest.raises(infinity.BudgetError):
+                made(**{**budget, error.tier: max(1, error.needed - 4096)})
+            budget[error.tier] = error.needed
+        else:
+            break
+    assert plan.ring_bytes >= RING
+    assert plan.device_bytes <= plan.budgets[Tier.DEVICE] and plan.host_bytes <= plan.budgets[Tier.HOST]

@@ -1,0 +1,108 @@
+"""Training through the gradient ring: every bit is that of gradients that do not leave."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from emulated_device import EmulatedDevice, planned_apart
+from homes import budget_for
+from torch import nn
+
+import infinity
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(100 + batch)
+    return torch.randn(4, 64).to(dtype)
+
+
+def budget_of(home: str, model: nn.Module, directory: Path, precision: Any) -> Any:
+    with planned_apart():
+        return budget_for(home, model, adamw(model), directory, precision)
+
+
+class Mixed(nn.Module):
+    """Gradients of two dtypes, of odd sizes, of a weight that is used twice, and of one that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(64, 301)
+        self.norm = nn.LayerNorm(301)
+        self.second = nn.Linear(301, 64)
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.tanh(self.first(batch)).float())
+        out = self.second(hidden.to(self.second.weight.dtype))
+        out = out + self.second(torch.tanh(hidden).to(out.dtype))
+        return (out.float().square().mean() * self.scale.float().exp()).sum()
+
+
+def trained(
+    home: str, directory: Path, device: EmulatedDevice | None, *, compute: str, update: str, how: str
+) -> dict[str, Any]:
+    """What three steps of three micro-batches leave. how: "plain", or by `accumulate`."""
+    model = Mixed()
+    precision = infinity.Precision(compute=compute, keep=("norm.*",))
+    budget = budget_of(home, model, directory, precision)
+    losses = []
+    with (
+        contextlib.nullcontext() if device is None else device.in_use(),
+        infinity.offload(
+            model,
+            adamw(model),
+            budget=budget,
+            precision=precision,
+            device="cpu",
+            update=update,
+            accumulation=3 if update == "eager" else None,
+        ) as runtime,
+    ):
+        assert bool(runtime.plan.ring_bytes) == (device is not None)
+        dtype = precision.compute_dtype
+
+        def loss_of(number: int) -> torch.Tensor:
+            return model(inputs(number, dtype)) / 3
+
+        for step in range(3):
+            numbers = range(3 * step, 3 * step + 3)
+            if how == "accumulate":
+                losses += [each.item() for each in runtime.accumulate(numbers, loss_of, together=3)]
+            else:
+                for number in numbers:
+                    loss = loss_of(number)
+                    loss.backward()
+                    losses.append(loss.item())
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+        return {
+            "losses": losses,
+            "parameters": parity.copied(model.state_dict()),
+            "optimizer": parity.tensors_copied(runtime.optimizer.state_dict()),
+        }
+
+
+@pytest.mark.parametrize("how", ["plain", "accumulate"])
+@pytest.mark.parametrize("update", ["lazy", "eager", "sync"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_every_bit_is_that_of_gradients_that_stay(
+    compute: str, update: str, how: str, tmp_path: Path
+) -> None:
+    if (compute, update) == ("fp16", "eager"):
+        pytest.skip("is refused")
+    for seed, home in enumerate(("host", "nvme", "mixed")):
+        expected = trained(home, tmp_path, None, compute=compute, update=update, how=how)
+        for threads in (False, True):
+            device = EmulatedDevice(seed, threads=threads)
+            found = trained(home, tmp_path, device, compute=compute, update=update, how=how)
+            assert parity.differences(found, expected) == []
