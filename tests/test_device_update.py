@@ -7,17 +7,27 @@ runtimes.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cpu_adam_cases import RULES as CASES
-from cpu_adam_cases import clones, floats, split, states
+from cpu_adam_cases import clones, floats, states
+from device_arrays import (
+    FORMS,
+    GRADIENTS,
+    MASTERS,
+    Arrays,
+    check,
+    kernels,
+    on_cpu,
+    on_device,
+    opened,
+    stored,
+    total,
+)
 from emulated_device import EmulatedDevice
 from homes import each_device
 from test_cpu_adam_accuracy import adversarial
@@ -30,11 +40,8 @@ from infinity.cpu_adam import (
     CODE_BLOCK,
     SGD,
     AdamW,
-    Gradient,
     Segment,
-    ThreadPool,
     Update,
-    sum_in_order,
 )
 from infinity.device_kernels import (
     DTYPES,
@@ -48,26 +55,7 @@ from infinity.device_kernels import (
 )
 from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk, size_of
 from infinity.device_update import DeviceUpdates, Turn
-from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
 from infinity.tiers.driver import Driver, Stream
-
-FORMS = ("fp32", "bf16", "int8")
-MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")
-GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-Arrays = dict[str, torch.Tensor]
-
-
-class Counted(Kernels):
-    """Kernels that keep the names of what was launched."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, ())
-        self.launched: list[str] = []
-
-    def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
-        self.launched.append(name)
-        assert len(arguments) <= 4096  # what every device takes by value
-        super().launch(name, warps, arguments, kinds)
 
 
 class Queued(Kernels):
@@ -81,70 +69,6 @@ class Queued(Kernels):
 
     def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
         self._queued[name].launch(self._stream, -(-warps // 8), 256, arguments)
-
-
-@functools.cache
-def kernels(device: str) -> Counted:
-    return Counted(torch.device(device))
-
-
-def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
-    """In memory filled with ones: nothing may rest on what it held."""
-    nbytes = size_of(chunks).nbytes
-    kernels(device).launched.clear()
-    memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
-    return DeviceUpdates(chunks, memory, kernels(device)), memory
-
-
-def on_device(
-    arrays: Arrays,
-    device: str,
-    *,
-    segments: Sequence[Segment],
-    hypers: Sequence[Any],
-    scale: float = 1.0,
-    parameters: Sequence[Hashable] = (),
-) -> Arrays:
-    """The arrays as an update on the device leaves them, on the CPU. parameters: of each segment."""
-    there = {name: each.to(device, copy=True) for name, each in arrays.items()}
-    whose = parameters or range(len(segments))
-    updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), whose)], device)
-    turns = {
-        each: Turn(hypers[segment.hyper], segment.seed) for each, segment in zip(whose, segments, strict=True)
-    }
-    updates.update(turns, scale)
-    return {name: each.cpu() for name, each in there.items()}
-
-
-def on_cpu(arrays: Arrays, **work: Any) -> Arrays:
-    """The arrays as the CPU's kernels leave them."""
-    there = clones(arrays)
-    with ThreadPool(threads=1) as pool:
-        pool.run(Update(**there, **work))
-    return there
-
-
-def check(now: Arrays, expected: Arrays) -> None:
-    """Every array bit for bit."""
-    for name, each in expected.items():
-        one, other = now[name].view(torch.uint8), each.view(torch.uint8)
-        assert torch.equal(one, other), f"{name}: {int((one != other).sum())} bytes differ"
-
-
-def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
-    """The arguments of an Update that hold these float32 states and gradient."""
-    found = {"grad": plain["grad"].clone(), "parameter": plain["parameter"].clone()}
-    for name, span in (("first_moment", FIRST_SPAN), ("second_moment", SECOND_SPAN)):
-        if form == "int8":
-            found[name], found[name.replace("moment", "scale")] = encode(plain[name], span)
-        else:
-            found[name] = plain[name].to(torch.bfloat16 if form == "bf16" else torch.float32)
-    if master == "split":
-        found["parameter"], found["remainder"] = split(plain["parameter"])
-    elif master != "fp32":
-        dtypes = {"fp16": torch.float16, "bf16 copy": torch.bfloat16, "fp32 copy": torch.float32}
-        found["copy"] = torch.zeros(plain["parameter"].numel(), dtype=dtypes[master])
-    return found
 
 
 # ---- Bits ----
@@ -373,67 +297,3 @@ def test_an_update_and_a_measurement_allocate_nothing(form: str) -> None:
         updates.update({"p": Turn(CASES["adamw"], 1)}, 0.5)
         updates.measure()
     assert made.found == []
-
-
-# ---- Sums of squares ----
-
-
-def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, float]:
-    """The totals of parameters in pieces of whole blocks, each in a chunk of its own."""
-    chunks = []
-    for name, pieces in values.items():
-        index = 0
-        for each in pieces:
-            work = Update(
-                grad=each.to(device),
-                parameter=torch.zeros(each.numel(), device=device),
-                segments=[Segment(0, each.numel(), index=index)],
-                hypers=[],
-            )
-            chunks.append(Chunk(work, [name]))
-            index += each.numel()
-    updates, memory = opened(chunks, device)
-    updates.measure()
-    totals = updates.table.totals(memory).tolist()
-    assert kernels(device).launched == ["infinity_squares", "infinity_totals"]
-    return {name: totals[updates.row(name)] for name in values}
-
-
-def total(pieces: Sequence[torch.Tensor]) -> float:
-    """As the runtime takes it on the CPU."""
-    found = 0.0
-    with ThreadPool(threads=1) as pool:
-        for each in pieces:
-            work = Gradient(grad=each, squares=True, segments=[Segment(0, each.numel())])
-            found = sum_in_order(pool.run(work).blocks[0], found)
-    return found
-
-
-@each_device
-@pytest.mark.parametrize("dtype", GRADIENTS)
-def test_sums_of_squares_have_the_bits_of_the_cpus(dtype: torch.dtype, device: str) -> None:
-    def piece(seed: int, n: int) -> torch.Tensor:
-        return floats(seed, n, finite=True).clamp(-1e4, 1e4).to(dtype)
-
-    values = {
-        "one": [piece(1, 1)],
-        "short": [piece(2, BLOCK - 1)],
-        "cut": [piece(3, BLOCK), piece(4, 2 * BLOCK), piece(5, 37)],
-        "long": [piece(6, 100 * BLOCK + 33)],
-        "wild": [floats(7, 5 * BLOCK).nan_to_num(posinf=3e38, neginf=-3e38).to(dtype).nan_to_num(0, 1, -1)],
-    }
-    found = measured(values, device)
-    for name, pieces in values.items():
-        assert np.float64(found[name]).tobytes() == np.float64(total(pieces)).tobytes(), name
-
-
-@each_device
-def test_squares_are_finite_if_and_only_if_the_elements_are(device: str) -> None:
-    fine = torch.full((2 * BLOCK,), 3e38)
-    values = {"fine": [fine]}
-    for bad in (torch.inf, -torch.inf, torch.nan):
-        broken = fine.clone()
-        broken[BLOCK + 17] = bad
-        values[str(bad)] = [broken]
-    found = measured(values, device)
-    assert {name for name, each in found.items() if np.isfinite(each)} == {"fine"}

@@ -1,0 +1,108 @@
+"""Arrays for updates on a device, and what its kernels and the CPU's make of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from cpu_adam_cases import clones, split
+
+from infinity.cpu_adam import Gradient, Segment, ThreadPool, Update, sum_in_order
+from infinity.device_kernels import Kernels
+from infinity.device_table import Chunk, size_of
+from infinity.device_update import DeviceUpdates, Turn
+from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
+
+FORMS = ("fp32", "bf16", "int8")
+MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+Arrays = dict[str, torch.Tensor]
+
+
+class Counted(Kernels):
+    """Kernels that keep the names of what was launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, ())
+        self.launched: list[str] = []
+
+    def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
+        self.launched.append(name)
+        assert len(arguments) <= 4096  # what every device takes by value
+        super().launch(name, warps, arguments, kinds)
+
+
+@functools.cache
+def kernels(device: str) -> Counted:
+    return Counted(torch.device(device))
+
+
+def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
+    """In memory filled with ones: nothing may rest on what it held."""
+    nbytes = size_of(chunks).nbytes
+    kernels(device).launched.clear()
+    memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
+    return DeviceUpdates(chunks, memory, kernels(device)), memory
+
+
+def on_device(
+    arrays: Arrays,
+    device: str,
+    *,
+    segments: Sequence[Segment],
+    hypers: Sequence[Any],
+    scale: float = 1.0,
+    parameters: Sequence[Hashable] = (),
+) -> Arrays:
+    """The arrays as an update on the device leaves them, on the CPU. parameters: of each segment."""
+    there = {name: each.to(device, copy=True) for name, each in arrays.items()}
+    whose = parameters or range(len(segments))
+    updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), whose)], device)
+    turns = {
+        each: Turn(hypers[segment.hyper], segment.seed) for each, segment in zip(whose, segments, strict=True)
+    }
+    updates.update(turns, scale)
+    return {name: each.cpu() for name, each in there.items()}
+
+
+def on_cpu(arrays: Arrays, **work: Any) -> Arrays:
+    """The arrays as the CPU's kernels leave them."""
+    there = clones(arrays)
+    with ThreadPool(threads=1) as pool:
+        pool.run(Update(**there, **work))
+    return there
+
+
+def check(now: Arrays, expected: Arrays) -> None:
+    """Every array bit for bit."""
+    for name, each in expected.items():
+        one, other = now[name].view(torch.uint8), each.view(torch.uint8)
+        assert torch.equal(one, other), f"{name}: {int((one != other).sum())} bytes differ"
+
+
+def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
+    """The arguments of an Update that hold these float32 states and gradient."""
+    found = {"grad": plain["grad"].clone(), "parameter": plain["parameter"].clone()}
+    for name, span in (("first_moment", FIRST_SPAN), ("second_moment", SECOND_SPAN)):
+        if form == "int8":
+            found[name], found[name.replace("moment", "scale")] = encode(plain[name], span)
+        else:
+            found[name] = plain[name].to(torch.bfloat16 if form == "bf16" else torch.float32)
+    if master == "split":
+        found["parameter"], found["remainder"] = split(plain["parameter"])
+    elif master != "fp32":
+        dtypes = {"fp16": torch.float16, "bf16 copy": torch.bfloat16, "fp32 copy": torch.float32}
+        found["copy"] = torch.zeros(plain["parameter"].numel(), dtype=dtypes[master])
+    return found
+
+
+def total(pieces: Sequence[torch.Tensor]) -> float:
+    """As the runtime takes it on the CPU."""
+    found = 0.0
+    with ThreadPool(threads=1) as pool:
+        for each in pieces:
+            work = Gradient(grad=each, squares=True, segments=[Segment(0, each.numel())])
+            found = sum_in_order(pool.run(work).blocks[0], found)
+    return found

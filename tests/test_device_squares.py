@@ -1,0 +1,66 @@
+"""Sums of squares on the device: the bits of the CPU's, by two launches for all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from cpu_adam_cases import floats
+from device_arrays import GRADIENTS, kernels, opened, total
+from homes import each_device
+
+from infinity.cpu_adam import BLOCK, Segment, Update
+from infinity.device_table import Chunk
+
+
+def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, float]:
+    """The totals of parameters in pieces of whole blocks, each in a chunk of its own."""
+    chunks = []
+    for name, pieces in values.items():
+        index = 0
+        for each in pieces:
+            work = Update(
+                grad=each.to(device),
+                parameter=torch.zeros(each.numel(), device=device),
+                segments=[Segment(0, each.numel(), index=index)],
+                hypers=[],
+            )
+            chunks.append(Chunk(work, [name]))
+            index += each.numel()
+    updates, memory = opened(chunks, device)
+    updates.measure()
+    totals = updates.table.totals(memory).tolist()
+    assert kernels(device).launched == ["infinity_squares", "infinity_totals"]
+    return {name: totals[updates.row(name)] for name in values}
+
+
+@each_device
+@pytest.mark.parametrize("dtype", GRADIENTS)
+def test_sums_of_squares_have_the_bits_of_the_cpus(dtype: torch.dtype, device: str) -> None:
+    def piece(seed: int, n: int) -> torch.Tensor:
+        return floats(seed, n, finite=True).clamp(-1e4, 1e4).to(dtype)
+
+    values = {
+        "one": [piece(1, 1)],
+        "short": [piece(2, BLOCK - 1)],
+        "cut": [piece(3, BLOCK), piece(4, 2 * BLOCK), piece(5, 37)],
+        "long": [piece(6, 100 * BLOCK + 33)],
+        "wild": [floats(7, 5 * BLOCK).nan_to_num(posinf=3e38, neginf=-3e38).to(dtype).nan_to_num(0, 1, -1)],
+    }
+    found = measured(values, device)
+    for name, pieces in values.items():
+        assert np.float64(found[name]).tobytes() == np.float64(total(pieces)).tobytes(), name
+
+
+@each_device
+def test_squares_are_finite_if_and_only_if_the_elements_are(device: str) -> None:
+    fine = torch.full((2 * BLOCK,), 3e38)
+    values = {"fine": [fine]}
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        broken = fine.clone()
+        broken[BLOCK + 17] = bad
+        values[str(bad)] = [broken]
+    found = measured(values, device)
+    assert {name for name, each in found.items() if np.isfinite(each)} == {"fine"}
