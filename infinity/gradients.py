@@ -218,7 +218,9 @@ class Gradients:
         """An eager update has the unit's gradients from now on, and nobody else."""
         page = self.pages[unit]
         page.spent = True
-        self.staged.drop(page)
+        for number, state in enumerate(page.states):
+            if state.stage is not None:
+                self.staged.drop(page, number)
 
     def clear(self) -> None:
         """Forget every gradient, and what went wrong with them."""

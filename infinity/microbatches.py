@@ -136,7 +136,7 @@ class Group:
             self._makers.clear()
             self._held.clear()
         with self._paging.lock:
-            gradients.finish()
+            gradients.staged.finish()
         return [each.loss for each in self._micro_batches if each.loss is not None]
 
     def _work(self, micro: _MicroBatch, batch: Any) -> None:

@@ -128,14 +128,14 @@ class StagedChunks:
         page = self._pages[unit]
         self._store.write(page.home, page.offset(number), data).wait()
         if (unit, number) in self._chunks:
-            self._unstage(page, number)
+            self.drop(page, number)
             page.states[number].stored = True
 
-    def drop(self, page: GradientPage) -> None:
-        """A page's stages are needed no longer."""
-        for number, state in enumerate(page.states):
-            if state.stage is not None:
-                self._unstage(page, number)
+    def drop(self, page: GradientPage, number: int) -> None:
+        """A chunk is staged no longer."""
+        page.states[number].stage = None
+        del self._chunks[page.index, number]
+        self._whole_bytes -= self._whole.pop((page.index, number), 0)
 
     def clear(self) -> None:
         """No chunk of any page is staged any more."""
@@ -143,19 +143,13 @@ class StagedChunks:
         self._whole.clear()
         self._whole_bytes = 0
 
-    def _unstage(self, page: GradientPage, number: int) -> None:
-        """A chunk is staged no longer."""
-        page.states[number].stage = None
-        del self._chunks[page.index, number]
-        self._whole_bytes -= self._whole.pop((page.index, number), 0)
-
     def _take_home(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
         if self._ring is not None:
             self._ring.wait(state.sent)  # what failed is said by `Gradients.check`
         stage = state.stage
         assert stage is not None
-        self._unstage(page, number)
+        self.drop(page, number)
         try:
             self._store.write(page.home, page.offset(number), stage.data)
         except BaseException as error:

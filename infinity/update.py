@@ -202,7 +202,8 @@ class Updater:
     def advance(self) -> None:
         """Move on what needs no waiting, and begin what has room."""
         queue = self._queue
-        queue.poll()
+        if queue.active or queue.copies:
+            queue.poll()
         while queue.due:
             unit, chains = next(iter(queue.due.items()))
             enough = len(queue.active) >= _MOST_RUNNING and chains[0].in_place
@@ -259,7 +260,7 @@ class Updater:
         for unit in units:
             if self._units[unit].resting:
                 self._update_resting(self._units[unit])
-        if self._queue.shares_cpu:
+        if self._queue.shares_cpu and self._queue.due:
             due = self._queue.due.values()
             self._update_in_place([each for chains in due for each in chains if each.in_place])
 
