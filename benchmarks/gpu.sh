@@ -5,7 +5,8 @@
 #
 #     pip install --no-build-isolation --no-index . && benchmarks/gpu.sh [RESULTS]
 #
-# RESULTS: a directory, by default benchmarks/results/DATE-gpu. Nothing is downloaded. Parts run in the order of
+# RESULTS: a directory, by default build/gpu-DATE, for all that is printed. Figures that README claims go from there to
+# benchmarks/results/current (benchmarks/results_index.py says how). Nothing is downloaded. Parts run in the order of
 # their value; each has its own time limit, and one that fails is said and does not stop the next. What a part has
 # printed is kept whatever becomes of it. Ends with 0 if all parts passed, 1 if one failed, 3 without a GPU.
 #
@@ -29,7 +30,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
     exit 3
 fi
 
-results=${1:-$here/results/$(date +%F)-gpu}
+results=${1:-$PWD/build/gpu-$(date +%F)}
 mkdir -p "$results" || exit 2
 results=$(cd "$results" && pwd)
 swap=$(mktemp -d "${SWAP:-$results}/swap.XXXXXX") || exit 2

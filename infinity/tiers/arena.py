@@ -40,7 +40,7 @@ def probe_huge_pages() -> HugePageProbe:
     """Time passes over 64 MiB with base and with huge pages in turn. About 0.4 s, once a process.
 
     They help unless the median pair runs slower with them: an equal pass is a gain already, since a disk
-    takes larger requests from memory in fewer pieces (twice the bandwidth, benchmarks/results/) and
+    takes larger requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md) and
     registering has 512 times fewer pages to pin. The first touch is left out: on a virtual machine it
     measures how the host finds memory, tens of times slower once than the next time.
     """
