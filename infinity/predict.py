@@ -262,8 +262,15 @@ def predict(moved: Traffic, speeds: Bandwidths, operations: Seconds, micro_batch
             busy[resource] += seconds
         for resource, seconds in _spent(parts, together=speeds.link is not None).items():
             spent[resource] += seconds
-    longest = max(spent, key=spent.__getitem__)
-    return Prediction(least=sum(spent.values()), most=most, limited_by=longest, **busy)
+    return Prediction(
+        least=sum(spent.values()),
+        most=most,
+        limited_by=max(spent, key=spent.__getitem__),
+        compute=busy["compute"],
+        disk=busy["disk"],
+        update=busy["update"],
+        link=busy["link"],
+    )
 
 
 def _busy(phase: Phase, speeds: Bandwidths, *, compute: float, in_turn: bool) -> dict[str, float]:
