@@ -116,11 +116,6 @@ class HostArena(MemoryTier):
             if not self.cuda_registration.done:
                 say_slow_copies(self.cuda_registration.reason, nbytes)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the arena that are in RAM now (touched at least once)."""
-        return self.region.resident_bytes()
-
 
 def available_ram() -> int:
     """Bytes of RAM that this process can have now, less a margin: the host budget of who gives none."""
