@@ -259,11 +259,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
+def find_fio() -> str | None:
+    """fio's path; None, said on stderr, where it is not installed."""
     fio = shutil.which("fio")
     if fio is None:
         print("fio is not installed; it is what this benchmark compares with.", file=sys.stderr)
+    return fio
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    fio = find_fio()
+    if fio is None:
         return 2
     made = None
     path = arguments.file

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from aio import MODES, Case, Ours, written_file
+from aio import MODES, Case, Ours, find_fio, written_file
 from machine_facts import machine_facts
 
 from infinity import aio
@@ -266,9 +265,8 @@ def compare(fio: str, path: Path, arguments: argparse.Namespace) -> dict[str, ob
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    fio = shutil.which("fio")
+    fio = find_fio()
     if fio is None:
-        print("fio is not installed; it is what this benchmark compares with.", file=sys.stderr)
         return 2
     path = arguments.directory / f"infinity-benchmark-{os.getpid()}"
     try:

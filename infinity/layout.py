@@ -120,32 +120,15 @@ class ModelLayout:
     units: tuple[UnitLayout, ...]
     chunk_elements: int
 
-    def find(self, name: str) -> tuple[int, int]:
-        """(unit, parameter in it) of any name that a parameter is registered under. Raises ConfigError."""
-        try:
-            return self._places[name]
-        except KeyError:
-            raise ConfigError(
-                f"The layout has no parameter {name!r}.",
-                "Give a name as model.named_parameters(remove_duplicate=False) has them.",
-            ) from None
-
     @functools.cached_property
     def module_units(self) -> dict[str, tuple[int, ...]]:
         """Path of each module that holds parameters itself -> the units that those lie in."""
         found: dict[str, dict[int, None]] = {}
-        for name, (unit, _) in self._places.items():
-            found.setdefault(name.rpartition(".")[0], {})[unit] = None
+        for unit, layout in enumerate(self.units):
+            for parameter in layout.parameters:
+                for name in parameter.names:
+                    found.setdefault(name.rpartition(".")[0], {})[unit] = None
         return {path: tuple(units) for path, units in found.items()}
-
-    @functools.cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        return {
-            name: (unit, index)
-            for unit, layout in enumerate(self.units)
-            for index, parameter in enumerate(layout.parameters)
-            for name in parameter.names
-        }
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def check_budgets(runtime: Any, sizes: dict[Tier, int], directory: Path) -> None
         counters = pool.counters
         assert 0 <= counters.leased <= counters.peak <= pool.nbytes, name
     assert sum(pool.nbytes for pool in store.host.pools.values()) <= store.host.budget <= sizes[Tier.HOST]
-    assert store.host.resident_bytes <= sizes[Tier.HOST]
+    assert store.host.region.resident_bytes() <= sizes[Tier.HOST]
     if Tier.DEVICE in sizes:
         device = store.device
         assert sum(pool.nbytes for pool in device.pools.values()) <= device.budget <= sizes[Tier.DEVICE]

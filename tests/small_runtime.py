@@ -66,6 +66,16 @@ def files(directory: Path) -> list[str]:
     return [each.name for each in directory.iterdir()]
 
 
+def settle(runtime: Any) -> None:
+    """Nothing is due or under way any more: no update, no read ahead, no write back."""
+    parts = runtime._parts
+    with parts.paging.lock:
+        parts.updater.complete_all()
+        parts.engine.land_all()
+        parts.store.settle()
+        parts.store.poll()
+
+
 def gradients(runtime: Any, model: nn.Module) -> dict[str, Tensor | None]:
     return {name: runtime.grad(each) for name, each in model.named_parameters()}
 

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import runpy
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from infinity import aio
-
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "aio.py"
+from fio_benchmarks import exit_code_without_fio, needs_fio, quick_run
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARK), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
+@needs_fio
 def test_quick_run(tmp_path: Path) -> None:
-    working = [report.name for report in aio.probe(tmp_path).backends[:2] if report.ok]
-    if not working:
-        pytest.skip("neither io_uring nor libaio works here")
-    done = run("--quick", "--json", "--directory", tmp_path, "--engine", *working)
-    if done.returncode != 0 and "engine" in done.stderr and "not loadable" in done.stderr:
-        pytest.skip("this fio lacks an engine")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    report, working = quick_run("aio.py", tmp_path)
     assert {(row["case"]["engine"], row["case"]["mode"]) for row in report["results"]} == {
         (engine, mode) for engine in working for mode in ("read", "write", "mixed")
     }
     assert all(row["ratio"] > 0 for row in report["results"])
     assert report["facts"]["kernel"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_fio(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    assert runpy.run_path(str(BENCHMARK))["main"](["--quick", "--directory", str(tmp_path)]) == 2
+    assert exit_code_without_fio("aio.py", tmp_path, monkeypatch) == 2
     assert "fio is not installed" in capsys.readouterr().err

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fio_benchmarks import needs_fio
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "contention.py"
 
@@ -18,7 +18,7 @@ def run(directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *more], capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
+@needs_fio
 def test_a_disk_is_at_work_beside_every_second_turn(tmp_path: Path) -> None:
     done = run(tmp_path, "--rate", "0.05", "--json")
     if done.returncode != 0 and "not loadable" in done.stderr:

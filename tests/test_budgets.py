@@ -58,6 +58,13 @@ class Twins(RuleBasedStateMachine):
         self.optimizer = adamw(self.twin)
         self.runtime = self.stack.enter_context(offload(self.model, self.sizes, self.directory))
         self.names = [name for name, _ in self.model.named_parameters()]
+        layouts = self.runtime.plan.layout.units
+        self.units = {
+            name: number
+            for number, unit in enumerate(layouts)
+            for each in unit.parameters
+            for name in each.names
+        }
 
     # --- what is done ----------------------------------------------------------------------------------
 
@@ -163,7 +170,7 @@ class Twins(RuleBasedStateMachine):
                 for parameter in self.part(model, which).parameters():
                     parameter.add_(0.0625)
 
-        self.both(act, [self.runtime.plan.layout.find(name)[0] for name in names])
+        self.both(act, [self.units[name] for name in names])
 
     @rule(which=st.integers(0, 99), kind=st.sampled_from(["detach", "data", "row", "graph"]))
     def hold(self, which: int, kind: str) -> None:

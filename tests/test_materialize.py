@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from meta_models import Tied, on_meta
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -12,11 +13,6 @@ from infinity.materialize import materialize
 
 CPU = torch.device("cpu")
 SEED = 3
-
-
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
 
 
 def fill_all(model: nn.Module, *, only: list[torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -99,14 +95,6 @@ def test_lstm_keeps_its_own_list_of_weights() -> None:
     model = on_meta(lambda: nn.LSTM(2, 2))
     fill_all(model)
     assert all(flat is own for flat, own in zip(model._flat_weights, model.parameters(), strict=True))
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(6, 3)
-        self.head = nn.Linear(3, 6, bias=False)
-        self.head.weight = self.embedding.weight
 
 
 def test_a_tied_parameter_is_filled_once_and_stays_tied() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from homes import HOMES, budget_for, check_homes
+from small_runtime import settle
 from staged_gradients import StagedGradients
 from torch import nn
 
@@ -64,16 +65,6 @@ def away(runtime: Any) -> list[int]:
     computes_in = Tier.HOST if plan.unified else Tier.DEVICE
     homes = [homes[Kind.PARAMETER] for homes in plan.homes]
     return [plan.page_bytes(u, Kind.PARAMETER) for u, home in enumerate(homes) if home is not computes_in]
-
-
-def settle(runtime: Any) -> None:
-    """Nothing is due or under way any more: no update, no read ahead, no write back."""
-    parts = runtime._parts
-    with parts.paging.lock:
-        parts.updater.complete_all()
-        parts.engine.land_all()
-        parts.store.settle()
-        parts.store.poll()
 
 
 def check_resting(runtime: Any) -> None:

@@ -366,4 +366,5 @@ def test_a_transformers_configuration_is_built_on_meta() -> None:
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
     )
     made = plan(config, None, budget=Budget(host="64MiB"), device="cpu")
-    assert made.layout.find("model.layers.1.mlp.down_proj.weight")
+    names = {name for unit in made.layout.units for each in unit.parameters for name in each.names}
+    assert "model.layers.1.mlp.down_proj.weight" in names

@@ -27,7 +27,7 @@ from faulty import (
 from homes import budget_for
 from parity import copied, differences, tensors_copied
 from process_resources import check_nothing_left, resources
-from small_runtime import files
+from small_runtime import files, settle
 from torch import nn
 from zoo import entry
 
@@ -117,12 +117,8 @@ class Moved:
 
 def moved(runtime: Any) -> Moved:
     """Waits for all that is under way."""
-    parts = runtime._parts
-    with parts.paging.lock:
-        parts.updater.complete_all()
-        parts.engine.land_all()
-        parts.store.settle()
-    (stats,) = parts.store.nvme.stats
+    settle(runtime)
+    (stats,) = runtime._parts.store.nvme.stats
     edges = runtime.stats.edges
     return Moved(
         edges[Edge.NVME_TO_HOST].bytes + edges[Edge.HOST_TO_NVME].bytes,

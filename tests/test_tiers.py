@@ -44,7 +44,7 @@ def test_the_arena_maps_exactly_its_budget_on_a_huge_page_boundary() -> None:
     with HostArena(5 * MIB + PAGE) as arena:
         assert arena.region.address % (2 * MIB) == 0
         assert arena.region.nbytes == 5 * MIB + PAGE
-        assert arena.resident_bytes == 0, "untouched memory costs nothing"
+        assert arena.region.resident_bytes() == 0, "untouched memory costs nothing"
 
 
 @pytest.mark.parametrize(("advised", "flag"), [(True, "hg"), (False, "nh")])
@@ -59,7 +59,7 @@ def test_the_kernel_was_told_about_huge_pages_and_forks(advised: bool, flag: str
 
 def test_populate_brings_every_page_in() -> None:
     with HostArena(4 * MIB, populate=True) as arena:
-        assert arena.resident_bytes == 4 * MIB
+        assert arena.region.resident_bytes() == 4 * MIB
 
 
 def test_closing_unmaps_once_the_last_alias_is_gone() -> None:
@@ -271,7 +271,7 @@ def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytes
     monkeypatch.setattr(arena_module, "driver_of", lambda device: emulated.driver)
     emulated.fail("cuMemHostRegister_v2", 2)
     with pytest.warns(UserWarning, match="memlock") as caught, HostArena(5 * PAGE, device=device) as arena:
-        assert arena.resident_bytes == 5 * PAGE
+        assert arena.region.resident_bytes() == 5 * PAGE
         assert not arena.cuda_registration.done
     assert len(caught) == 1 and "CUDA_ERROR_OUT_OF_MEMORY" in str(caught[0].message)
     with warnings.catch_warnings():

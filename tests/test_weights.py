@@ -1,12 +1,12 @@
 """safetensors into a model: names, prefixes, ties, one tensor at a time, and what broken files do."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from meta_models import Tied, on_meta
 from safetensors.torch import save_file
 from torch import nn
 
@@ -14,11 +14,6 @@ from infinity.errors import ConfigError
 from infinity.weights import load, match, open_weights
 
 CPU = torch.device("cpu")
-
-
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
 
 
 def load_all(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
@@ -128,14 +123,6 @@ def test_what_was_read_leaves_ram_with_the_tensor(tmp_path: Path) -> None:
     assert tensor.sum() == 8 << 20
     del tensor
     assert "model.safetensors" not in Path("/proc/self/maps").read_text()
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(6, 3)
-        self.head = nn.Linear(3, 6, bias=False)
-        self.head.weight = self.embedding.weight
 
 
 BOTH = ["embedding.weight", "head.weight"]

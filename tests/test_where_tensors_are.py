@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from homes import each_device, needs_cuda, places
+from meta_models import on_meta
 from parity import copied, differences
 from small_runtime import TIED, WIDE, loss_of, opened, train_step
 from torch import nn
@@ -20,11 +20,6 @@ import infinity
 from infinity.errors import BudgetError
 
 SMALL = infinity.Budget(host="64MiB")
-
-
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
 
 
 @each_device

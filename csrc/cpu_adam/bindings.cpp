@@ -102,7 +102,6 @@ class OwningPool {
     const KernelTable& kernels() const { return kernels_; }
     size_t chunk() const { return chunk_; }
     const std::vector<int>& cpus() const { return cpus_; }
-    bool closed() const { return pool_.closed(); }
 
   private:
     const KernelTable& kernels_;
@@ -241,7 +240,6 @@ void bind_pool(nb::module_& m) {
         .def(nb::init<const std::vector<int>&, const std::string&, size_t, bool>(), "cpus"_a,
              "isa"_a, "chunk"_a, "openmp"_a)
         .def("close", &OwningPool::close)
-        .def_prop_ro("closed", &OwningPool::closed)
         .def_prop_ro("cpus", &OwningPool::cpus)
         .def_prop_ro("isa", [](const OwningPool& self) { return self.kernels().name; })
         .def("reap", &OwningPool::reap)

@@ -70,7 +70,6 @@ class LeaseHandle {
         if (!lease_) throw nb::value_error("the lease was released");
         return lease_;
     }
-    bool released() const { return !lease_; }
     void release() { lease_.reset(); }
 
   private:
@@ -204,7 +203,6 @@ NB_MODULE(_tiers, m) {
         .def_prop_ro("nbytes", [](const LeaseHandle& self) { return self.get()->nbytes(); })
         .def_prop_ro("last_return",
                      [](const LeaseHandle& self) { return self.get()->last_return(); })
-        .def_prop_ro("released", &LeaseHandle::released)
         .def("release", &LeaseHandle::release)
         .def("to_dlpack", [](const LeaseHandle& self) { return to_dlpack(self.get()); });
 
@@ -224,10 +222,8 @@ NB_MODULE(_tiers, m) {
              nb::arg("region"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("granule"))
         .def("lease", &lease, nb::arg("nbytes"), nb::arg("timeout"))
         .def("close", &Pool::close)
-        .def_prop_ro("closed", &Pool::closed)
         .def_prop_ro("forked", &Pool::forked)
         .def_prop_ro("capacity", &Pool::capacity)
-        .def_prop_ro("granule", &Pool::granule)
         .def_prop_ro("largest_free", &Pool::largest_free)
         .def_prop_ro("leased", [](const Pool& pool) { return pool.counters().leased; })
         .def_prop_ro("returns", [](const Pool& pool) { return pool.counters().returns; })
@@ -250,9 +246,7 @@ NB_MODULE(_tiers, m) {
             },
             nb::arg("offset"), nb::arg("nbytes"))
         .def_prop_ro("capacity", &SpanAllocator::capacity)
-        .def_prop_ro("granule", &SpanAllocator::granule)
         .def_prop_ro("used", &SpanAllocator::used)
         .def_prop_ro("largest_free", &SpanAllocator::largest_free)
-        .def("capacity_for", &SpanAllocator::capacity_for, nb::arg("nbytes"))
-        .def_prop_ro("spans", &SpanAllocator::spans);
+        .def("capacity_for", &SpanAllocator::capacity_for, nb::arg("nbytes"));
 }

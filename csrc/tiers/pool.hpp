@@ -99,7 +99,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
     bool forked() const { return ::getpid() != owner_; }
 
     std::uint64_t capacity() const { return spans_.capacity(); }
-    std::uint64_t granule() const { return spans_.granule(); }
     std::uint64_t largest_free() const;
     PoolCounters counters() const;
 

@@ -37,15 +37,13 @@ class SpanAllocator {
     void give_back(Span span);
 
     std::uint64_t capacity() const { return capacity_; }  // whole granules, bytes
-    std::uint64_t granule() const { return granule_; }
-    std::uint64_t used() const { return used_; }        // bytes, in whole granules
-    std::uint64_t returns() const { return returns_; }  // spans that have come back, ever
-    std::uint64_t largest_free() const;                 // bytes
+    std::uint64_t used() const { return used_; }          // bytes, in whole granules
+    std::uint64_t returns() const { return returns_; }    // spans that have come back, ever
+    std::uint64_t largest_free() const;                   // bytes
 
     // The smallest capacity in which take(nbytes) would succeed with what is out now, for an
     // nbytes that does not fit: the free bytes at the end are extended until it does.
     std::uint64_t capacity_for(std::uint64_t nbytes) const;
-    std::size_t spans() const { return taken_.size(); }
 
   private:
     struct Free {

@@ -19,9 +19,8 @@ from infinity import __version__, aio, cpu_adam, machine, profile
 from infinity.config import format_size
 from infinity.directory import free_bytes
 from infinity.errors import InfinityError
-from infinity.tiers.arena import REGISTER_CURE, HostArena, probe_huge_pages
+from infinity.tiers.arena import REGISTER_CURE, arena_link, probe_huge_pages
 
-_LINK_BYTES = 256 << 20
 _SECTIONS = ("machine", "memory", "device", "storage")
 
 
@@ -198,10 +197,7 @@ def _device() -> Iterator[Finding]:
             found=f"{properties.name}: {format_size(free)} free of {format_size(total)}",
             figures={"available": True, "name": properties.name, "free": free, "total": total},
         )
-    with HostArena(_LINK_BYTES, device="cuda", populate=True) as arena:
-        pinned = arena.cuda_registration
-        with arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease:
-            link = profile.link_speed(torch.device("cuda"), lease.residency())
+    link, pinned = arena_link()
     yield Finding(
         section="device",
         name="device link",

@@ -129,10 +129,6 @@ class ThreadPool(Closing):
     def isa(self) -> str:
         return self._native.isa
 
-    @property
-    def closed(self) -> bool:
-        return self._native.closed
-
     @overload
     def submit(self, work: Update, *, awaited: bool = False) -> Ticket[UpdateResult]: ...
     @overload

@@ -100,7 +100,7 @@ class Update:
 class UpdateResult:
     nonfinite: tuple[int, ...]
     """Indices of the segments in which a scaled gradient was not finite (they were updated all the
-    same; to skip a step, look at a `Gradient` pass's squares first)."""
+    same; to skip a step, look at the blocks of a `Gradient` pass first)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +129,8 @@ class Gradient:
 @dataclass(frozen=True)
 class GradientResult:
     blocks: tuple[npt.NDArray[np.float64], ...]
-    """Per segment, its blocks' sums of squares; empty unless squares were asked for."""
-
-    @property
-    def squares(self) -> tuple[float, ...]:
-        """Per segment, the sum of squares: finite if and only if every element is."""
-        return tuple(sum_in_order(each) for each in self.blocks)
+    """Per segment, its blocks' sums of squares; empty unless squares were asked for. Their sum is finite if
+    and only if every element is."""
 
 
 def sum_in_order(sums: npt.NDArray[np.float64], start: float = 0.0) -> float:

@@ -15,11 +15,13 @@ import torch
 from infinity import _tiers, machine
 from infinity.config import format_size
 from infinity.errors import DeviceError
+from infinity.profile import LinkSpeed, link_speed
 from infinity.region import tensor_over
 from infinity.tiers.driver import Driver, current, driver_of, has_driver
 from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _PROBE_BYTES = 64 << 20
+_LINK_BYTES = 256 << 20
 
 _MARGIN_SHARE = 20
 """RAM is left to others by LEAST_MARGIN, or by one in so many bytes that are free where that is more."""
@@ -114,16 +116,20 @@ class HostArena(MemoryTier):
             if not self.cuda_registration.done:
                 say_slow_copies(self.cuda_registration.reason, nbytes)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the arena that are in RAM now (touched at least once)."""
-        return self.region.resident_bytes()
-
 
 def available_ram() -> int:
     """Bytes of RAM that this process can have now, less a margin: the host budget of who gives none."""
     free = machine.memory().usable
     return less_margin(free, max(LEAST_MARGIN, free // _MARGIN_SHARE))
+
+
+def arena_link() -> tuple[LinkSpeed, Registration]:
+    """The link to the current CUDA device from an arena, and whether that could be registered."""
+    with (
+        HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,
+        arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease,
+    ):
+        return link_speed(torch.device("cuda"), lease.residency()), arena.cuda_registration
 
 
 def register_with_cuda(region: _tiers.Region, driver: Driver) -> Registration:

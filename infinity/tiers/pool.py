@@ -87,11 +87,6 @@ class Lease:
         """
         return self._native.last_return
 
-    @property
-    def released(self) -> bool:
-        """Whether `release` was called; storages made before may still hold the bytes."""
-        return self._native.released
-
     def residency(self) -> torch.Tensor:
         """A uint8 tensor of shape (nbytes,) over the bytes, in a Storage of its own that shares the lease.
 
@@ -127,11 +122,6 @@ class Pool:
     def nbytes(self) -> int:
         """The budget in bytes: whole granules."""
         return self._native.capacity
-
-    @property
-    def granule(self) -> int:
-        """Bytes that every lease's address is a multiple of, and its size is rounded up to."""
-        return self._native.granule
 
     @property
     def largest_free(self) -> int:

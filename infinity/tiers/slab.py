@@ -44,11 +44,6 @@ class Slab(Closing):
             raise
         self._descriptor = descriptor
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._finalizer.alive
-
     def close(self, *, keep: bool = False) -> None:
         """Remove the file (or, with `keep`, leave it) and give up its lock. Calling it again does nothing.
 

@@ -15,16 +15,15 @@ from infinity import aio, bandwidths, machine
 from infinity.config import Size, format_size, parse_size
 from infinity.directory import check_directory, free_bytes
 from infinity.errors import ConfigError, StorageFull
-from infinity.profile import LinkSpeed, link_speed, stream_speed
+from infinity.profile import LinkSpeed, stream_speed
 from infinity.settings import DEFAULT, DiskProfile, Profile, StripeProfile, now
 from infinity.testfile import MODES, SMALLEST, Memory, TestFile
-from infinity.tiers.arena import HostArena
+from infinity.tiers.arena import arena_link
 from infinity.tuning.stripes import StripeSweep, sweep_stripes
 from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, sweep_disk
 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
-_LINK_BYTES = 256 << 20
 _STRIPES = 0.2
 """Of the time, where there are several paths."""
 _FILL_SECONDS = 8.0
@@ -79,7 +78,7 @@ def tune(
     stream = stream_speed()
     disks, stripes = _sweep(paths, sizes, backends, effort, progress)
     stream = max(stream, stream_speed())  # whoever else is at work only slows it down
-    link = _link() if torch.cuda.is_available() else None
+    link = arena_link()[0] if torch.cuda.is_available() else None
     profile = Profile()
     note = profile.note
     saved = _keep(profile, disks, stripes)
@@ -181,14 +180,6 @@ def _backends(path: str) -> list[str]:
             return [engine.facts.backend]
     direct = any(backend.direct for backend in working)
     return [backend.name for backend in working if backend.direct or not direct]
-
-
-def _link() -> LinkSpeed:
-    with (
-        HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,
-        arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease,
-    ):
-        return link_speed(torch.device("cuda"), lease.residency())
 
 
 def _keep(profile: Profile, disks: Sequence[DiskSweep], stripes: StripeSweep | None) -> bool:

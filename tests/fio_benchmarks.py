@@ -1,0 +1,45 @@
+"""Benchmarks that compare with fio, run for a moment."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity import aio
+
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
+
+
+def _file(name: str) -> Path:
+    return Path(__file__).parents[1] / "benchmarks" / name
+
+
+def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
+    """(report, engines) of a benchmark, by the name of its file; nothing may be left in the directory."""
+    working = [report.name for report in aio.probe(directory).backends[:2] if report.ok]
+    if not working:
+        pytest.skip("neither io_uring nor libaio works here")
+    command = [sys.executable, str(_file(name)), "--quick", "--json", "--directory", str(directory)]
+    done = subprocess.run(
+        [*command, "--engine", *working], capture_output=True, text=True, timeout=120, check=False
+    )
+    if done.returncode != 0 and "engine" in done.stderr and "not loadable" in done.stderr:
+        pytest.skip("this fio lacks an engine")
+    assert done.returncode == 0, done.stderr
+    assert list(directory.iterdir()) == []
+    return json.loads(done.stdout.splitlines()[-1]), working
+
+
+def exit_code_without_fio(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What a benchmark's main returns; what it prints is this process's."""
+    monkeypatch.setenv("PATH", str(directory))
+    monkeypatch.syspath_prepend(str(_file(name).parent))
+    code: int = runpy.run_path(str(_file(name)))["main"](["--quick", "--directory", str(directory)])
+    return code
