@@ -100,6 +100,14 @@ void add_rule(PyFaults& self, const std::string& kind, uint64_t nth, std::option
     self.faults->add(rule);
 }
 
+nb::dict calls_by_kind(const PyFaults& self) {
+    nb::dict result;
+    const auto calls = self.faults->calls();
+    for (int kind = 0; kind < kinds; ++kind)
+        result[verb(static_cast<Kind>(kind))] = calls[static_cast<size_t>(kind)];
+    return result;
+}
+
 void bind_faults(nb::module_& m) {
     nb::class_<PyFaults>(m, "Faults")
         .def(nb::init<>())
@@ -147,15 +155,7 @@ void bind_faults(nb::module_& m) {
             "kind"_a, "nth"_a, "times"_a.none() = 1)
         .def("release", [](PyFaults& self) { self.faults->release(); })
         .def("clear", [](PyFaults& self) { self.faults->clear(); })
-        .def_prop_ro("calls",
-                     [](const PyFaults& self) {
-                         nb::dict result;
-                         const auto calls = self.faults->calls();
-                         for (int kind = 0; kind < kinds; ++kind)
-                             result[verb(static_cast<Kind>(kind))] =
-                                 calls[static_cast<size_t>(kind)];
-                         return result;
-                     })
+        .def_prop_ro("calls", calls_by_kind)
         .def_prop_ro("fired", [](const PyFaults& self) { return self.faults->fired(); });
 }
 

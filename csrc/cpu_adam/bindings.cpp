@@ -223,6 +223,35 @@ static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&
               offsetof(DevicePiece, gradient) == 88);
 static_assert(sizeof(SquaresLaunch) == 32 && sizeof(TotalsLaunch) == 32);
 
+void bind_formats(nb::module_& m) {
+    nb::enum_<Dtype>(m, "Dtype")
+        .value("F32", Dtype::kF32)
+        .value("BF16", Dtype::kBf16)
+        .value("F16", Dtype::kF16);
+    nb::enum_<ParameterFormat>(m, "ParameterFormat")
+        .value("PLAIN", ParameterFormat::kPlain)
+        .value("PLAIN_F32", ParameterFormat::kPlainF32)
+        .value("PLAIN_BF16", ParameterFormat::kPlainBf16)
+        .value("PLAIN_F16", ParameterFormat::kPlainF16)
+        .value("SPLIT", ParameterFormat::kSplit);
+    nb::enum_<MomentFormat>(m, "MomentFormat")
+        .value("F32", MomentFormat::kF32)
+        .value("BF16", MomentFormat::kBf16)
+        .value("INT8", MomentFormat::kInt8);
+    nb::enum_<Rule>(m, "Rule")
+        .value("ADAM_W", Rule::kAdamW)
+        .value("ADAM_W_SMALL_BETA", Rule::kAdamWSmallBeta)
+        .value("ADAM", Rule::kAdam)
+        .value("ADAM_SMALL_BETA", Rule::kAdamSmallBeta)
+        .value("SGD", Rule::kSgd)
+        .value("SGD_MOMENTUM", Rule::kSgdMomentum)
+        .value("ADAGRAD", Rule::kAdagrad);
+    nb::enum_<Access>(m, "Access")
+        .value("READ", Access::kRead)
+        .value("WRITE", Access::kWrite)
+        .value("READ_WRITE", Access::kReadWrite);
+}
+
 void bind_hypers(nb::module_& m) {
     nb::class_<AdamHyper>(m, "AdamHyper")
         .def(nb::init<bool, double, double, double, double, double, int64_t, bool>(), "decoupled"_a,
@@ -262,32 +291,7 @@ NB_MODULE(_cpu_adam, m) {
     // An instance that lives until the interpreter ends is not a fault to print about.
     nb::set_leak_warnings(false);
     nb::register_exception_translator(translate);
-    nb::enum_<Dtype>(m, "Dtype")
-        .value("F32", Dtype::kF32)
-        .value("BF16", Dtype::kBf16)
-        .value("F16", Dtype::kF16);
-    nb::enum_<ParameterFormat>(m, "ParameterFormat")
-        .value("PLAIN", ParameterFormat::kPlain)
-        .value("PLAIN_F32", ParameterFormat::kPlainF32)
-        .value("PLAIN_BF16", ParameterFormat::kPlainBf16)
-        .value("PLAIN_F16", ParameterFormat::kPlainF16)
-        .value("SPLIT", ParameterFormat::kSplit);
-    nb::enum_<MomentFormat>(m, "MomentFormat")
-        .value("F32", MomentFormat::kF32)
-        .value("BF16", MomentFormat::kBf16)
-        .value("INT8", MomentFormat::kInt8);
-    nb::enum_<Rule>(m, "Rule")
-        .value("ADAM_W", Rule::kAdamW)
-        .value("ADAM_W_SMALL_BETA", Rule::kAdamWSmallBeta)
-        .value("ADAM", Rule::kAdam)
-        .value("ADAM_SMALL_BETA", Rule::kAdamSmallBeta)
-        .value("SGD", Rule::kSgd)
-        .value("SGD_MOMENTUM", Rule::kSgdMomentum)
-        .value("ADAGRAD", Rule::kAdagrad);
-    nb::enum_<Access>(m, "Access")
-        .value("READ", Access::kRead)
-        .value("WRITE", Access::kWrite)
-        .value("READ_WRITE", Access::kReadWrite);
+    bind_formats(m);
     bind_hypers(m);
     bind_ticket<UpdateJob>(m, "UpdateTicket").def("nonfinite", [](const JobTicket<UpdateJob>& t) {
         return t.job->nonfinite();

@@ -83,21 +83,8 @@ void touched_by_host(const Driver& self, Address address, std::size_t nbytes, bo
         self.table().touched(nullptr, 1, address, nbytes, writes ? 1 : 0, label.c_str());
 }
 
-}  // namespace
-
-NB_MODULE(_driver, m) {
-    // Events and streams may outlive the interpreter's teardown order, by design.
-    nb::set_leak_warnings(false);
-    nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
-        try {
-            std::rethrow_exception(pending);
-        } catch (const CallFailed& error) {
-            raise_device_error(error);
-        }
-    });
+void bind_streams(nb::module_& m) {
     const nb::call_guard<nb::gil_scoped_release> without_gil;
-    m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
-
     nb::class_<Event>(m, "Event")
         .def("done", &Event::done)
         .def("synchronize", [](const Event& self) { wait_until([&] { return self.done(); }); })
@@ -120,7 +107,10 @@ NB_MODULE(_driver, m) {
             [](const Stream& self, Address address, std::size_t nbytes, bool writes,
                const std::string& label) { self.touched(address, nbytes, writes, label.c_str()); },
             "address"_a, "nbytes"_a, nb::kw_only(), "writes"_a, "label"_a = "", without_gil);
+}
 
+void bind_functions(nb::module_& m) {
+    const nb::call_guard<nb::gil_scoped_release> without_gil;
     nb::class_<Function>(m, "Function")
         .def(
             "launch",
@@ -134,7 +124,10 @@ NB_MODULE(_driver, m) {
             "stream"_a, "grid"_a, "block"_a, "arguments"_a);
 
     nb::class_<Module>(m, "Module").def("function", &Module::function, "name"_a, without_gil);
+}
 
+void bind_driver(nb::module_& m) {
+    const nb::call_guard<nb::gil_scoped_release> without_gil;
     nb::class_<RepeatedMemory>(m, "RepeatedMemory")
         .def_prop_ro("address", &RepeatedMemory::address)
         .def("release", &RepeatedMemory::release, without_gil);
@@ -175,4 +168,22 @@ NB_MODULE(_driver, m) {
         .def("unregister_host", &Driver::unregister_host, "address"_a, without_gil)
         .def("touched_by_host", &touched_by_host, "address"_a, "nbytes"_a, nb::kw_only(),
              "writes"_a, "label"_a = "", without_gil);
+}
+
+}  // namespace
+
+NB_MODULE(_driver, m) {
+    // Events and streams may outlive the interpreter's teardown order, by design.
+    nb::set_leak_warnings(false);
+    nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
+        try {
+            std::rethrow_exception(pending);
+        } catch (const CallFailed& error) {
+            raise_device_error(error);
+        }
+    });
+    m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
+    bind_streams(m);
+    bind_functions(m);
+    bind_driver(m);
 }

@@ -148,24 +148,7 @@ nb::dict counters(const Pool& pool) {
     return result;
 }
 
-}  // namespace
-
-NB_MODULE(_tiers, m) {
-    // Leases may outlive the interpreter's teardown order; that is by design and not worth a
-    // report.
-    nb::set_leak_warnings(false);
-    nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
-        try {
-            std::rethrow_exception(pending);
-        } catch (const std::system_error& error) {
-            errno = error.code().value();
-            PyErr_SetFromErrno(PyExc_OSError);
-        } catch (const Forked& error) {
-            // Typed, with its cure, by the Python face: this module stands below infinity.errors.
-            PyErr_SetString(PyExc_ChildProcessError, error.what());
-        }
-    });
-
+void bind_region(nb::module_& m) {
     nb::class_<Region>(m, "Region")
         .def_prop_ro(
             "address",
@@ -181,7 +164,6 @@ NB_MODULE(_tiers, m) {
             },
             nb::arg("undo"));
     m.def("unbacked_bytes", &unbacked_bytes);
-    m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
     m.def(
         "map_host",
         [](std::uint64_t nbytes, bool huge_pages, int numa_node, bool populate) {
@@ -193,7 +175,9 @@ NB_MODULE(_tiers, m) {
         nb::arg("populate") = false);
     m.def("adopt", &adopt, nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
           nb::arg("device_kind"), nb::arg("device_index"), nb::arg("owner"));
+}
 
+void bind_lease(nb::module_& m) {
     nb::class_<LeaseHandle>(m, "Lease")
         .def_prop_ro("address",
                      [](const LeaseHandle& self) {
@@ -213,7 +197,9 @@ NB_MODULE(_tiers, m) {
     nb::class_<Refusal>(m, "Refusal")
         .def_ro("reason", &Refusal::reason)
         .def_ro("needed", &Refusal::needed);
+}
 
+void bind_pool(nb::module_& m) {
     nb::class_<Pool>(m, "Pool")
         .def(nb::new_([](std::shared_ptr<Region> region, std::uint64_t offset, std::uint64_t nbytes,
                          std::uint64_t granule) {
@@ -228,7 +214,9 @@ NB_MODULE(_tiers, m) {
         .def_prop_ro("leased", [](const Pool& pool) { return pool.counters().leased; })
         .def_prop_ro("returns", [](const Pool& pool) { return pool.counters().returns; })
         .def("counters", &counters);
+}
 
+void bind_spans(nb::module_& m) {
     nb::class_<SpanAllocator>(m, "SpanAllocator")
         .def(nb::init<std::uint64_t, std::uint64_t>(), nb::arg("capacity"), nb::arg("granule"))
         .def(
@@ -249,4 +237,28 @@ NB_MODULE(_tiers, m) {
         .def_prop_ro("used", &SpanAllocator::used)
         .def_prop_ro("largest_free", &SpanAllocator::largest_free)
         .def("capacity_for", &SpanAllocator::capacity_for, nb::arg("nbytes"));
+}
+
+}  // namespace
+
+NB_MODULE(_tiers, m) {
+    // Leases may outlive the interpreter's teardown order; that is by design and not worth a
+    // report.
+    nb::set_leak_warnings(false);
+    nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
+        try {
+            std::rethrow_exception(pending);
+        } catch (const std::system_error& error) {
+            errno = error.code().value();
+            PyErr_SetFromErrno(PyExc_OSError);
+        } catch (const Forked& error) {
+            // Typed, with its cure, by the Python face: this module stands below infinity.errors.
+            PyErr_SetString(PyExc_ChildProcessError, error.what());
+        }
+    });
+    m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
+    bind_region(m);
+    bind_lease(m);
+    bind_pool(m);
+    bind_spans(m);
 }
