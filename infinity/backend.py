@@ -50,8 +50,6 @@ class Backend:
                 parts.gradients,
                 parts.states.rule,
                 accumulation=parts.plan.accumulation,
-                deferred=parts.plan.deferred,
-                ready=parts.updater.ready,
             )
 
     def attach(self, param_groups: Sequence[Mapping[str, Any]], groups: dict[tuple[int, int], int]) -> None:

@@ -1,13 +1,11 @@
 """Candidate: one way to cut a model into units and chunks, and the homes that its pages then find. Pure.
 
-[Note: one order, two cuts]
-All pages stand in one line: parameters, gradients, optimizer states (the last two the other way round where
-gradients are known to be written and read once a step), each in the order of units or, for eager updates,
-evenly spread over the model. The front of the line fits the nearest tier, the end the NVMe tier, and the rest
-must fit between: one cut each. Pages only move up as a budget grows, so a larger budget never refuses what a
-smaller one took, and the smallest that would do is exact for each way to cut units and chunks. Rooms that the
-cuts leave are filled first-fit.
-"""
+[Note: one order, two cuts] All pages stand in one line: parameters, gradients, optimizer states (the last two
+the other way round where gradients are known to be written and read once a step), each in the order of units.
+The front of the line fits the nearest tier, the end the NVMe tier, and the rest must fit between: one cut
+each. Pages only move up as a budget grows, so a larger budget never refuses what a smaller one took, and the
+smallest that would do is exact for each way to cut units and chunks. Rooms that the cuts leave are filled
+first-fit."""
 
 from __future__ import annotations
 
@@ -25,9 +23,6 @@ from infinity.rules import Rule, state_format
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.units import Grouping, Survey
 from infinity.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
-
-_SMALL = 8
-"""A page counts as small below the mean one's bytes divided by this."""
 
 _LARGEST_PIECE = 4 << 20
 """Bytes of transit that are read at once: what disks and links are fastest with, and small against a page."""
@@ -48,12 +43,10 @@ class Candidate:
         rule: Rule | None,
         *,
         line: Sequence[Kind],
-        spread: bool,
         ring: bool = False,
     ) -> None:
-        """line: the order of kinds, parameters first; see `line_of`. spread: the order of units is such that
-        states and gradients beyond any cut are evenly apart in the model. ring: gradients leave the device
-        through one."""
+        """line: the order of kinds, parameters first; see `line_of`. ring: gradients leave the device through
+        one."""
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [
@@ -66,17 +59,12 @@ class Candidate:
         """Of transit: the parameters of a chunk, where they are not too many."""
         self._largest_unit = 0
         """Bytes of all chains of a unit, of the one that has the most."""
-        self._units_together = 2 if spread else 1
-        """Units whose chains ample staging has room for: of eager updates one's gradients come while the
-        states of another leave."""
         self._trained = rule is not None
         self._has_ring = ring and rule is not None
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
         for unit in units:
             self._measure(unit, gradient_dtype, rule)
-        in_order = range(len(units))
-        apart = evenly_apart(self.pages[Kind.OPTIMIZER]) if spread else in_order
-        self._line = [(kind, unit) for kind in line for unit in (in_order if kind is line[0] else apart)]
+        self._line = list(itertools.product(line, range(len(units))))
         self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
         """Bytes of the first pages in line, of any number of them."""
         self._together = surveyed.together(grouping)
@@ -108,7 +96,7 @@ class Candidate:
         moves = room.device is not None or (level.nvme and room.nvme > 0)
         if not (self._trained and moves):
             return 0
-        return level.staging(room.host, self.chain_bytes, self._units_together * self._largest_unit)
+        return level.staging(room.host, self.chain_bytes, self._largest_unit)
 
     def transit(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of transit: the bounce buffer, and pieces where pages take two hops."""
@@ -251,20 +239,6 @@ class Candidate:
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
             ring_bytes=self.ring(level, room),
         )
-
-
-def evenly_apart(sizes: Sequence[int]) -> list[int]:
-    """Indices in an order of which any first ones, and the others as well, lie evenly apart.
-
-    Small ones, which hardly count, come first; then the van der Corput sequence (1935) over the places of the
-    large ones among themselves. It halves: blocks that repeat, with large and small units, leave no long run.
-    """
-    least = sum(sizes) / (_SMALL * max(1, len(sizes)))
-    small = [index for index, nbytes in enumerate(sizes) if nbytes < least]
-    large = [index for index, nbytes in enumerate(sizes) if nbytes >= least]
-    bits = len(large).bit_length()
-    places = sorted(range(len(large)), key=lambda place: f"{place:0{bits}b}"[::-1])
-    return small + [large[place] for place in places]
 
 
 def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:

@@ -1,10 +1,8 @@
 """Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
 
 Gradients then need not leave the memory that they arrive in, and the disk has the backward to move states,
-not the next forward alone. What has not ended when the backward has goes on lazily. So do units that the plan
-defers, for the disk to have work under the next forward (infinity/deferral.py), and what the disk cannot keep
-up with: a unit whose gradients come while most of the staging is taken. Both send their gradients home, and
-are left to `step()`. A unit that the device updates is left to it too: it takes no staging, and whether its
+not the next forward alone. What has not ended when the backward has goes on under the next forward.
+A unit that the device updates is left to `step()`: it takes no staging, and whether its
 gradients are finite would have to be waited for.
 Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
 needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. Nothing takes
@@ -14,7 +12,7 @@ an update back: zero_grad() without step() leaves those that began, each with it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,17 +36,12 @@ class EagerStep:
         rule: Rule,
         *,
         accumulation: int,
-        deferred: Collection[int],
-        ready: Callable[[int], bool],
     ) -> None:
-        """accumulation: gradients of each parameter in a step. deferred: units that are left to `step()`.
-        ready: of a unit, whether there is room for its update now."""
+        """accumulation: gradients of each parameter in a step."""
         self._pages = pages
         self._gradients = gradients
         self._rule = rule
         self._accumulation = accumulation
-        self._deferred = deferred
-        self._ready = ready
         self._options: list[Options] = []
         """As they were when the step's first unit was updated; none before."""
         self._updated = 0
@@ -58,10 +51,9 @@ class EagerStep:
         self._stepped = False
 
     def admits(self, unit: int) -> bool:
-        """Whether the unit should be updated now: it has all gradients of the step, at hand and finite.
+        """Whether the unit should be updated now: it has all gradients of the step, and they are finite.
 
-        Asked after every gradient. Those of a unit that is deferred, or left out for want of room, are sent
-        home.
+        Asked after every gradient.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
         if self._gradients.on_device(unit):
@@ -69,12 +61,7 @@ class EagerStep:
         if self._broken or not gradients.complete(page.parameters, self._accumulation):
             return False
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
-        if self._broken or not self._gradients.staged.at_hand(unit):
-            return False
-        if unit in self._deferred or not self._ready(unit):
-            self._gradients.staged.send_home(unit)
-            return False
-        return True
+        return not self._broken
 
     def options(self, groups: Sequence[Mapping[str, Any]]) -> list[Options]:
         """Of every group, for one more unit's update. Raises as `Rule.check`."""

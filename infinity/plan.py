@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from infinity.config import Precision, format_size, round_up
-from infinity.deferral import deferred
 from infinity.layout import ModelLayout
 from infinity.operators import Seconds
 from infinity.placement import Homes, Kind
@@ -106,13 +105,6 @@ class Plan:
         return updated_there(self.homes) if self.updates_there else frozenset()
 
     @functools.cached_property
-    def deferred(self) -> frozenset[int]:
-        """Units that eager updates leave to `step()` and the forward after it; see infinity/deferral.py."""
-        if self.update != "eager":
-            return frozenset()
-        return deferred(self.homes, self.page_sizes[Kind.OPTIMIZER])
-
-    @functools.cached_property
     def workspace_bytes(self) -> int:
         """Bytes of the device tier that updates there take beside the pages; 0 without such."""
         if not self.updated_on_device:
@@ -191,7 +183,6 @@ class Plan:
             unified=self.unified,
             computes_in_ram=self.device.type == "cpu",
             updated_on_device=self.updated_on_device,
-            deferred=self.deferred,
             mirrored=self.mirrored,
         )
 

@@ -87,7 +87,6 @@ def make_plan(
         functools.partial(precision.gradient_dtype, accumulation=accumulation),
         rule,
         line=line_of(accumulation),
-        flowing=update == "eager",
         own_memory=not (unified or is_direct(device)),
     )
     draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes), unified)

@@ -153,19 +153,17 @@ def traffic(
     unified: bool,
     computes_in_ram: bool,
     updated_on_device: Collection[int] = (),
-    deferred: Collection[int] = (),
     mirrored: Collection[int] = (),
 ) -> Traffic:
     """What follows from where pages rest.
 
     pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
-    resident: bytes of parameter pages, not at home where they are used, that forward and
-    backward each find there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may
-    have a budget of its own. Any other such page comes up for forward and for backward, and its trained part
-    goes through the update; gradients are written once and read once (by eager updates only those of
-    `deferred` units); states are read and written. Of updated_on_device, units whose pages all rest there,
-    nothing moves; of mirrored ones parameters go up after the update, and at no other time.
-    """
+    resident: bytes of parameter pages, not at home where they are used, that forward and backward each find
+    there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may have a budget of its
+    own. Any other such page comes up for forward and for backward, and its trained part goes through the
+    update; gradients are written once and read once (by eager updates neither); states are read and written.
+    Of updated_on_device, units whose pages all rest there, nothing moves; of mirrored ones parameters go up
+    after the update, and at no other time."""
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
     away = sum(
@@ -189,11 +187,10 @@ def traffic(
         if unit in updated_on_device:
             continue
         sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
-        when = "lazy" if update == "eager" and unit in deferred else update
-        updating += _updating(home, sizes, when, unified)
+        updating += _updating(home, sizes, update, unified)
         if unit in mirrored:
             updating += Phase(to_device=trained[unit])
-        at_once, later = _gradient(home[Kind.GRADIENT], gradient, when, unified)
+        at_once, later = _gradient(home[Kind.GRADIENT], gradient, update, unified)
         # A fresh gradient is in its parameter's dtype; it is read and stored.
         fresh = trained[unit] if gradient else 0
         backward += at_once + Phase(host=2 * fresh, to_host=0 if computes_in_ram else fresh)

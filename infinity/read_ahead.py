@@ -10,7 +10,7 @@ and the states are read again when the gate is open.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -29,17 +29,15 @@ class ReadAhead:
         *,
         eager: bool,
         accumulation: int,
-        deferred: Collection[int],
         room: int,
     ) -> None:
-        """chains, parameters: of every unit. accumulation: gradients of each parameter in a step. deferred:
-        units whose eager updates wait for `step()`. room: bytes of staging that lazy ones may take."""
+        """chains, parameters: of every unit. accumulation: gradients of each parameter in a step. room: bytes
+        of staging that lazy ones may take."""
         self._chains = chains
         self._parameters = parameters
         self._gradients = gradients
         self._eager = eager
         self._accumulation = accumulation
-        self._deferred = deferred
         self._room = room
         self._chosen: dict[int, Sequence[Chain]] = {}
         """Lazy: unit -> its chains to read once its gradients are complete."""
@@ -55,9 +53,7 @@ class ReadAhead:
         next forward, as far as it is expected; the next backward brings gradients the other way round."""
         self._cleared = False
         if self._eager:
-            self._next = deque(
-                unit for unit in reversed(order) if self._on_disk(unit) and unit not in self._deferred
-            )
+            self._next = deque(unit for unit in reversed(order) if self._on_disk(unit))
             return
         self._chosen, left = {}, self._room
         self._unlocked.clear()
@@ -109,10 +105,6 @@ class ReadAhead:
                     if self._can_read(chain) and page.states[chain.chunk_index].stage is None
                 ]
             self._next.popleft()
-
-    def whole(self, unit: int) -> bool:
-        """Whether an update of the unit finds all of its states read or being read."""
-        return all(each.state in (ChainState.READING, ChainState.GATED) for each in self._chains[unit])
 
     def _on_disk(self, unit: int) -> bool:
         chains = self._chains.get(unit, ())

@@ -40,16 +40,13 @@ class Search:
         rule: Rule | None,
         *,
         line: Sequence[Kind],
-        flowing: bool,
         own_memory: bool = False,
     ) -> None:
         """gradient_dtype: of the gradients of parameters of a dtype; see `Precision.gradient_dtype`. line:
-        the order of kinds, parameters first; see `line_of`. flowing: for updates that go on all through a
-        backward: pages are spread, and there is staging for two units, if it fits. own_memory: the CPU does
-        not see the device's: gradients leave it through a ring, and chunks may be long."""
+        the order of kinds, parameters first; see `line_of`. own_memory: the CPU does not see the device's:
+        gradients leave it through a ring, and chunks may be long."""
         self._surveyed = surveyed
         self._line = line
-        self._flowing = flowing
         self._own_memory = own_memory
         self._gradient_dtype = gradient_dtype
         self._rule = rule
@@ -119,7 +116,6 @@ class Search:
                 self._gradient_dtype,
                 self._rule,
                 line=self._line,
-                spread=self._flowing,
                 ring=self._own_memory,
             )
         return self._measured[grouping, chunk]

@@ -95,19 +95,6 @@ class StagedChunks:
                 stage.waiting.clear()
                 self.complete(self._pages[unit], number)
 
-    def at_hand(self, unit: int) -> bool:
-        """Whether most of a unit's gradients are in host RAM: at home there, or staged."""
-        page = self._pages[unit]
-        staged = sum([state.stage is not None for state in page.states])
-        return page.home.in_place or 2 * staged >= len(page.states)
-
-    def send_home(self, unit: int) -> None:
-        """Take a unit's stages home now. Raises StorageError."""
-        page = self._pages[unit]
-        for number, state in enumerate(page.states):
-            if state.stage is not None:
-                self._take_home(page, number)
-
     def take_oldest_home(self, kept: tuple[int, int] | None) -> bool:
         """Take the oldest stage home, but not (unit, chunk) `kept`; False if there is none.
 

@@ -35,12 +35,6 @@ class Staging:
         self._staged = staged
         self._queue = queue
 
-    @property
-    def crowded(self) -> bool:
-        """Whether so much is taken that one more update would have the next gradients wait."""
-        self._store.poll()
-        return 8 * self._pool.leased > 7 * self._pool.nbytes
-
     def take(self, nbytes: int) -> torch.Tensor:
         """Staging, uint8 (nbytes,), for a gradient; see the note. Raises StorageError of what it had to wait
         for, and BudgetError where code outside keeps what is missing."""

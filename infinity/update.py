@@ -80,7 +80,6 @@ class Updater:
             self._gradients,
             eager=plan.update == "eager",
             accumulation=plan.accumulation,
-            deferred=plan.deferred,
             room=plan.staging_bytes // 2,
         )
 
@@ -161,10 +160,6 @@ class Updater:
     def begun(self, unit: int) -> bool:
         """Whether the unit is pending, and something for it under way."""
         return self._queue.running(unit) is not None
-
-    def ready(self, unit: int) -> bool:
-        """Whether a unit whose gradients are complete finds room for its update, or has its states read."""
-        return not self._staging.crowded or (self._ahead is not None and self._ahead.whole(unit))
 
     def complete(self, unit: int) -> None:
         """Bring the updates of a unit to their end, but for writes.

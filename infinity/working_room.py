@@ -1,10 +1,9 @@
 """Working room: memory that a placement keeps for pages on their way, from the most to the least. Pure.
 
-Staging has room for all chains of the largest unit (of two units for eager updates: one's gradients come
-while the other's states leave), but takes at most a quarter of the host tier, and at least two chains.
-Besides pages at home there, the tier that computes has room for 12 parameter pages if they take at most a
-quarter of it, else for 3 if they take at most half. Where not even that fits, one of each does.
-"""
+Staging has room for all chains of the largest unit, but takes at most a quarter of the host tier and at least
+two chains. Besides pages at home there, the tier that computes has room for 12 parameter pages if they take
+at most a quarter of it, else for 3 if they take at most half. Where not even that fits, there is room
+for two of each, or for one."""
 
 from __future__ import annotations
 
@@ -62,6 +61,7 @@ WORKING_ROOMS = (
     LEAST_IN_RAM,
     WorkingRoom(AMPLE_PAGES, share=0.25),
     WorkingRoom(3, share=0.5),
+    WorkingRoom(2, chains=2, pieces=2),
     LEAST,
 )
 """The best first: what fits in RAM at all is kept there."""

@@ -160,8 +160,8 @@ def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tupl
     parts = runtime._parts
     start = moved(runtime, *edges)
     backward(model, number)
-    for unit in parts.gradients.pages:
-        parts.gradients.staged.send_home(unit)
+    while parts.gradients.staged.take_oldest_home(None):
+        pass
     middle = moved(runtime, *edges)
     runtime.optimizer.step()
     runtime.optimizer.zero_grad()
