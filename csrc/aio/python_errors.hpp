@@ -8,33 +8,26 @@
 #include <string>
 
 #include "errors.hpp"
+#include "python_typed_errors.hpp"
 
 namespace infinity::aio {
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using infinity::raise;
+using infinity::raise_config_error;
 
 inline nb::object make_storage_error(const Failure& failure) {
-    const nb::object errors = nb::module_::import_("infinity.errors");
     const nb::object offset = failure.offset ? nb::object(nb::int_(*failure.offset)) : nb::none();
     if (failure.error == end_of_file && failure.operation == "read") {
         const std::string cause = failure.path +
                                   " is shorter than expected: nothing to read at byte " +
                                   std::to_string(failure.offset.value_or(0)) + ".";
-        return errors.attr("StorageError")(
+        return errors_of("StorageError")(
             cause, "The file was cut off or is not the one that was written: restore it.",
             "path"_a = failure.path, "offset"_a = offset, "errno"_a = failure.error);
     }
-    return errors.attr("storage_error")(failure.operation, failure.path, offset, failure.error);
-}
-
-[[noreturn]] inline void raise(const nb::object& error) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-    throw nb::python_error();
-}
-
-[[noreturn]] inline void raise_config_error(const std::string& cause, const std::string& cure) {
-    raise(nb::module_::import_("infinity.errors").attr("ConfigError")(cause, cure));
+    return errors_of("storage_error")(failure.operation, failure.path, offset, failure.error);
 }
 
 // Runs something that may throw the core's exceptions, with the GIL released.

@@ -22,6 +22,7 @@
 #include "errors.hpp"
 #include "isa.hpp"
 #include "jobs.hpp"
+#include "python_typed_errors.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -210,9 +211,7 @@ void translate(const std::exception_ptr& caught, void*) {
     try {
         std::rethrow_exception(caught);
     } catch (const ConfigError& error) {
-        const nb::object type = nb::module_::import_("infinity.errors").attr("ConfigError");
-        const nb::object instance = type(error.cause, error.cure);
-        PyErr_SetObject(type.ptr(), instance.ptr());
+        infinity::set_error(infinity::errors_of("ConfigError")(error.cause, error.cure));
     }
 }
 

@@ -11,6 +11,7 @@
 
 #include "driver.hpp"
 #include "python_leaving.hpp"
+#include "python_typed_errors.hpp"
 #include "repeated.hpp"
 
 namespace nb = nanobind;
@@ -18,13 +19,6 @@ using namespace nb::literals;
 using namespace infinity::driver;  // NOLINT: one small translation unit about one namespace
 
 namespace {
-
-void raise_device_error(const CallFailed& error) {
-    const nb::object made =
-        nb::module_::import_("infinity.errors")
-            .attr("device_error")(error.call(), error.code(), error.name(), error.text());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
-}
 
 // Asks until the answer is yes, without the GIL. Not the driver's own waits: a person's Ctrl-C ends
 // this one. A copy that is nearly done is met by asking at once; a longer one does not need a core
@@ -60,12 +54,8 @@ std::shared_ptr<Driver> load_driver(const std::string& path, int device) {
     } catch (const Unloadable& error) {
         reason = error.what();
     }
-    const nb::object made =
-        nb::module_::import_("infinity.errors")
-            .attr("ConfigError")("The library of driver calls cannot be used: " + reason + ".",
+    infinity::raise_config_error("The library of driver calls cannot be used: " + reason + ".",
                                  "Install the NVIDIA driver, or give device=\"cpu\".");
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
-    throw nb::python_error();
 }
 
 // after, copy, record: what a transfer is, in one call.
@@ -179,7 +169,8 @@ NB_MODULE(_driver, m) {
         try {
             std::rethrow_exception(pending);
         } catch (const CallFailed& error) {
-            raise_device_error(error);
+            infinity::set_error(infinity::errors_of("device_error")(error.call(), error.code(),
+                                                                    error.name(), error.text()));
         }
     });
     m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
