@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from eager_runtimes import opened, spent
 from hypothesis import given
 from hypothesis import strategies as st
-from test_eager import loss_of, opened, spent
+from small_runtime import loss_of
 
 from infinity.deferral import deferred
 from infinity.gradients import Gradients

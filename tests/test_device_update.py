@@ -7,7 +7,6 @@ runtimes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -17,12 +16,10 @@ import numpy as np
 import pytest
 import torch
 from cpu_adam_cases import RULES as CASES
-from cpu_adam_cases import clones, floats, split, states
+from cpu_adam_cases import adversarial, clones, floats, split, states
+from device_updates import Allocations, kernels, opened
 from emulated_device import EmulatedDevice
 from homes import each_device
-from test_cpu_adam_accuracy import adversarial
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from infinity import _cpu_adam
 from infinity.cpu_adam import (
@@ -57,19 +54,6 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 Arrays = dict[str, torch.Tensor]
 
 
-class Counted(Kernels):
-    """Kernels that keep the names of what was launched."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, ())
-        self.launched: list[str] = []
-
-    def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
-        self.launched.append(name)
-        assert len(arguments) <= 4096  # what every device takes by value
-        super().launch(name, warps, arguments, kinds)
-
-
 class Queued(Kernels):
     """Kernels that run when a stream of the test driver comes to them."""
 
@@ -81,19 +65,6 @@ class Queued(Kernels):
 
     def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
         self._queued[name].launch(self._stream, -(-warps // 8), 256, arguments)
-
-
-@functools.cache
-def kernels(device: str) -> Counted:
-    return Counted(torch.device(device))
-
-
-def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
-    """In memory filled with ones: nothing may rest on what it held."""
-    nbytes = size_of(chunks).nbytes
-    kernels(device).launched.clear()
-    memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
-    return DeviceUpdates(chunks, memory, kernels(device)), memory
 
 
 def on_device(
@@ -341,27 +312,6 @@ def test_the_structs_are_those_of_the_native_code() -> None:
 
 
 # ---- Memory ----
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the tensors that operations inside made of new storages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {
-            each.untyped_storage().data_ptr()
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, torch.Tensor)
-        }
-        made = func(*args, **kwargs)
-        for each in tree_leaves(made):
-            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
-                self.found.append((str(func), each.nbytes))
-        return made
 
 
 @pytest.mark.parametrize("form", FORMS)
