@@ -83,3 +83,35 @@ def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
     view = room[offset:]
     view.copy_(tensor)
     return view
+
+
+def log_uniform(n: int, low: float, high: float, random: torch.Generator) -> torch.Tensor:
+    exponent = torch.empty(n, dtype=torch.float64).uniform_(low, high, generator=random)
+    return (10.0**exponent).float()
+
+
+def sign(n: int, random: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 2, (n,), generator=random) * 2.0 - 1.0
+
+
+def adversarial(n: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A third each: what training has; every magnitude in every place; and edges against each other."""
+    random = torch.Generator().manual_seed(0)
+    third = n // 3
+    p, g, m = (torch.randn(n, generator=random) for _ in range(3))
+    p[:third] *= 0.02
+    g[:third] *= 1e-3
+    m[:third] *= 1e-3
+    v = (g * g) * torch.rand(n, generator=random)
+    wide = slice(third, 2 * third)
+    for x in (p, g, m):
+        x[wide] = log_uniform(third, -45, 37, random) * sign(third, random)
+    v[wide] = log_uniform(third, -45, 38, random)
+    edge = torch.tensor([0.0, 1e-45, 3e-42, 1.17e-38, 1.18e-38, 1e-20, 1.0, 1 + 2**-23, 1e18, 2e19, 1e37])
+    rest = n - 2 * third
+    for x in (p, g, m):
+        x[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)] * sign(rest, random)
+    v[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)]
+    # Opposite and almost equal: the mean cancels.
+    m[2 * third : 2 * third + rest // 4] = -g[2 * third : 2 * third + rest // 4] / 9
+    return {"parameter": p, "first_moment": m, "second_moment": v}, g

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from cpu_adam_cases import clones, split
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update, sum_in_order
 from infinity.device_kernels import Kernels
@@ -33,6 +35,27 @@ class Counted(Kernels):
         self.launched.append(name)
         assert len(arguments) <= 4096  # what every device takes by value
         super().launch(name, warps, arguments, kinds)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that operations inside made of new storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
+        made = func(*args, **kwargs)
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.found.append((str(func), each.nbytes))
+        return made
 
 
 @functools.cache

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from cpu_adam_cases import RULES as CASES
-from cpu_adam_cases import clones, floats, states
+from cpu_adam_cases import adversarial, clones, floats, states
 from device_arrays import (
     FORMS,
     GRADIENTS,
     MASTERS,
+    Allocations,
     Arrays,
     check,
     kernels,
@@ -31,9 +32,6 @@ from device_arrays import (
 )
 from emulated_device import EmulatedDevice
 from homes import each_device
-from test_cpu_adam_accuracy import adversarial
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from infinity import _cpu_adam
 from infinity.cpu_adam import (
@@ -266,27 +264,6 @@ def test_the_structs_are_those_of_the_native_code() -> None:
 
 
 # ---- Memory ----
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the tensors that operations inside made of new storages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {
-            each.untyped_storage().data_ptr()
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, torch.Tensor)
-        }
-        made = func(*args, **kwargs)
-        for each in tree_leaves(made):
-            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
-                self.found.append((str(func), each.nbytes))
-        return made
 
 
 @pytest.mark.parametrize("form", FORMS)

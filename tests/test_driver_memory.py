@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated_device import EmulatedDevice, compute_uses, host_uses
 from homes import evict_all
-from test_copy_order import Blocks, Place, adamw, budget_of, program_of, stepped, trained
+from random_programs import Blocks, Place, adamw, budget_of, program_of, stepped, trained
 
 import infinity
 from infinity.errors import DeviceError

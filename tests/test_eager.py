@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import parity
 import pytest
 import torch
 import zoo
-from homes import CUDA_HOMES, HOMES, budget_for, needs_cuda
+from eager_runtimes import opened, spent
+from homes import CUDA_HOMES, HOMES, needs_cuda
 from parity import Recipe, differences
-from small_runtime import TIED, files, loss_of
+from small_runtime import TIED, loss_of
 from staged_gradients import StagedGradients
 from torch import nn
 from zoo import Entry
@@ -23,7 +23,6 @@ import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, NonFiniteGradient, StorageError
 from infinity.placement import Kind
-from infinity.store import injected
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
 
@@ -67,43 +66,6 @@ def test_the_same_bits_whatever_is_slow(kind: str, tmp_path: Path) -> None:
     fast = parity.paged(TIED, recipe, "unified-nvme", tmp_path, update="eager")
     slow = parity.paged(TIED, recipe, "unified-nvme", tmp_path, update="eager", faults=faults)
     assert differences(vars(fast), vars(slow)) == []
-
-
-@contextlib.contextmanager
-def opened(
-    directory: Path,
-    *,
-    accumulation: int = 1,
-    update: str = "eager",
-    more: int = 64 << 20,
-    faults: Faults | None = None,
-) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime), in bf16. more: bytes of host budget beyond the smallest; by default all is in RAM."""
-    model = TIED.make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    precision = infinity.Precision(compute="bf16", accumulate="compute")
-    smallest = budget_for("unified-nvme", model, optimizer, directory, precision)
-    assert smallest.host_bytes is not None
-    budget = infinity.Budget(host=smallest.host_bytes + more, nvme=smallest.nvme)
-    with (
-        injected(faults or Faults()),
-        infinity.offload(
-            model,
-            optimizer,
-            budget=budget,
-            precision=precision,
-            device="cpu",
-            update=update,
-            accumulation=accumulation if update == "eager" else None,
-        ) as runtime,
-    ):
-        yield model, runtime
-    assert files(directory) == []
-
-
-def spent(runtime: Any) -> list[int]:
-    """Units that were updated before `step`."""
-    return [unit for unit, page in runtime._parts.gradients.pages.items() if page.spent]
 
 
 def test_units_are_updated_in_the_backward_that_is_declared_the_last(tmp_path: Path) -> None:

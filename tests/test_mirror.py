@@ -12,8 +12,8 @@ import pytest
 import torch
 from emulated_device import COMPUTE, LIBRARY, EmulatedDevice
 from homes import ROOMY
-from test_copy_order import BLOCKS, Blocks, adamw, budget_of
-from test_plan import check, planned, stack
+from planned_models import check, planned, stack
+from random_programs import BLOCKS, Blocks, adamw, budget_of
 
 import infinity
 from infinity.cpu_adam import BLOCK

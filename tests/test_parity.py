@@ -7,7 +7,6 @@ Between placements: every bit, always.
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import parity
 import pytest
 import torch
 import zoo
+from cover import pairwise, product
 from homes import CUDA_HOMES, HOMES, each_device, needs_cuda
 from parity import OPTIMIZERS, Recipe, Run, differences
 from zoo import Entry
@@ -27,13 +27,13 @@ each_entry = pytest.mark.parametrize("entry", zoo.ENTRIES, ids=str)
 TRANSFORMER = zoo.entry("transformer")
 
 FACTORS: dict[str, tuple[Any, ...]] = {
+    "entry": zoo.ENTRIES,
     "home": HOMES,
     "accumulate": (1, 4),
     "clip": (None, 0.1),
     "groups": (1, 2),
     "compute": ("fp32", "bf16"),
 }
-
 
 CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
     "home": CUDA_HOMES,
@@ -43,33 +43,12 @@ CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def product(cuda: bool = False) -> list[dict[str, Any]]:
-    """Every combination of the factors."""
-    factors = CUDA_FACTORS if cuda else FACTORS
-    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
-
-
-@functools.cache
-def pairwise(cuda: bool = False) -> list[dict[str, Any]]:
-    """Few combinations that hold every pair of values of any two factors; greedy, always the same ones."""
-
-    def pairs(case: dict[str, Any]) -> set[tuple[Any, ...]]:
-        return set(itertools.combinations(case.items(), 2))
-
-    chosen, missing = [], set().union(*map(pairs, product(cuda)))
-    while missing:
-        best = max(product(cuda), key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
-        chosen.append(best)
-    return chosen
-
-
 def cases() -> list[Any]:
-    """Pairwise combinations; those left over are slow."""
-    quick, found = pairwise(), []
-    for entry, case in itertools.product(zoo.ENTRIES, product()):
+    """Every combination; those that cover all pairs are quick, and the others slow."""
+    quick, found = pairwise(FACTORS), []
+    for case in product(FACTORS):
         words = [
-            str(entry),
+            str(case["entry"]),
             case["home"],
             f"accumulate {case['accumulate']}",
             "clipped" if case["clip"] else "unclipped",
@@ -77,7 +56,8 @@ def cases() -> list[Any]:
             case["compute"],
         ]
         slow = () if case in quick else (pytest.mark.slow,)
-        found.append(pytest.param(entry, case, id=", ".join(words), marks=slow))
+        rest = {name: value for name, value in case.items() if name != "entry"}
+        found.append(pytest.param(case["entry"], rest, id=", ".join(words), marks=slow))
     return found
 
 
@@ -85,7 +65,7 @@ def cuda_cases() -> list[Any]:
     """All combinations for the transformer, pairwise ones for the rest."""
     found = []
     for entry in zoo.ENTRIES:
-        for case in product(cuda=True) if entry is TRANSFORMER else pairwise(cuda=True):
+        for case in product(CUDA_FACTORS) if entry is TRANSFORMER else pairwise(CUDA_FACTORS):
             words = ", ".join(f"{name} {value}" for name, value in case.items())
             found.append(pytest.param(entry, case, id=f"{entry}, {words}"))
     return found
@@ -277,11 +257,3 @@ def test_plain_pytorch_trains_every_model(entry: Entry, compute: str) -> None:
         assert {"experts.5.0.weight"} < missing
     else:
         assert bool(missing) is (entry.name == "frozen")
-
-
-def test_the_quick_matrix_holds_every_pair() -> None:
-    for (name, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
-        for value, another in itertools.product(values, others):
-            assert any(case[name] == value and case[other] == another for case in pairwise())
-    assert len(pairwise()) < 20
-    assert len(pairwise(cuda=True)) < 12

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from device_arrays import Allocations
 from device_arrays import opened as updates_of
 from device_units import adamw, kernels, opened, part_of, step
 from hard_budgets import check_budgets, offload, smallest
 from homes import ROOMY
 from parity import tensors_copied
+from planned_models import MiB, check, planned, stack
 from small_runtime import TIED, loss_of
-from test_device_update import Allocations
-from test_plan import MiB, check, planned, stack
 
 import infinity
 from infinity import device_kernels, twin_flow

@@ -1,0 +1,54 @@
+"""Runtimes whose updates begin in the backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from homes import budget_for
+from small_runtime import TIED, files
+from torch import nn
+
+import infinity
+from infinity.aio import Faults
+from infinity.store import injected
+
+
+@contextlib.contextmanager
+def opened(
+    directory: Path,
+    *,
+    accumulation: int = 1,
+    update: str = "eager",
+    more: int = 64 << 20,
+    faults: Faults | None = None,
+) -> Iterator[tuple[nn.Module, Any]]:
+    """(model, runtime), in bf16. more: bytes of host budget beyond the smallest; by default all is in RAM."""
+    model = TIED.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = infinity.Precision(compute="bf16", accumulate="compute")
+    smallest = budget_for("unified-nvme", model, optimizer, directory, precision)
+    assert smallest.host_bytes is not None
+    budget = infinity.Budget(host=smallest.host_bytes + more, nvme=smallest.nvme)
+    with (
+        injected(faults or Faults()),
+        infinity.offload(
+            model,
+            optimizer,
+            budget=budget,
+            precision=precision,
+            device="cpu",
+            update=update,
+            accumulation=accumulation if update == "eager" else None,
+        ) as runtime,
+    ):
+        yield model, runtime
+    assert files(directory) == []
+
+
+def spent(runtime: Any) -> list[int]:
+    """Units that were updated before `step`."""
+    return [unit for unit, page in runtime._parts.gradients.pages.items() if page.spent]

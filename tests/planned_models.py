@@ -1,0 +1,92 @@
+"""Plans of small models on a CPU with 64 MiB of each memory, and what must hold of every plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.config import Budget, Precision
+from infinity.placement import Kind
+from infinity.plan import Plan
+from infinity.planning import Available, make_plan
+from infinity.rules import Rule
+from infinity.tiers import Tier
+
+CPU = torch.device("cpu")
+
+
+MiB = 1 << 20
+
+
+def stack(widths, frozen=()) -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, 2 * width) for width in widths))
+    for index in frozen:
+        model[index % len(widths)].requires_grad_(False)
+    return model
+
+
+def planned(
+    model,
+    *,
+    optimizer=torch.optim.AdamW,
+    precision=None,
+    activations=None,
+    accumulation=None,
+    speeds=None,
+    compute=None,
+    update="lazy",
+    **budget,
+) -> Plan:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rule = Rule.of(optimizer(parameters)) if optimizer and parameters else None
+    return make_plan(
+        model,
+        rule,
+        budget=Budget(**budget),
+        precision=precision or Precision(),
+        device=CPU,
+        available=Available(device=64 * MiB, host=64 * MiB),
+        activations=activations,
+        accumulation=accumulation,
+        speeds=speeds,
+        compute=compute,
+        update=update,
+    )
+
+
+def check(made: Plan, budget: Budget) -> None:
+    """What the runtime relies on."""
+    away = [
+        unit.nbytes
+        for index, (unit, homes) in enumerate(zip(made.layout.units, made.homes, strict=True))
+        if homes[Kind.PARAMETER] is not (Tier.HOST if made.unified else Tier.DEVICE)
+        and index not in made.mirrored
+    ]
+    assert made.resident_bytes >= max(away, default=0)
+    assert made.transit_bytes >= made.piece_bytes
+    moves = not made.unified or made.nvme_bytes
+    assert made.staging_bytes >= (made.chain_bytes if made.rule and moves else 0)
+    for index, unit in enumerate(made.layout.units):
+        ends = {Kind.GRADIENT: 0, Kind.OPTIMIZER: 0}
+        for number, chunk in enumerate(unit.chunks):
+            dtype = unit.regions[chunk.region].dtype
+            summed = torch.float32 if made.precision.accumulate == "fp32" else dtype
+            itemsize = (dtype if made.accumulation == 1 else summed).itemsize
+            gradients = -(-chunk.count * itemsize // 4096) * 4096 if made.rule else 0
+            states = made.state_format(index, number).nbytes
+            assert made.gradient_offset(index, number) == ends[Kind.GRADIENT]
+            assert made.state_offset(index, number) == ends[Kind.OPTIMIZER]
+            ends[Kind.GRADIENT] += gradients
+            ends[Kind.OPTIMIZER] += states
+            assert made.chain_bytes >= -(-chunk.count * dtype.itemsize // 4096) * 4096 + gradients + states
+        for kind, end in ends.items():
+            assert made.page_bytes(index, kind) == end
+            assert (made.homes[index][kind] is None) == (end == 0)
+    total = sum(made.page_bytes(unit, kind) for unit in range(len(made.homes)) for kind in Kind)
+    assert sum(made.home_bytes.values()) == total
+    assert made.host_bytes <= made.budgets[Tier.HOST]
+    assert made.nvme_bytes <= sum(budget.nvme_bytes.values())
+    if not made.unified:
+        assert made.device_bytes <= made.budgets[Tier.DEVICE]
+    assert all(row["free"] >= 0 for row in made.rows())
