@@ -12,6 +12,7 @@ import torch
 from peers.fio import Fio
 
 from infinity import machine, profile
+from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.lm.decoder import DecoderConfig
 
 COMPUTE_BYTES = 4
@@ -38,7 +39,7 @@ class Speeds:
         self.mixed.append(profile.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
         if self.fio is not None:
             self.fio_mixed.append(self.fio.mixed())
-        self.stream.append(profile.stream_speed(repeats=1 if self.quick else 3))
+        self.stream.append(stream_speed(repeats=1 if self.quick else 3))
         if self.device == "cuda":
             pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
             speed = profile.link_speed(torch.device("cuda"), pinned)

@@ -1,22 +1,18 @@
-"""Bandwidths of this machine, measured now: memory, the disk under a directory, the link to a device."""
+"""Probes: what the disk under a directory and the link to a device do now."""
 
 from __future__ import annotations
 
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from infinity import cpu_adam
 from infinity.settings import IoSettings, open_engine
 from infinity.testfile import Memory, TestFile
 
-_STREAM_ELEMENTS = 16 << 20
 _BUFFERS = 32 << 20
 """Bytes of RAM, at the most, that a disk is probed with."""
 
@@ -38,19 +34,6 @@ class LinkSpeed:
 
     to_device: float
     to_host: float
-
-
-def stream_speed(*, repeats: int = 5) -> float:
-    """Bytes per second that the update threads read and write in place over two fp32 arrays (0.1 GB).
-
-    The median of `repeats`; the limit of every update, and below the sum of what one reads in
-    memory's data sheet.
-    """
-    arrays = [torch.zeros(_STREAM_ELEMENTS, dtype=torch.float32, device="cpu") for _ in range(2)]
-    with cpu_adam.ThreadPool() as pool:
-        work = cpu_adam.Stream(read_write=arrays)
-        pool.run(work)
-        return statistics.median(work.bytes_moved / _seconds(lambda: pool.run(work)) for _ in range(repeats))
 
 
 def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:
@@ -95,9 +78,3 @@ def disk_speed(
     with TestFile(os.fspath(directory), nbytes, memory, settings, seconds=fill_seconds) as file:
         write, read, mixed = (file.rate(settings, mode, seconds).whole for mode in ("write", "read", "mixed"))
     return DiskSpeed(read=read, write=write, mixed=mixed, backend=facts.backend)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -27,7 +27,7 @@ def assert_missing(finding: doctor.Finding, cost: str, cure: str) -> None:
 
 @pytest.fixture(autouse=True)
 def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "stream_speed", lambda: 28e9)
+    monkeypatch.setattr("infinity.cli.doctor.stream_speed", lambda: 28e9)
     monkeypatch.setattr(profile, "disk_speed", lambda path: profile.DiskSpeed(1e9, 2e9, 1.5e9, "io_uring"))
 
 

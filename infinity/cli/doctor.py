@@ -17,6 +17,7 @@ from rich.text import Text
 
 from infinity import __version__, aio, cpu_adam, machine, profile
 from infinity.config import format_size
+from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.directory import free_bytes
 from infinity.errors import InfinityError
 from infinity.tiers.arena import REGISTER_CURE, arena_link, probe_huge_pages
@@ -139,7 +140,7 @@ def _memory() -> Iterator[Finding]:
         cure="Raise the cgroup's memory limit (memory.max, --memory)." if limited else "",
         figures={**asdict(memory), "usable": memory.usable},
     )
-    speed = profile.stream_speed()
+    speed = stream_speed()
     yield Finding(
         section="memory",
         name="memory speed",

@@ -13,9 +13,10 @@ import torch
 
 from infinity import aio, bandwidths, machine
 from infinity.config import Size, format_size, parse_size
+from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.directory import check_directory, free_bytes
 from infinity.errors import ConfigError, StorageFull
-from infinity.profile import LinkSpeed, stream_speed
+from infinity.profile import LinkSpeed
 from infinity.settings import DEFAULT, DiskProfile, Profile, StripeProfile, now
 from infinity.testfile import MODES, SMALLEST, Memory, TestFile
 from infinity.tiers.arena import arena_link

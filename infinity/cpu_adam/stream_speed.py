@@ -1,0 +1,32 @@
+"""Stream speed: what memory gives the update's threads, which no update can exceed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from infinity.cpu_adam.pool import ThreadPool
+from infinity.cpu_adam.work import Stream
+
+_ELEMENTS = 16 << 20
+
+
+def stream_speed(*, repeats: int = 5) -> float:
+    """Bytes per second that the update threads read and write in place over two fp32 arrays (0.1 GB).
+
+    The median of `repeats`; the limit of every update, and below the sum of what one reads in
+    memory's data sheet.
+    """
+    arrays = [torch.zeros(_ELEMENTS, dtype=torch.float32, device="cpu") for _ in range(2)]
+    with ThreadPool() as pool:
+        work = Stream(read_write=arrays)
+        pool.run(work)
+        return statistics.median(_rate(pool, work) for _ in range(repeats))
+
+
+def _rate(pool: ThreadPool, work: Stream) -> float:
+    start = time.perf_counter()
+    pool.run(work)
+    return work.bytes_moved / (time.perf_counter() - start)
