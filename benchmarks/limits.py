@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from peers.fio import Fio
 
-from infinity import machine, profile
+from infinity import profile
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.lm.decoder import DecoderConfig
+from infinity.system import machine
 
 COMPUTE_BYTES = 4
 """A parameter and its gradient in bf16: what forward and backward in memory need."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from infinity import cpu_adam, machine
+from infinity import cpu_adam
+from infinity.system import machine
 
 
 def machine_facts() -> dict[str, object]:

@@ -28,7 +28,7 @@ from aio import MODES, Case, Ours, find_fio, written_file
 from machine_facts import machine_facts
 
 from infinity import aio
-from infinity.settings import DEFAULT, IoSettings
+from infinity.system.io_settings import DEFAULT, IoSettings
 from infinity.testfile import SMALLEST, Memory, TestFile
 from infinity.tuning.sweep import QUICK, sweep_disk
 from infinity.tuning.tune import Tuning, tune

@@ -22,10 +22,10 @@ from peers.process import ContenderFailed, Process
 from peers.task import Task
 from specs import Spec
 
-from infinity import machine
 from infinity.lm import decoder as decoder_module
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS
+from infinity.system import machine
 
 QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)
 BYTES_OF_STATE = 16

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from infinity import machine
+from infinity.system import machine
 
 _SLACK = 8 << 20
 """Bytes by which memory must grow after a trim that did not help, before the next."""

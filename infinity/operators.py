@@ -19,8 +19,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from infinity import machine
 from infinity.config import round_up
+from infinity.system import machine
 
 TIME_LIMIT = 2.0
 """Seconds that `seconds_of` spends on running operations, their operands included."""

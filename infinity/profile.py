@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infinity.settings import IoSettings, open_engine
+from infinity.system.io_settings import IoSettings, open_engine
 from infinity.testfile import Memory, TestFile
 
 _BUFFERS = 32 << 20
@@ -68,7 +68,7 @@ def disk_speed(
 
     The file is written once before anything is timed, so that no first allocation is in the figures, and
     it has no name. What is not written after `fill_seconds` is left out. Engine, block size and depth are
-    those of `infinity.settings.open_engine`. Raises StorageError and StorageFull as `TestFile` and the engine
+    those of `infinity.system.io_settings.open_engine`. Raises StorageError and StorageFull as `TestFile` and the engine
     do, ConfigError for an unknown backend.
     """
     with open_engine(directory, backend=backend) as engine:

@@ -11,10 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity import machine
 from infinity.accumulate import Accumulator
 from infinity.backend import Backend
-from infinity.closing import Closing
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.export import Source, export
@@ -24,6 +22,8 @@ from infinity.parameter import PagedParameter
 from infinity.parts import Parts
 from infinity.plan import Plan
 from infinity.predict import Prediction
+from infinity.system import machine
+from infinity.system.closing import Closing
 from infinity.telemetry import Stats
 from infinity.timeline import Timeline
 

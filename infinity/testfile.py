@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from infinity import _tiers, aio
-from infinity.closing import Closing
-from infinity.directory import nameless_file, preallocate
 from infinity.errors import StorageError, storage_error
 from infinity.region import tensor_over
-from infinity.settings import IoSettings
+from infinity.system.closing import Closing
+from infinity.system.directory import nameless_file, preallocate
+from infinity.system.io_settings import IoSettings
 
 MODES = ("read", "write", "mixed")
 """What is tried; "mixed" is half of the bytes each, which is what a training step does."""

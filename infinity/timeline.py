@@ -29,8 +29,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from infinity.closing import Closing
 from infinity.errors import StorageError
+from infinity.system.closing import Closing
 from infinity.telemetry import Edge, Phase, Stats, Wait
 from infinity.tiers.link import Timing, Transfer
 from infinity.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from infinity import cpu_adam, machine
+from infinity import cpu_adam
 from infinity.config import Budget
 from infinity.device_units import DeviceUnits
 from infinity.edits import EditTracker
@@ -37,6 +37,7 @@ from infinity.scaling import LossScale
 from infinity.standin import StandIns
 from infinity.states import StatePage, States
 from infinity.store import Store
+from infinity.system import machine
 from infinity.tiers import Tier
 from infinity.update import Updater
 from infinity.weights import load, open_weights

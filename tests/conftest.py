@@ -14,7 +14,8 @@ import torch
 import torch._dynamo  # the first optimizer imports it, and tests would go through its objects: see below
 from tiny_job import TinyJob, make_tiny
 
-from infinity import machine, twin_flow
+from infinity import twin_flow
+from infinity.system import machine
 
 # Before anything uses cuBLAS: without a workspace of its own it may order sums differently each time. A small
 # one: the budgets of the tests are small, and each thread that multiplies takes one (infinity/headroom.py).

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from infinity import machine
+from infinity.system import machine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity import machine
 from infinity.cpu_adam.placement import default_cpus, leave_room, one_per_core
+from infinity.system import machine
 
 
 def test_one_cpu_of_each_core(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from homes import needs_cuda
 
-from infinity import cache, device_kernels
+from infinity import device_kernels
 from infinity.device_kernels import KERNELS, RULES, Kernels, UpdateKind, image, kinds_of, source
 from infinity.errors import KernelError
 from infinity.nvrtc import Nvrtc, find_nvrtc
+from infinity.system import cache
 
 NVRTC = find_nvrtc()
 needs_nvrtc = pytest.mark.skipif(NVRTC is None, reason="no NVRTC: pip install nvidia-cuda-nvrtc")

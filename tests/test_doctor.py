@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity import aio, machine, profile
+from infinity import aio, profile
 from infinity.cli import doctor
 from infinity.errors import StorageFull
+from infinity.system import machine
 
 
 def named(findings: Iterable[doctor.Finding], name: str) -> doctor.Finding:

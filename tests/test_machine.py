@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity import machine
+from infinity.system import machine
 
 
 def test_memory_is_what_the_kernel_says() -> None:

@@ -12,10 +12,10 @@ from torch import nn
 
 from infinity import bandwidths
 from infinity.bandwidths import measure_bandwidths
-from infinity.cache import cache_file
 from infinity.config import Budget, Precision
 from infinity.offload import plan
 from infinity.placement import Kind
+from infinity.system.cache import cache_file
 
 CPU = torch.device("cpu")
 

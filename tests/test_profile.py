@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infinity import aio, bandwidths, profile, testfile
-from infinity.settings import DEFAULT, IoSettings
+from infinity.system.io_settings import DEFAULT, IoSettings
 from infinity.testfile import REQUEST_BYTES, SMALLEST, Memory, TestFile
 
 MIB = 1 << 20

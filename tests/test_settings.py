@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from infinity import aio, machine, settings
-from infinity.cache import cache_file
+from infinity import aio
 from infinity.errors import ConfigError, StorageError
-from infinity.settings import DEFAULT, DiskProfile, IoSettings, Profile, StripeProfile
+from infinity.system import io_settings, machine
+from infinity.system.cache import cache_file
+from infinity.system.io_settings import DEFAULT, DiskProfile, IoSettings, Profile, StripeProfile
 from infinity.tiers import NvmeTier
 
 MIB = 1 << 20
@@ -43,8 +44,8 @@ def tuned(tmp_path: Path) -> Path:
 
 def test_a_disk_that_was_never_tuned_has_the_defaults(tmp_path: Path) -> None:
     assert Profile().note is None
-    assert settings.settings_for(tmp_path) == DEFAULT
-    with settings.open_engine(tmp_path) as engine:
+    assert io_settings.settings_for(tmp_path) == DEFAULT
+    with io_settings.open_engine(tmp_path) as engine:
         assert (engine.facts.block_bytes, engine.facts.depth) == (DEFAULT.block_bytes, DEFAULT.depth)
 
 
@@ -59,7 +60,7 @@ def test_findings_come_back_as_they_were_kept(tuned: Path) -> None:
     [
         lambda patch: patch.setattr(machine, "kernel", lambda: "7.0.0"),
         lambda patch: patch.setattr(machine, "file_system", lambda path: "xfs"),
-        lambda patch: patch.setattr(settings.platform, "node", lambda: "elsewhere"),
+        lambda patch: patch.setattr(io_settings.platform, "node", lambda: "elsewhere"),
     ],
 )
 def test_another_kernel_file_system_or_host_was_not_tuned(tuned: Path, monkeypatch, other) -> None:
@@ -68,9 +69,9 @@ def test_another_kernel_file_system_or_host_was_not_tuned(tuned: Path, monkeypat
 
 
 def test_engines_and_the_tier_are_as_tuned_unless_told_otherwise(tuned: Path) -> None:
-    with settings.open_engine(tuned) as engine:
+    with io_settings.open_engine(tuned) as engine:
         assert (engine.facts.backend, engine.facts.block_bytes, engine.facts.depth) == ("threads", MIB, 8)
-    with settings.open_engine(tuned, depth=3) as engine:
+    with io_settings.open_engine(tuned, depth=3) as engine:
         assert (engine.facts.backend, engine.facts.block_bytes, engine.facts.depth) == ("threads", MIB, 3)
     with NvmeTier({os.fspath(tuned): MIB}, MIB) as tier:
         assert tier.engines[0].facts.backend == "threads"
@@ -81,46 +82,46 @@ def test_findings_about_one_engine_are_not_used_for_another(tuned: Path, monkeyp
     other = next((each.name for each in aio.probe(tuned).backends[:2] if each.ok), None)
     if other is None:
         pytest.skip("no engine but threads works here")
-    with settings.open_engine(tuned, backend=other) as engine:
+    with io_settings.open_engine(tuned, backend=other) as engine:
         assert (engine.facts.backend, engine.facts.depth) == (other, DEFAULT.depth)
     monkeypatch.setenv("INFINITY_AIO", other)
-    with settings.open_engine(tuned) as engine:
+    with io_settings.open_engine(tuned) as engine:
         assert (engine.facts.backend, engine.facts.depth) == (other, DEFAULT.depth)
     monkeypatch.setenv("INFINITY_AIO", "threads")
-    assert settings.settings_for(tuned) == FOUND.settings
+    assert io_settings.settings_for(tuned) == FOUND.settings
     monkeypatch.setenv("INFINITY_AIO", "spdk")
     with pytest.raises(ConfigError, match="spdk"):
-        settings.open_engine(tuned)
+        io_settings.open_engine(tuned)
 
 
 def test_a_tuned_engine_that_works_no_more_is_replaced(tuned: Path, monkeypatch) -> None:
-    real = settings.Engine
+    real = io_settings.Engine
 
     def without_threads(*args, backend: str, **options) -> aio.Engine:
         if backend == "threads":
             raise ConfigError("It does not work.", "Use another.")
         return real(*args, backend=backend, **options)
 
-    monkeypatch.setattr(settings, "Engine", without_threads)
-    with settings.open_engine(tuned) as engine:
+    monkeypatch.setattr(io_settings, "Engine", without_threads)
+    with io_settings.open_engine(tuned) as engine:
         assert engine.facts.depth == DEFAULT.depth
 
 
 def test_a_directory_that_is_not_there_is_the_engines_to_refuse(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="absent"):
-        settings.open_engine(tmp_path / "absent")
+        io_settings.open_engine(tmp_path / "absent")
 
 
 def spoilt() -> list[str]:
     key = "host 8:1 ext4 Linux 6"
     disk = {**FOUND.__dict__, "settings": FOUND.settings.__dict__}
-    whole = {"format": settings.FORMAT, "disks": {key: disk}, "stripes": {}}
+    whole = {"format": io_settings.FORMAT, "disks": {key: disk}, "stripes": {}}
     shares = {"shares": [0.5, 0.5], "mixed": 1e9, "at": ""}
     return [
         "",
         "[]",
         "\x00",
-        json.dumps({**whole, "format": settings.FORMAT + 1}),
+        json.dumps({**whole, "format": io_settings.FORMAT + 1}),
         json.dumps({**whole, "disks": {key: 3}}),
         json.dumps({**whole, "disks": {key: {**disk, "colour": "red"}}}),
         json.dumps({**whole, "disks": {key: {**disk, "settings": {"backend": "spdk"}}}}),
@@ -140,32 +141,32 @@ def test_a_profile_that_cannot_be_used_is_ignored_with_a_note(tmp_path: Path, te
     assert note is not None
     assert os.fspath(path) in note
     with pytest.warns(RuntimeWarning, match="is ignored"):
-        assert settings.settings_for(tmp_path) == DEFAULT
+        assert io_settings.settings_for(tmp_path) == DEFAULT
     profile = Profile()
     profile.keep_disk(tmp_path, FOUND)
     assert profile.save()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert settings.settings_for(tmp_path) == FOUND.settings
+        assert io_settings.settings_for(tmp_path) == FOUND.settings
 
 
 def test_shares_of_disks_do_not_depend_on_their_order(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(settings, "disk_key", os.fspath)
+    monkeypatch.setattr(io_settings, "disk_key", os.fspath)
     found = StripeProfile(shares=(0.5, 0.2, 0.3), mixed=1e9, at="")
     profile = Profile()
     profile.keep_stripes(["c", "a", "b"], found)
     assert profile.save()
     assert Profile().stripes(["c", "a", "b"]) == found
     assert Profile().stripes(["a", "b", "c"]) == replace(found, shares=(0.2, 0.3, 0.5))
-    assert settings.tuned_shares(["b", "c", "a"]) == (0.3, 0.5, 0.2)
-    assert settings.tuned_shares(["a", "b"]) is None
+    assert io_settings.tuned_shares(["b", "c", "a"]) == (0.3, 0.5, 0.2)
+    assert io_settings.tuned_shares(["a", "b"]) is None
 
 
 def test_tuned_shares_are_how_the_tier_is_striped(tmp_path: Path, monkeypatch) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for path in (first, second):
         path.mkdir()
-    monkeypatch.setattr(settings, "disk_key", os.path.basename)
+    monkeypatch.setattr(io_settings, "disk_key", os.path.basename)
     profile = Profile()
     profile.keep_stripes([first, second], StripeProfile(shares=(0.25, 0.75), mixed=1e9, at=""))
     profile.save()

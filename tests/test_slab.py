@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from process_resources import nothing_left
 
-from infinity import directory
 from infinity.errors import ConfigError, StorageError, StorageFull
+from infinity.system import directory
 from infinity.tiers.slab import Slab
 
 MIB = 1 << 20

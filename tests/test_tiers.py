@@ -10,8 +10,9 @@ import pytest
 import torch
 from emulated_device import EmulatedDevice
 
-from infinity import _tiers, machine
+from infinity import _tiers
 from infinity.errors import BudgetError, ConfigError
+from infinity.system import machine
 from infinity.tiers import CpuDeviceTier, HostArena, MemoryTier, Tier, UnifiedTier, open_device
 from infinity.tiers import arena as arena_module
 from infinity.tiers.arena import register_with_cuda

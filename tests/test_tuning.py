@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity import aio, bandwidths, cli, machine, settings, testfile
-from infinity.cache import cache_file
-from infinity.directory import nameless_file
+from infinity import aio, bandwidths, cli, testfile
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.profile import LinkSpeed
-from infinity.settings import DEFAULT, IoSettings
+from infinity.system import io_settings, machine
+from infinity.system.cache import cache_file
+from infinity.system.directory import nameless_file
+from infinity.system.io_settings import DEFAULT, IoSettings
 from infinity.testfile import MODES, Memory, TestFile
 from infinity.tiers import NvmeTier
 from infinity.tuning import plot, stripes, sweep, tune
@@ -240,11 +241,11 @@ def test_what_was_found_is_used_by_all_io(tmp_path: Path) -> None:
     assert {point.settings.backend for point in one.points} <= working
     assert one.chosen in one.points
     assert set(one.best) == set(MODES)
-    assert settings.settings_for(path) == one.chosen.settings
+    assert io_settings.settings_for(path) == one.chosen.settings
     with NvmeTier({path: MIB}, MIB) as tier:
         facts = tier.engines[0].facts
         assert IoSettings(facts.backend, facts.block_bytes, facts.depth) == one.chosen.settings
-    kept = settings.Profile().disk(path)
+    kept = io_settings.Profile().disk(path)
     assert kept is not None
     assert kept.facts["cpus"] == machine.cpu().allowed
     speeds = bandwidths.measure_bandwidths({path: MIB}, torch.device("cpu"), torch.float32)
@@ -269,7 +270,7 @@ def test_a_spoilt_profile_is_replaced_with_a_note(tmp_path: Path) -> None:
     cache_file("tune.json").write_text("{")
     found = tune.tune([os.fspath(tmp_path)])
     assert found.note is not None
-    assert settings.Profile().note is None
+    assert io_settings.Profile().note is None
 
 
 def test_figures_of_memory_are_not_replaced_by_slower_ones(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_several_paths_are_striped_as_found(tmp_path: Path) -> None:
     assert sum(found.stripes.shares) == pytest.approx(1.0)
     assert min(found.stripes.read, found.stripes.write, found.stripes.mixed) > 0
     assert found.shared == (tuple(paths),)
-    assert settings.tuned_shares(paths) == pytest.approx(found.stripes.shares)
+    assert io_settings.tuned_shares(paths) == pytest.approx(found.stripes.shares)
     assert all(list(Path(path).iterdir()) == [] for path in paths)
 
 

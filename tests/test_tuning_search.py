@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.settings import IoSettings
+from infinity.system.io_settings import IoSettings
 from infinity.tuning.search import Halving, best_of, choose, grid, median_rate, scores, standing
 from infinity.tuning.sweep import MODES, QUICK, THOROUGH
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import infinity
-from infinity import machine
 from infinity.estimate import estimate_step
 from infinity.heap import malloc_trim
+from infinity.system import machine
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
 from infinity.wiring import carry_out

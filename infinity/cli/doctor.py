@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from infinity import __version__, aio, cpu_adam, machine, profile
+from infinity import __version__, aio, cpu_adam, profile
 from infinity.config import format_size
 from infinity.cpu_adam.stream_speed import stream_speed
-from infinity.directory import free_bytes
 from infinity.errors import InfinityError
+from infinity.system import machine
+from infinity.system.directory import free_bytes
 from infinity.tiers.arena import REGISTER_CURE, arena_link, probe_huge_pages
 
 _SECTIONS = ("machine", "memory", "device", "storage")

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from infinity import cpu_adam, machine
+from infinity import cpu_adam
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError
 from infinity.lm.batches import Batches
@@ -24,8 +24,9 @@ from infinity.lm.training import Recipe, make_optimizer
 from infinity.offload import plan
 from infinity.plan import Plan
 from infinity.predict import Prediction
-from infinity.settings import open_engine
 from infinity.shortage import format_count
+from infinity.system import machine
+from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
 
 _LATER = {

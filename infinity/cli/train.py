@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.markup import escape
 
-from infinity import __version__, machine
+from infinity import __version__
 from infinity.cli.job import Job, add_options, show_job
 from infinity.cli.progress import ProgressLine, format_seconds
 from infinity.config import format_size
@@ -24,6 +24,7 @@ from infinity.errors import storage_errors
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.publish import check_destination
+from infinity.system import machine
 from infinity.timeline import Timeline
 from infinity.wiring import carry_out
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from infinity import machine
 from infinity.errors import ConfigError
+from infinity.system import machine
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar, overload
 import torch
 
 from infinity import _cpu_adam
-from infinity.closing import Closing
 from infinity.cpu_adam.form import UpdateForm
 from infinity.cpu_adam.hyper import NativeHyper
 from infinity.cpu_adam.page import (
@@ -33,6 +32,7 @@ from infinity.cpu_adam.work import (
     UpdateResult,
 )
 from infinity.errors import ConfigError
+from infinity.system.closing import Closing
 
 DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
 """Elements that a thread takes at a time."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from infinity import _tiers, machine
+from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import DeviceError
 from infinity.profile import LinkSpeed, link_speed
 from infinity.region import tensor_over
+from infinity.system import machine
 from infinity.tiers.driver import Driver, current, driver_of, has_driver
 from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 

@@ -13,12 +13,12 @@ import torch
 
 from infinity import _tiers
 from infinity.aio import Faults, Future, Stats, Volume
-from infinity.closing import Closing
 from infinity.config import format_size, round_up
-from infinity.directory import check_directory
 from infinity.errors import BudgetError, ConfigError
 from infinity.profile import disk_speed
-from infinity.settings import open_engine, tuned_shares
+from infinity.system.closing import Closing
+from infinity.system.directory import check_directory
+from infinity.system.io_settings import open_engine, tuned_shares
 from infinity.tiers.arena import HostArena
 from infinity.tiers.slab import Slab
 from infinity.tiers.striping import choose_striping

@@ -9,10 +9,10 @@ import os
 import weakref
 from pathlib import Path
 
-from infinity.closing import Closing
 from infinity.config import round_up
-from infinity.directory import check_directory, preallocate
 from infinity.errors import ConfigError, StorageError, storage_errors
+from infinity.system.closing import Closing
+from infinity.system.directory import check_directory, preallocate
 
 
 class Slab(Closing):

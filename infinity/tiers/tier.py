@@ -6,10 +6,11 @@ import enum
 
 import torch
 
-from infinity import _tiers, machine
-from infinity.closing import Closing
+from infinity import _tiers
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
+from infinity.system import machine
+from infinity.system.closing import Closing
 from infinity.tiers.pool import Pool
 
 PAGE_ALIGNMENT = 4096

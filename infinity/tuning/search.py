@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from infinity.aio import BACKENDS
-from infinity.settings import IoSettings
+from infinity.system.io_settings import IoSettings
 
 TIE = 0.03
 """Points whose scores are this close are equally good, as far as noise lets anybody say."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from infinity.settings import DEFAULT, IoSettings
+from infinity.system.io_settings import DEFAULT, IoSettings
 from infinity.testfile import MODES, TestFile
 from infinity.tuning.search import Halving, best_of, choose, grid, median_rate
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infinity import aio, bandwidths, machine
+from infinity import aio, bandwidths
 from infinity.config import Size, format_size, parse_size
 from infinity.cpu_adam.stream_speed import stream_speed
-from infinity.directory import check_directory, free_bytes
 from infinity.errors import ConfigError, StorageFull
 from infinity.profile import LinkSpeed
-from infinity.settings import DEFAULT, DiskProfile, Profile, StripeProfile, now
+from infinity.system import machine
+from infinity.system.directory import check_directory, free_bytes
+from infinity.system.io_settings import DEFAULT, DiskProfile, Profile, StripeProfile, now
 from infinity.testfile import MODES, SMALLEST, Memory, TestFile
 from infinity.tiers.arena import arena_link
 from infinity.tuning.stripes import StripeSweep, sweep_stripes

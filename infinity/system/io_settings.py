@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from infinity import machine
 from infinity.aio import BACKENDS, Engine, Faults
-from infinity.cache import JsonFile
 from infinity.errors import ConfigError
+from infinity.system import machine
+from infinity.system.cache import JsonFile
 
 FORMAT = 1
 """Of the file. One of another format is ignored."""

@@ -8,9 +8,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-from infinity import machine
 from infinity.config import format_size
 from infinity.errors import ConfigError, StorageError, StorageFull, storage_error, storage_errors
+from infinity.system import machine
 
 
 def check_directory(directory: str | os.PathLike[str]) -> Path:

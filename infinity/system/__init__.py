@@ -1,0 +1,1 @@
+"""The system: this machine, its disks' settings, and probes of both."""
