@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from peers.fio import Fio
 
-from infinity import profile
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.lm.decoder import DecoderConfig
 from infinity.system import machine
+from infinity.tiers import probes
 
 COMPUTE_BYTES = 4
 """A parameter and its gradient in bf16: what forward and backward in memory need."""
@@ -37,13 +37,13 @@ class Speeds:
     def measure(self) -> None:
         """Once more; nobody else may be at work."""
         nbytes, seconds = (16 << 20, 0.02) if self.quick else (128 << 20, 0.5)
-        self.mixed.append(profile.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
+        self.mixed.append(probes.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
         if self.fio is not None:
             self.fio_mixed.append(self.fio.mixed())
         self.stream.append(stream_speed(repeats=1 if self.quick else 3))
         if self.device == "cuda":
             pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-            speed = profile.link_speed(torch.device("cuda"), pinned)
+            speed = probes.link_speed(torch.device("cuda"), pinned)
             self.link.append(min(speed.to_device, speed.to_host))
 
     def figures(self) -> dict[str, list[float]]:

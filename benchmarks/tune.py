@@ -29,7 +29,7 @@ from machine_facts import machine_facts
 
 from infinity import aio
 from infinity.system.io_settings import DEFAULT, IoSettings
-from infinity.testfile import SMALLEST, Memory, TestFile
+from infinity.tiers.trial_file import SMALLEST, Memory, TestFile
 from infinity.tuning.sweep import QUICK, sweep_disk
 from infinity.tuning.tune import Tuning, tune
 

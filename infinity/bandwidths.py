@@ -14,8 +14,8 @@ import torch
 
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.predict import Bandwidths
-from infinity.profile import disk_speed, link_speed
 from infinity.system.cache import JsonFile
+from infinity.tiers.probes import disk_speed, link_speed
 
 _DISK_BYTES = 1 << 30
 """Of all paths together, at most. On a virtual disk, 32 MiB went at the speed of a burst; and a file that is

@@ -17,8 +17,8 @@ import torch
 
 from infinity.config import format_size
 from infinity.errors import BudgetError, DeviceError, InfinityError
-from infinity.region import adopt, tensor_over
 from infinity.tiers.driver import Driver, current, driver_of
+from infinity.tiers.region import adopt, tensor_over
 
 _NAN_BYTE = 0xFF
 """All bits one is a NaN in every IEEE-like float type, bfloat16 and OCP's float8 types included."""

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity import aio, profile
+from infinity import aio
 from infinity.cli import doctor
 from infinity.errors import StorageFull
 from infinity.system import machine
+from infinity.tiers import probes
 
 
 def named(findings: Iterable[doctor.Finding], name: str) -> doctor.Finding:
@@ -29,7 +30,7 @@ def assert_missing(finding: doctor.Finding, cost: str, cure: str) -> None:
 @pytest.fixture(autouse=True)
 def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.cli.doctor.stream_speed", lambda: 28e9)
-    monkeypatch.setattr(profile, "disk_speed", lambda path: profile.DiskSpeed(1e9, 2e9, 1.5e9, "io_uring"))
+    monkeypatch.setattr(probes, "disk_speed", lambda path: probes.DiskSpeed(1e9, 2e9, 1.5e9, "io_uring"))
 
 
 def test_few_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +112,10 @@ def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_disk_too_full_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: str) -> profile.DiskSpeed:
+    def full(path: str) -> probes.DiskSpeed:
         raise StorageFull("It is full.", "Free space.", path=path)
 
-    monkeypatch.setattr(profile, "disk_speed", full)
+    monkeypatch.setattr(probes, "disk_speed", full)
     monkeypatch.setattr(doctor, "_processors", lambda: iter(()))
     monkeypatch.setattr(doctor, "_memory", lambda: iter(()))
     monkeypatch.setattr(doctor, "_device", lambda: iter(()))
@@ -139,7 +140,7 @@ def test_link_speed_counts_bytes_by_events(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    link = profile.link_speed(torch.device("cpu"), torch.zeros(1000, dtype=torch.uint8))
+    link = probes.link_speed(torch.device("cpu"), torch.zeros(1000, dtype=torch.uint8))
     assert link.to_device == link.to_host == pytest.approx(1000 / 0.01)
 
 

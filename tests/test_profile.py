@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infinity import aio, bandwidths, profile, testfile
+from infinity import aio, bandwidths
 from infinity.system.io_settings import DEFAULT, IoSettings
-from infinity.testfile import REQUEST_BYTES, SMALLEST, Memory, TestFile
+from infinity.tiers import probes, trial_file
+from infinity.tiers.trial_file import REQUEST_BYTES, SMALLEST, Memory, TestFile
 
 MIB = 1 << 20
 
@@ -22,7 +23,7 @@ MIB = 1 << 20
 def test_a_slow_disk_is_filled_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quarters = itertools.count()
     slow = SimpleNamespace(monotonic=lambda: next(quarters) / 4, perf_counter=time.perf_counter)
-    monkeypatch.setattr(testfile, "time", slow)
+    monkeypatch.setattr(trial_file, "time", slow)
     memory = Memory(SMALLEST)
     with TestFile(os.fspath(tmp_path), 4 * SMALLEST, memory, DEFAULT, seconds=1.0) as file:
         assert file.nbytes == SMALLEST + 3 * REQUEST_BYTES
@@ -56,7 +57,7 @@ def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.Monke
                 contents.append(stored.read(MIB))
 
     monkeypatch.setattr(TestFile, "opened", opened)
-    found = profile.disk_speed(tmp_path, nbytes=64 * MIB, seconds=0.05, fill_seconds=0.0)
+    found = probes.disk_speed(tmp_path, nbytes=64 * MIB, seconds=0.05, fill_seconds=0.0)
     assert min(found.read, found.write, found.mixed) > 0
     assert {kind for kind, _ in places} == {"read", "write"}
     assert {offset for _, offset in places} == set(range(0, 32 * MIB, 4 * MIB))
@@ -67,7 +68,7 @@ def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("nbytes", [4096, 3 * 4096, 5 * MIB])
 def test_a_file_of_a_small_budget_is_enough(tmp_path: Path, nbytes: int) -> None:
-    found = profile.disk_speed(tmp_path, nbytes=nbytes, seconds=0.01)
+    found = probes.disk_speed(tmp_path, nbytes=nbytes, seconds=0.01)
     assert min(found.read, found.write, found.mixed) > 0
 
 
@@ -88,9 +89,9 @@ def test_the_plan_probes_a_larger_file_where_there_is_more_to_keep(
 ) -> None:
     asked: dict[str, float] = {}
 
-    def speed(path: str, **options: float) -> profile.DiskSpeed:
+    def speed(path: str, **options: float) -> probes.DiskSpeed:
         asked.update(options)
-        return profile.DiskSpeed(1e9, 1e9, 1e9, "threads")
+        return probes.DiskSpeed(1e9, 1e9, 1e9, "threads")
 
     monkeypatch.setattr(bandwidths, "disk_speed", speed)
     bandwidths._disk(os.fspath("/a"), limit, paths)

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity import aio, bandwidths, cli, testfile
+from infinity import aio, bandwidths, cli
 from infinity.errors import ConfigError, StorageError, StorageFull
-from infinity.profile import LinkSpeed
 from infinity.system import io_settings, machine
 from infinity.system.cache import cache_file
 from infinity.system.directory import nameless_file
 from infinity.system.io_settings import DEFAULT, IoSettings
-from infinity.testfile import MODES, Memory, TestFile
-from infinity.tiers import NvmeTier
+from infinity.tiers import NvmeTier, trial_file
+from infinity.tiers.probes import LinkSpeed
+from infinity.tiers.trial_file import MODES, Memory, TestFile
 from infinity.tuning import plot, stripes, sweep, tune
 from infinity.tuning.sweep import DiskSweep, Measured
 
@@ -35,14 +35,14 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path_factory.mktemp("cache")))
     monkeypatch.delenv("INFINITY_AIO", raising=False)
     monkeypatch.setattr(tune, "QUICK", BRIEF)
-    monkeypatch.setattr(tune, "_FILE_BYTES", testfile.SMALLEST)
-    monkeypatch.setattr(tune, "_IN_FLIGHT", testfile.SMALLEST)
+    monkeypatch.setattr(tune, "_FILE_BYTES", trial_file.SMALLEST)
+    monkeypatch.setattr(tune, "_IN_FLIGHT", trial_file.SMALLEST)
     monkeypatch.setattr(tune, "stream_speed", lambda: 10e9)
 
 
 @pytest.fixture(scope="module")
 def memory() -> Memory:
-    return Memory(testfile.SMALLEST)
+    return Memory(trial_file.SMALLEST)
 
 
 def disk(path: str = "/a", **rates: float) -> DiskSweep:
@@ -53,7 +53,7 @@ def disk(path: str = "/a", **rates: float) -> DiskSweep:
     slower = replace(found, settings=IoSettings("io_uring", 4 * MIB, 8), read=1e9, trials=1)
     return DiskSweep(
         path=path,
-        nbytes=testfile.SMALLEST,
+        nbytes=trial_file.SMALLEST,
         direct=True,
         chosen=found,
         best=dict.fromkeys(MODES, found),
@@ -79,10 +79,10 @@ def tuning(*disks: DiskSweep) -> tune.Tuning:
 
 
 def test_the_file_has_no_name_and_its_room_comes_back(tmp_path: Path, memory: Memory) -> None:
-    with TestFile(os.fspath(tmp_path), testfile.SMALLEST, memory, DEFAULT) as file:
+    with TestFile(os.fspath(tmp_path), trial_file.SMALLEST, memory, DEFAULT) as file:
         assert list(tmp_path.iterdir()) == []
-        assert file.nbytes == os.stat(file.path).st_size == testfile.SMALLEST
-        assert os.stat(file.path).st_blocks * 512 >= testfile.SMALLEST
+        assert file.nbytes == os.stat(file.path).st_size == trial_file.SMALLEST
+        assert os.stat(file.path).st_blocks * 512 >= trial_file.SMALLEST
         descriptor = int(file.path.rpartition("/")[2])
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
@@ -90,7 +90,7 @@ def test_the_file_has_no_name_and_its_room_comes_back(tmp_path: Path, memory: Me
 
 def test_every_byte_of_the_file_is_written_and_incompressible(tmp_path: Path, memory: Memory) -> None:
     with (
-        TestFile(os.fspath(tmp_path), testfile.SMALLEST + 12288, memory, DEFAULT) as file,
+        TestFile(os.fspath(tmp_path), trial_file.SMALLEST + 12288, memory, DEFAULT) as file,
         open(file.path, "rb") as found,
     ):
         while block := found.read(MIB):
@@ -110,14 +110,14 @@ def test_a_trial_moves_what_it_says(
         counted.append(engine.stats)
         close(engine, *error)
 
-    with TestFile(os.fspath(tmp_path), testfile.SMALLEST, memory, DEFAULT) as file:
+    with TestFile(os.fspath(tmp_path), trial_file.SMALLEST, memory, DEFAULT) as file:
         monkeypatch.setattr(aio.Engine, "__exit__", closing)
         assert file.rate(IoSettings(backend, MIB, 4), mode, 0.01).steady > 1e6
     (stats,) = counted
     assert stats.in_flight_peak == 4
     reads, writes = stats.read_bytes, stats.write_bytes
     assert stats.read_transfers + stats.write_transfers == (reads + writes) // MIB  # cut into blocks
-    assert {"read": not writes, "write": not reads, "mixed": abs(reads - writes) <= testfile.REQUEST_BYTES}[
+    assert {"read": not writes, "write": not reads, "mixed": abs(reads - writes) <= trial_file.REQUEST_BYTES}[
         mode
     ]
     if file.direct:
@@ -125,7 +125,7 @@ def test_a_trial_moves_what_it_says(
 
 
 def test_trials_go_on_where_the_last_one_ended(tmp_path: Path, memory: Memory) -> None:
-    with TestFile(os.fspath(tmp_path), testfile.SMALLEST, memory, DEFAULT) as file:
+    with TestFile(os.fspath(tmp_path), trial_file.SMALLEST, memory, DEFAULT) as file:
         offsets = []
 
         class Spy:
@@ -134,19 +134,19 @@ def test_trials_go_on_where_the_last_one_ended(tmp_path: Path, memory: Memory) -
 
             write = read
 
-        requests = testfile.REQUEST_BYTES
+        requests = trial_file.REQUEST_BYTES
         for count in (3, 7):
             found = file.requests(Spy(), "read", requests)  # type: ignore[arg-type]
             for _ in range(count):
                 next(found)
             found.close()
-        assert max(offsets) + requests == testfile.SMALLEST
+        assert max(offsets) + requests == trial_file.SMALLEST
         assert offsets[:4] == [0, requests, 2 * requests, 3 * requests]
 
 
 def test_a_slow_disk_gets_a_smaller_file(tmp_path: Path, memory: Memory) -> None:
-    with TestFile(os.fspath(tmp_path), 4 * testfile.SMALLEST, memory, DEFAULT, seconds=0.0) as file:
-        assert file.nbytes == testfile.SMALLEST
+    with TestFile(os.fspath(tmp_path), 4 * trial_file.SMALLEST, memory, DEFAULT, seconds=0.0) as file:
+        assert file.nbytes == trial_file.SMALLEST
 
 
 def test_without_nameless_files_one_with_a_name_is_gone_at_once(
@@ -160,7 +160,7 @@ def test_without_nameless_files_one_with_a_name_is_gone_at_once(
         return real(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", no_tmpfile)
-    with TestFile(os.fspath(tmp_path), testfile.SMALLEST, memory, DEFAULT) as file:
+    with TestFile(os.fspath(tmp_path), trial_file.SMALLEST, memory, DEFAULT) as file:
         assert list(tmp_path.iterdir()) == []
         assert file.rate(IoSettings("threads", MIB, 4), "read", 0.001).whole > 0
 
@@ -215,7 +215,7 @@ def test_errors_of_the_disk_name_the_directory(tmp_path: Path, memory: Memory, m
     faults = aio.Faults()
     faults.fail("read", 3, errno.EIO)
     real = aio.Engine
-    with TestFile(os.fspath(tmp_path), testfile.SMALLEST, memory, DEFAULT) as file:
+    with TestFile(os.fspath(tmp_path), trial_file.SMALLEST, memory, DEFAULT) as file:
         monkeypatch.setattr(aio, "Engine", lambda **options: real(**options, faults=faults))
         with pytest.raises(StorageError) as caught:
             file.rate(IoSettings("threads", MIB, 4), "read", 0.01)

@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from infinity import __version__, aio, cpu_adam, profile
+from infinity import __version__, aio, cpu_adam
 from infinity.config import format_size
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.errors import InfinityError
 from infinity.system import machine
 from infinity.system.directory import free_bytes
+from infinity.tiers import probes
 from infinity.tiers.arena import REGISTER_CURE, arena_link, probe_huge_pages
 
 _SECTIONS = ("machine", "memory", "device", "storage")
@@ -239,7 +240,7 @@ def _storage(path: str) -> Iterator[Finding]:
         )
     if is_ram:
         return
-    speed = profile.disk_speed(path)
+    speed = probes.disk_speed(path)
     yield Finding(
         section="storage",
         name=f"{path} speed",

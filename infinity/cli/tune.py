@@ -15,7 +15,7 @@ from rich.table import Table
 
 from infinity import __version__
 from infinity.config import format_size
-from infinity.testfile import MODES
+from infinity.tiers.trial_file import MODES
 from infinity.tuning.plot import check_plot, draw
 from infinity.tuning.sweep import DiskSweep, Measured
 from infinity.tuning.tune import Tuning, tune

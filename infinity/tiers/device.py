@@ -6,9 +6,9 @@ import torch
 
 from infinity.config import format_size
 from infinity.errors import BudgetError
-from infinity.region import adopt
 from infinity.tiers.arena import HostArena
 from infinity.tiers.pool import Pool
+from infinity.tiers.region import adopt
 from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _CUDA_ALIGNMENT = 512

@@ -15,11 +15,11 @@ from infinity import _tiers
 from infinity.aio import Faults, Future, Stats, Volume
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
-from infinity.profile import disk_speed
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
 from infinity.system.io_settings import open_engine, tuned_shares
 from infinity.tiers.arena import HostArena
+from infinity.tiers.probes import disk_speed
 from infinity.tiers.slab import Slab
 from infinity.tiers.striping import choose_striping
 from infinity.tiers.tier import PAGE_ALIGNMENT, Tier

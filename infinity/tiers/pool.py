@@ -20,7 +20,7 @@ import torch
 from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
-from infinity.region import tensor_over
+from infinity.tiers.region import tensor_over
 
 atexit.register(_tiers._leave)
 

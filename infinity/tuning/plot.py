@@ -10,7 +10,7 @@ from typing import Any
 
 from infinity.config import format_size
 from infinity.errors import ConfigError, storage_error, storage_errors
-from infinity.testfile import MODES
+from infinity.tiers.trial_file import MODES
 from infinity.tuning.sweep import DiskSweep, Measured
 from infinity.tuning.tune import Tuning
 

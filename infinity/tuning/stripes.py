@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.aio import Volume
-from infinity.testfile import MODES, REQUEST_BYTES, Memory, TestFile, issue, measure
 from infinity.tiers.striping import choose_striping
+from infinity.tiers.trial_file import MODES, REQUEST_BYTES, Memory, TestFile, issue, measure
 from infinity.tuning.search import Halving, best_of, median_rate
 from infinity.tuning.sweep import DiskSweep, Effort, Progress
 

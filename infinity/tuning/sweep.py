@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.system.io_settings import DEFAULT, IoSettings
-from infinity.testfile import MODES, TestFile
+from infinity.tiers.trial_file import MODES, TestFile
 from infinity.tuning.search import Halving, best_of, choose, grid, median_rate
 
 Progress = Callable[[str], None]

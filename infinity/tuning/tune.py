@@ -15,12 +15,12 @@ from infinity import aio, bandwidths
 from infinity.config import Size, format_size, parse_size
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.errors import ConfigError, StorageFull
-from infinity.profile import LinkSpeed
 from infinity.system import machine
 from infinity.system.directory import check_directory, free_bytes
 from infinity.system.io_settings import DEFAULT, DiskProfile, Profile, StripeProfile, now
-from infinity.testfile import MODES, SMALLEST, Memory, TestFile
 from infinity.tiers.arena import arena_link
+from infinity.tiers.probes import LinkSpeed
+from infinity.tiers.trial_file import MODES, SMALLEST, Memory, TestFile
 from infinity.tuning.stripes import StripeSweep, sweep_stripes
 from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, sweep_disk
 

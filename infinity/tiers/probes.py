@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.system.io_settings import IoSettings, open_engine
-from infinity.testfile import Memory, TestFile
+from infinity.tiers.trial_file import Memory, TestFile
 
 _BUFFERS = 32 << 20
 """Bytes of RAM, at the most, that a disk is probed with."""

@@ -14,10 +14,10 @@ import torch
 
 from infinity import _tiers, aio
 from infinity.errors import StorageError, storage_error
-from infinity.region import tensor_over
 from infinity.system.closing import Closing
 from infinity.system.directory import nameless_file, preallocate
 from infinity.system.io_settings import IoSettings
+from infinity.tiers.region import tensor_over
 
 MODES = ("read", "write", "mixed")
 """What is tried; "mixed" is half of the bytes each, which is what a training step does."""
