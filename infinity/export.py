@@ -23,7 +23,7 @@ from torch import nn
 
 from infinity.config import Size, parse_size
 from infinity.errors import ConfigError
-from infinity.layout import Piece
+from infinity.layout.chunks import Piece
 from infinity.masters import join
 from infinity.paging import Paging
 from infinity.parameter import PagedParameter, Place

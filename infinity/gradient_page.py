@@ -15,7 +15,7 @@ from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.gradient_ring import GradientRing
 from infinity.home import Home
-from infinity.layout import UnitLayout
+from infinity.layout.chunks import UnitLayout
 from infinity.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
 

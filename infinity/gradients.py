@@ -25,7 +25,7 @@ from infinity.errors import ConfigError
 from infinity.gradient_failure import GradientFailure
 from infinity.gradient_page import ChunkState, GradientPage
 from infinity.gradient_ring import GradientRing
-from infinity.layout import Piece
+from infinity.layout.chunks import Piece
 from infinity.scaling import LossScale
 from infinity.staged_chunks import StagedChunks
 from infinity.store import Store

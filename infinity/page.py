@@ -24,7 +24,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.home import Home
-from infinity.layout import UnitLayout
+from infinity.layout.chunks import UnitLayout
 from infinity.tiers.link import Transfer
 
 

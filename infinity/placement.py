@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.layout.units import Grouping
 from infinity.tiers import Tier
-from infinity.units import Grouping
 
 
 class Kind(enum.Enum):

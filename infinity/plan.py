@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from infinity.config import Precision, format_size, round_up
-from infinity.layout import ModelLayout
+from infinity.layout.chunks import ModelLayout
 from infinity.operators import Seconds
 from infinity.placement import Homes, Kind
 from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic

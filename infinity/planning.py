@@ -14,7 +14,8 @@ from infinity import mirror, twin_flow
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.headroom import NO_HEADROOM, Headroom
-from infinity.layout import build
+from infinity.layout.chunks import build
+from infinity.layout.units import Survey, survey
 from infinity.operators import Seconds
 from infinity.placement import Kind, Placement, Room, line_of
 from infinity.plan import Plan
@@ -27,7 +28,6 @@ from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
-from infinity.units import Survey, survey
 from infinity.workspace import largest_workspace
 
 _UNKNOWN_SHARE = 4
@@ -71,7 +71,7 @@ def make_plan(
     unknown, a CUDA device keeps a quarter free for them.
     compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
     Raises BudgetError where a budget is too small (`needed`: the smallest that would
-    do), and ConfigError as `infinity.units.survey` does.
+    do), and ConfigError as `infinity.layout.units.survey` does.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from infinity.candidate import Candidate
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
+from infinity.layout.units import Grouping, Survey
 from infinity.placement import DtypeOf, Kind, Placement, Room
 from infinity.rules import Rule
 from infinity.tiers import Tier
-from infinity.units import Grouping, Survey
 from infinity.working_room import WORKING_ROOMS
 
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))

@@ -16,9 +16,9 @@ from infinity import moments
 from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
 from infinity.home import Home
-from infinity.layout import ParameterLayout, Piece, UnitLayout
+from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
+from infinity.layout.strides import in_memory_order
 from infinity.masters import join, split
-from infinity.memory_order import in_memory_order
 from infinity.plan import Plan
 from infinity.rules import Rule, StateArray, StateFormat, scale_of
 from infinity.store import Store

@@ -24,7 +24,7 @@ from infinity.device_units import DeviceUnits
 from infinity.device_update import Turn
 from infinity.gradients import Gradients
 from infinity.health import Health
-from infinity.memory_order import in_memory_order
+from infinity.layout.strides import in_memory_order
 from infinity.page import ParameterPage, Presence
 from infinity.read_ahead import ReadAhead
 from infinity.staging import Staging

@@ -19,8 +19,8 @@ from infinity.gradients import Gradients
 from infinity.health import Health
 from infinity.heap import HeapGuard
 from infinity.home import Home
+from infinity.layout.strides import in_memory_order
 from infinity.materialize import materialize
-from infinity.memory_order import in_memory_order
 from infinity.meter import Meter
 from infinity.optimizer import PagedOptimizer, adopt, retire
 from infinity.page import ParameterPage

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from infinity import _cpu_adam
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
-from infinity.layout import UnitLayout
+from infinity.layout.chunks import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES

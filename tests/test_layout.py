@@ -9,8 +9,8 @@ from torch import nn
 from infinity.config import Precision
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
-from infinity.layout import Chunk, ModelLayout, UnitLayout, build, extents, page_bytes
-from infinity.units import survey
+from infinity.layout.chunks import Chunk, ModelLayout, UnitLayout, build, extents, page_bytes
+from infinity.layout.units import survey
 
 WHOLE = 1 << 40
 

@@ -11,8 +11,8 @@ import torch
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
+from infinity.layout.units import Grouping, Survey, SurveyedParameter
 from infinity.tiers import PAGE_ALIGNMENT
-from infinity.units import Grouping, Survey, SurveyedParameter
 
 PARAMETER_ALIGNMENT = 256
 """Bytes. Every parameter starts on a multiple of it, so that no kernel's choice depends on the page."""

@@ -1,0 +1,1 @@
+"""Layout: which parameters travel together, and where each lies. Pure."""
