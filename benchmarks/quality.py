@@ -31,12 +31,12 @@ from machine_facts import machine_facts
 from quality_report import FOREACH, PLAIN, Run, all_device, all_nvme, plot, same_bits, summary, table
 
 import infinity
+from infinity.formats.master_weights import split
+from infinity.formats.moments import DTYPES
 from infinity.lm.batches import Batches
 from infinity.lm.subject import Subject, subject
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
-from infinity.masters import split
-from infinity.moments import DTYPES
 from infinity.tiers import Tier
 from infinity.wiring import carry_out
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
+from infinity.formats.optimizer_rules import Rule, state_format
 from infinity.layout.chunks import Extent, extents, page_bytes
 from infinity.layout.units import Grouping, Survey
 from infinity.placement import DtypeOf, Kind, Placement, Room
-from infinity.rules import Rule, state_format
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
 

@@ -78,7 +78,7 @@ _MASTERS = {
     torch.float16: _cpu_adam.ParameterFormat.PLAIN_F16,
     torch.bfloat16: _cpu_adam.ParameterFormat.SPLIT,
 }
-"""How a parameter of that dtype keeps its master, see infinity.rules."""
+"""How a parameter of that dtype keeps its master, see infinity.formats.optimizer_rules."""
 
 
 def kinds_of(

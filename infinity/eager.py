@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
+from infinity.formats.optimizer_rules import Rule
 from infinity.gradients import Gradients
 from infinity.page import ParameterPage
-from infinity.rules import Rule
 
 Options = dict[str, Any]
 """Of a param group, without its parameters."""

@@ -23,8 +23,8 @@ from torch import nn
 
 from infinity.config import Size, parse_size
 from infinity.errors import ConfigError
+from infinity.formats.master_weights import join
 from infinity.layout.chunks import Piece
-from infinity.masters import join
 from infinity.paging import Paging
 from infinity.parameter import PagedParameter, Place
 from infinity.publish import Writer, check_destination, published, storing, sync

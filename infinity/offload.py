@@ -14,11 +14,11 @@ from infinity.bandwidths import measure_bandwidths
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.estimate import estimate_step
+from infinity.formats.optimizer_rules import Rule
 from infinity.operators import Roofline, seconds_of
 from infinity.parameter import PagedParameter
 from infinity.plan import Plan
 from infinity.planning import Available, as_model, check_kinds, make_plan, update_time
-from infinity.rules import Rule
 from infinity.runtime import Runtime
 from infinity.tiers.tier import usable_device
 from infinity.wiring import carry_out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError
-from infinity.rules import Rule
+from infinity.formats.optimizer_rules import Rule
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",

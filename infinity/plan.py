@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from infinity.config import Precision, format_size, round_up
+from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
 from infinity.operators import Seconds
 from infinity.placement import Homes, Kind
 from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic
-from infinity.rules import Rule, StateFormat, state_format
 from infinity.table import render
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.twin_flow import updated_there

@@ -13,6 +13,7 @@ from torch import nn
 from infinity import mirror, twin_flow
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
+from infinity.formats.optimizer_rules import Rule
 from infinity.headroom import NO_HEADROOM, Headroom
 from infinity.layout.chunks import build
 from infinity.layout.units import Survey, survey
@@ -21,7 +22,6 @@ from infinity.placement import Kind, Placement, Room, line_of
 from infinity.plan import Plan
 from infinity.predict import Bandwidths, UpdateTime
 from infinity.reserve import Reserve
-from infinity.rules import Rule
 from infinity.search import Search
 from infinity.shortage import format_count, shortage, usable_nvme
 from infinity.tiers import Tier

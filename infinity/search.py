@@ -9,9 +9,9 @@ from dataclasses import replace
 from infinity.candidate import Candidate
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
+from infinity.formats.optimizer_rules import Rule
 from infinity.layout.units import Grouping, Survey
 from infinity.placement import DtypeOf, Kind, Placement, Room
-from infinity.rules import Rule
 from infinity.tiers import Tier
 from infinity.working_room import WORKING_ROOMS
 

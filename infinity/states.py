@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from infinity import moments
 from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
+from infinity.formats import moments
+from infinity.formats.master_weights import join, split
+from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat, scale_of
 from infinity.home import Home
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.strides import in_memory_order
-from infinity.masters import join, split
 from infinity.plan import Plan
-from infinity.rules import Rule, StateArray, StateFormat, scale_of
 from infinity.store import Store
 
 

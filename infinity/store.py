@@ -22,9 +22,9 @@ from infinity.aio import Faults
 from infinity.config import Budget, round_up
 from infinity.device_kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
+from infinity.formats.moments import DTYPES
 from infinity.home import Home, InFlightRequest
 from infinity.meter import Meter
-from infinity.moments import DTYPES
 from infinity.plan import Plan
 from infinity.telemetry import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device

@@ -15,7 +15,7 @@ from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update, sum_
 from infinity.device_kernels import Kernels
 from infinity.device_table import Chunk
 from infinity.device_update import DeviceUpdates, Turn
-from infinity.moments import FIRST_SPAN, SECOND_SPAN, encode
+from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, encode
 from infinity.workspace import WorkspaceSize
 
 FORMS = ("fp32", "bf16", "int8")

@@ -10,8 +10,8 @@ import torch
 from update_backend import MemoryBackend
 
 from infinity.cpu_adam import ThreadPool
+from infinity.formats.optimizer_rules import Rule
 from infinity.optimizer import PagedOptimizer, adopt, retire
-from infinity.rules import Rule
 
 SHAPES = ((7, 3), (3,), ())
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from infinity.config import Budget, Precision
+from infinity.formats.optimizer_rules import Rule
 from infinity.placement import Kind
 from infinity.plan import Plan
 from infinity.planning import Available, make_plan
-from infinity.rules import Rule
 from infinity.tiers import Tier
 
 CPU = torch.device("cpu")

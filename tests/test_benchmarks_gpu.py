@@ -15,12 +15,12 @@ import torch
 
 from infinity.config import Budget, Precision
 from infinity.estimate import estimate_step
+from infinity.formats.optimizer_rules import Rule
 from infinity.headroom import Headroom
 from infinity.lm.decoder import Decoder
 from infinity.lm.presets import PRESETS
 from infinity.placement import Kind
 from infinity.planning import Available, make_plan
-from infinity.rules import Rule
 from infinity.tiers import Tier
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.sh"

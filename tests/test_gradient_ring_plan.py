@@ -13,8 +13,8 @@ from torch import nn
 
 import infinity
 from infinity.cpu_adam import BLOCK
+from infinity.formats.optimizer_rules import Rule
 from infinity.planning import Available, make_plan
-from infinity.rules import Rule
 from infinity.tiers import Tier
 
 RING = 8 * BLOCK

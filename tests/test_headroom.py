@@ -17,12 +17,12 @@ from infinity import estimate
 from infinity.accumulate import Accumulator
 from infinity.config import Budget, Precision, format_size
 from infinity.errors import BudgetError
+from infinity.formats.optimizer_rules import Rule
 from infinity.headroom import NO_HEADROOM, Headroom, segment, workspace
 from infinity.lm.decoder import Decoder
 from infinity.lm.presets import PRESETS
 from infinity.planning import Available, make_plan
 from infinity.reserve import Reserve
-from infinity.rules import Rule
 from infinity.tiers import Tier
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""infinity.moments: the codec of int8 moments, as the kernels have it, and how far off it can be."""
+"""infinity.formats.moments: the codec of int8 moments, as the kernels have it, and how far off it can be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from moment_codes import code_step
 
 from infinity.cpu_adam import CODE_BLOCK
-from infinity.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
+from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
 
 SPANS = (FIRST_SPAN, SECOND_SPAN)
 LARGEST = 3.19e38

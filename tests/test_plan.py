@@ -6,12 +6,12 @@ from planned_models import MiB, check, planned, stack
 
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
+from infinity.formats.optimizer_rules import Rule
 from infinity.offload import plan
 from infinity.placement import Kind
 from infinity.plan import Plan
 from infinity.planning import Available, make_plan
 from infinity.predict import Phase
-from infinity.rules import Rule
 from infinity.tiers import Tier
 
 models = st.builds(

@@ -1,4 +1,4 @@
-"""infinity.rules: torch's groups as hyper-parameters and states as arrays; what is refused, and how."""
+"""infinity.formats.optimizer_rules: torch's groups as hyper-parameters and states as arrays; what is refused, and how."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from infinity import ConfigError, UnsupportedOptimizer
 from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW
-from infinity.rules import Rule, StateArray, state_format
+from infinity.formats.optimizer_rules import Rule, StateArray, state_format
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2, "maximize": True}
 SGD_OPTIONS = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01, "maximize": True}

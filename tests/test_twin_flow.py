@@ -27,10 +27,10 @@ from infinity.config import Budget
 from infinity.cpu_adam import Segment, Update
 from infinity.device_kernels import Kernels, UpdateKind
 from infinity.device_table import Chunk
+from infinity.formats.optimizer_rules import Rule
 from infinity.placement import Kind
 from infinity.planning import Available, make_plan
 from infinity.predict import Phase
-from infinity.rules import Rule
 from infinity.telemetry import Edge
 from infinity.tiers import Tier
 

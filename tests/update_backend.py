@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinity.cpu_adam import Segment, ThreadPool, Update
 from infinity.errors import BudgetError
-from infinity.rules import Rule
+from infinity.formats.optimizer_rules import Rule
 
 
 class MemoryBackend:

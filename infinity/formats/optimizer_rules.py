@@ -13,7 +13,7 @@ import torch
 from infinity.config import round_up
 from infinity.cpu_adam import CODE_BLOCK, SGD, Adagrad, Adam, AdamW, Hyper
 from infinity.errors import ConfigError, UnsupportedOptimizer
-from infinity.moments import DTYPES
+from infinity.formats.moments import DTYPES
 from infinity.tiers import PAGE_ALIGNMENT
 
 Group = Mapping[str, Any]
