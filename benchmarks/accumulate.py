@@ -30,7 +30,7 @@ from machine_facts import machine_facts
 import infinity
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.lm.presets import PRESETS
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)

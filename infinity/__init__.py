@@ -22,7 +22,7 @@ from infinity.errors import (
 from infinity.offload import offload, plan
 from infinity.plan import Plan
 from infinity.runtime import Runtime
-from infinity.telemetry import Stats
+from infinity.telemetry.stats import Stats
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ from infinity.eager import EagerStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
-from infinity.telemetry import Phase
+from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
 
 

@@ -28,7 +28,7 @@ from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError, InfinityError
 from infinity.store import Store
-from infinity.telemetry import Edge, Wait
+from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers.driver import Event
 from infinity.tiers.link import User
 

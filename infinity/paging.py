@@ -24,7 +24,7 @@ from infinity.parameter import PagedParameter, Place
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import AccessKind
 from infinity.scaling import LossScale
-from infinity.telemetry import Phase
+from infinity.telemetry.stats import Phase
 
 
 class Paging:

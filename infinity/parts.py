@@ -10,7 +10,6 @@ from infinity import cpu_adam
 from infinity.edits import EditTracker
 from infinity.gradients import Gradients
 from infinity.health import Health
-from infinity.meter import Meter
 from infinity.page import ParameterPage
 from infinity.paging import Paging
 from infinity.plan import Plan
@@ -18,6 +17,7 @@ from infinity.prefetch.engine import Engine
 from infinity.scaling import LossScale
 from infinity.states import States
 from infinity.store import Store
+from infinity.telemetry.meter import Meter
 from infinity.update import Updater
 
 

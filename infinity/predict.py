@@ -19,7 +19,7 @@ from typing import Any, Literal
 from infinity.errors import ConfigError
 from infinity.operators import Seconds
 from infinity.placement import Homes, Kind
-from infinity.telemetry import Edge, Stats
+from infinity.telemetry.stats import Edge, Stats
 from infinity.tiers import Tier
 
 

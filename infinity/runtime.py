@@ -24,8 +24,8 @@ from infinity.plan import Plan
 from infinity.predict import Prediction
 from infinity.system import machine
 from infinity.system.closing import Closing
-from infinity.telemetry import Stats
-from infinity.timeline import Timeline
+from infinity.telemetry.stats import Stats
+from infinity.telemetry.timeline import Timeline
 
 
 class Runtime(Closing):
@@ -97,7 +97,7 @@ class Runtime(Closing):
     def timeline(self, to: str | os.PathLike[str] | Timeline) -> Iterator[Timeline]:
         """Inside, what the runtime does is recorded, for Perfetto: in a file of that path, or a Timeline.
 
-        infinity/timeline.py says what is shown; `Timeline.annotate(loss=...)` adds to the last step.
+        infinity/telemetry/timeline.py says what is shown; `Timeline.annotate(loss=...)` adds to the last step.
         Raises StorageError, StorageFull where the file cannot be written, ConfigError inside of another.
         """
         with ExitStack() as inside:

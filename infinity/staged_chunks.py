@@ -15,7 +15,7 @@ from infinity.gradient_failure import GradientFailure
 from infinity.gradient_page import GradientPage, Stage
 from infinity.gradient_ring import GradientRing
 from infinity.store import Store
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 
 
 class StagedChunks:

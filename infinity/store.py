@@ -24,9 +24,9 @@ from infinity.device_kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
 from infinity.formats.moments import DTYPES
 from infinity.home import Home, InFlightRequest
-from infinity.meter import Meter
 from infinity.plan import Plan
-from infinity.telemetry import Edge, Wait
+from infinity.telemetry.meter import Meter
+from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.cap import Share, capped
 from infinity.tiers.copy_streams import open_link

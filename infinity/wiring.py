@@ -21,7 +21,6 @@ from infinity.heap import HeapGuard
 from infinity.home import Home
 from infinity.layout.strides import in_memory_order
 from infinity.materialize import materialize
-from infinity.meter import Meter
 from infinity.optimizer import PagedOptimizer, adopt, retire
 from infinity.page import ParameterPage
 from infinity.paging import Paging
@@ -38,6 +37,7 @@ from infinity.standin import StandIns
 from infinity.states import StatePage, States
 from infinity.store import Store
 from infinity.system import machine
+from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
 from infinity.update import Updater
 from infinity.weights import load, open_weights

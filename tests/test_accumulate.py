@@ -32,7 +32,7 @@ from zoo import DIM, Entry, entry, vectors
 
 import infinity
 from infinity.accumulate import blocks_of
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 OF_THEIR_OWN_RECOMPUTATION = ("checkpointed", "reentrant")

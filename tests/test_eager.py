@@ -23,7 +23,7 @@ import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, NonFiniteGradient, StorageError
 from infinity.placement import Kind
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("cpu_updates")

@@ -22,7 +22,7 @@ from infinity.page import Presence
 from infinity.prefetch.trace import AccessKind
 from infinity.scaling import LossScale
 from infinity.store import Store, injected
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import NvmeTier, nvme
 from infinity.tiers.link import CpuLink
 

@@ -28,7 +28,7 @@ from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError, DeviceError
 from infinity.gradient_ring import Job, fit, placed
 from infinity.placement import Kind
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.tiers import driver as driver_module
 

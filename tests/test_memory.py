@@ -21,7 +21,7 @@ from torch import nn
 import infinity
 from infinity.page import Presence
 from infinity.placement import Kind
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 L = 6

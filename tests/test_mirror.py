@@ -21,7 +21,7 @@ from infinity.formats.optimizer_rules import Rule
 from infinity.mirror import mirrored
 from infinity.placement import Kind
 from infinity.planning import Available, make_plan
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.tiers.driver import Driver, emulated
 

@@ -22,7 +22,7 @@ from infinity.chain import Chain
 from infinity.placement import Kind
 from infinity.read_ahead import ReadAhead
 from infinity.store import injected
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.wiring import carry_out
 

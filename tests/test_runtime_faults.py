@@ -36,7 +36,7 @@ from infinity import store
 from infinity.aio import Faults
 from infinity.errors import StorageError
 from infinity.store import injected
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 __all__ = ["watchdog"]

@@ -9,9 +9,9 @@ import torch
 from small_runtime import TIED, loss_of, opened, train_step
 
 from infinity.aio import Faults
-from infinity.meter import Meter
 from infinity.store import injected
-from infinity.telemetry import Edge, EdgeStats, Stats, Wait
+from infinity.telemetry.meter import Meter
+from infinity.telemetry.stats import Edge, EdgeStats, Stats, Wait
 
 
 def busy_step(meter: Meter, factor: int = 1) -> None:
@@ -132,7 +132,7 @@ def test_loss_scale_and_skipped_steps() -> None:
 
 def test_a_wait_is_counted_also_if_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.5])
-    monkeypatch.setattr("infinity.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("infinity.telemetry.meter.time.perf_counter", lambda: next(clock))
     meter = Meter()
     with pytest.raises(OSError, match="broken"), meter.stalling(Edge.NVME_TO_HOST):
         raise OSError("broken")
@@ -227,7 +227,7 @@ def test_an_update_that_a_stall_waits_for_is_the_stalls() -> None:
 
 def test_waits_for_demanded_units_are_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0, 30.0, 38.0])
-    monkeypatch.setattr("infinity.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("infinity.telemetry.meter.time.perf_counter", lambda: next(clock))
     meter = Meter()
     with meter.stalling(Edge.NVME_TO_HOST):
         pass

@@ -16,13 +16,12 @@ from homes import needs_cuda
 from process_resources import check_nothing_left, resources
 from timelines import Event, edge_rows, full_after, lines_of, load, rows_of
 
-from infinity import timeline
 from infinity.errors import ConfigError, StorageError, StorageFull
-from infinity.meter import Meter
-from infinity.telemetry import Edge, Phase, Wait
+from infinity.telemetry.meter import Meter
+from infinity.telemetry.stats import Edge, Phase, Wait, timeline
+from infinity.telemetry.timeline import Timeline
 from infinity.tiers.copy_streams import CopyStreams, open_link
 from infinity.tiers.link import Arrived, Timing
-from infinity.timeline import Timeline
 
 # --- what is recorded -----------------------------------------------------------------------------------
 
@@ -43,7 +42,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(timeline, "time", made)
-    monkeypatch.setattr("infinity.meter.time", made)
+    monkeypatch.setattr("infinity.telemetry.meter.time", made)
     return made
 
 

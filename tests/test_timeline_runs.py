@@ -20,7 +20,7 @@ from infinity import cli
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError
 from infinity.store import injected
-from infinity.telemetry import Edge, Phase, Stats
+from infinity.telemetry.stats import Edge, Phase, Stats
 
 # --- a run ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timelines import lines_of, load
 
-from infinity.trace_event import EventFile, Lanes, instant, row_name, span
+from infinity.telemetry.trace_event import EventFile, Lanes, instant, row_name, span
 
 EVENTS = [*row_name(7, 'a "row"'), span(7, "moves", 1_000, 2_500, {"bytes": 3}), instant(7, "now", 5, {})]
 

@@ -31,7 +31,7 @@ from infinity.formats.optimizer_rules import Rule
 from infinity.placement import Kind
 from infinity.planning import Available, make_plan
 from infinity.predict import Phase
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 __all__ = ["kernels"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 
 Event = dict[str, Any]
 
@@ -82,4 +82,4 @@ def full_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
             raise OSError(errno.ENOSPC, "full")
         return write(descriptor, data)
 
-    monkeypatch.setattr("infinity.trace_event.os.write", limited)
+    monkeypatch.setattr("infinity.telemetry.trace_event.os.write", limited)

@@ -14,7 +14,7 @@ import infinity
 from infinity.estimate import estimate_step
 from infinity.heap import malloc_trim
 from infinity.system import machine
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.wiring import carry_out
 from peers.budgets import all_on_nvme, host_budget

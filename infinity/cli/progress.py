@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from infinity.lm.training import StepReport
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 
 _BARS = "▁▂▃▄▅▆▇"
 _LOSSES = 11

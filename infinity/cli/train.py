@@ -25,7 +25,7 @@ from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.publish import check_destination
 from infinity.system import machine
-from infinity.timeline import Timeline
+from infinity.telemetry.timeline import Timeline
 from infinity.wiring import carry_out
 
 _HELD_OUT_SECONDS = 10.0

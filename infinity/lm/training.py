@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from infinity.lm.batches import Batches
 from infinity.lm.subject import Subject
 from infinity.runtime import Runtime
-from infinity.telemetry import Stats
+from infinity.telemetry.stats import Stats
 
 _WEIGHT_DECAY = 0.1
 _BETAS = (0.9, 0.95)

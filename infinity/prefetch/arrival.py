@@ -24,7 +24,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.page import ParameterPage
 from infinity.store import Store
-from infinity.telemetry import Edge
+from infinity.telemetry.stats import Edge
 from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Lane, Transfer
 

@@ -14,12 +14,12 @@ from typing import Protocol
 from infinity.config import format_size
 from infinity.edits import EditTracker
 from infinity.errors import BudgetError
-from infinity.meter import Meter
 from infinity.page import ParameterPage, Presence
 from infinity.prefetch.arrival import Arrival
 from infinity.prefetch.schedule import HORIZON, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace
 from infinity.store import Store
+from infinity.telemetry.meter import Meter
 from infinity.tiers import Lease, Tier
 from infinity.tiers.link import User
 

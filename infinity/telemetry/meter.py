@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from infinity.errors import ConfigError
-from infinity.telemetry import Edge, EdgeStats, Phase, Stats, Wait
+from infinity.telemetry.stats import Edge, EdgeStats, Phase, Stats, Wait
 from infinity.tiers.link import Timing, Transfer
 
 

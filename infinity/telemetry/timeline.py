@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from infinity.errors import StorageError
 from infinity.system.closing import Closing
-from infinity.telemetry import Edge, Phase, Stats, Wait
+from infinity.telemetry.stats import Edge, Phase, Stats, Wait
+from infinity.telemetry.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
 from infinity.tiers.link import Timing, Transfer
-from infinity.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
 
 _THREADS_ROWS = ("update", *(edge.value for edge in Edge))
 """Of what goes on while the training thread does something else."""

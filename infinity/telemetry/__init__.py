@@ -1,0 +1,1 @@
+"""Telemetry: bytes, waits and seconds, as sums and as a timeline."""
