@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from infinity.cpu_adam import Segment, Update
-from infinity.device_table import Chunk
-from infinity.device_update import DeviceUpdates, Turn
+from infinity.device_update.table import Chunk
+from infinity.device_update.update import DeviceUpdates, Turn
 from infinity.gradient_page import GradientPage
 from infinity.page import ParameterPage
 from infinity.states import States

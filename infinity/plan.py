@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from infinity.config import Precision, format_size, round_up
+from infinity.device_update.workspace import workspace_of
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
 from infinity.operators import Seconds
@@ -18,7 +19,6 @@ from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predic
 from infinity.table import render
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.twin_flow import updated_there
-from infinity.workspace import workspace_of
 
 _SECONDS_PER_DAY = 86_400
 

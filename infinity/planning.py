@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity import mirror, twin_flow
 from infinity.config import Budget, Precision
+from infinity.device_update.workspace import largest_workspace
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.headroom import NO_HEADROOM, Headroom
@@ -28,7 +29,6 @@ from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
-from infinity.workspace import largest_workspace
 
 _UNKNOWN_SHARE = 4
 """One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""

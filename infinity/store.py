@@ -20,7 +20,7 @@ import torch
 
 from infinity.aio import Faults
 from infinity.config import Budget, round_up
-from infinity.device_kernels import Kernels, UpdateKind, kinds_of
+from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
 from infinity.formats.moments import DTYPES
 from infinity.home import Home, InFlightRequest

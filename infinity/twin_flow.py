@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from infinity import device_kernels
+from infinity.device_update import kernels
 from infinity.placement import Homes, Kind
 from infinity.tiers import Tier
 
@@ -31,7 +31,7 @@ def has_kernels(device: torch.device) -> bool:
     The CPU does not: there is nothing to gain. Tests put a function here that says yes, so that the path runs
     without a GPU.
     """
-    return device.type == "cuda" and device_kernels.can_compile()
+    return device.type == "cuda" and kernels.can_compile()
 
 
 def updated_there(homes: Homes) -> frozenset[int]:

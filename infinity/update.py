@@ -21,7 +21,7 @@ from infinity.chain import Chain, ChainState
 from infinity.chunk_update import ChunkUpdate
 from infinity.decision import Decision, GroupOf, count_step, decide
 from infinity.device_units import DeviceUnits
-from infinity.device_update import Turn
+from infinity.device_update.update import Turn
 from infinity.gradients import Gradients
 from infinity.health import Health
 from infinity.layout.strides import in_memory_order

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update, sum_in_order
-from infinity.device_kernels import Kernels
-from infinity.device_table import Chunk
-from infinity.device_update import DeviceUpdates, Turn
+from infinity.device_update.kernels import Kernels
+from infinity.device_update.table import Chunk
+from infinity.device_update.update import DeviceUpdates, Turn
+from infinity.device_update.workspace import WorkspaceSize
 from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, encode
-from infinity.workspace import WorkspaceSize
 
 FORMS = ("fp32", "bf16", "int8")
 MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")

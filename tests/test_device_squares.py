@@ -12,7 +12,7 @@ from device_arrays import GRADIENTS, kernels, opened, total
 from homes import each_device
 
 from infinity.cpu_adam import BLOCK, Segment, Update
-from infinity.device_table import Chunk
+from infinity.device_update.table import Chunk
 
 
 def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, float]:

@@ -42,7 +42,7 @@ from infinity.cpu_adam import (
     Segment,
     Update,
 )
-from infinity.device_kernels import (
+from infinity.device_update.kernels import (
     DTYPES,
     KERNELS,
     MOMENTS,
@@ -52,8 +52,8 @@ from infinity.device_kernels import (
     UpdateKind,
     host_library,
 )
-from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk
-from infinity.device_update import DeviceUpdates, Turn
+from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk
+from infinity.device_update.update import DeviceUpdates, Turn
 from infinity.tiers.driver import Driver, Stream
 
 

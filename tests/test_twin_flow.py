@@ -22,11 +22,12 @@ from planned_models import MiB, check, planned, stack
 from small_runtime import TIED, loss_of
 
 import infinity
-from infinity import device_kernels, twin_flow
+from infinity import twin_flow
 from infinity.config import Budget
 from infinity.cpu_adam import Segment, Update
-from infinity.device_kernels import Kernels, UpdateKind
-from infinity.device_table import Chunk
+from infinity.device_update import kernels
+from infinity.device_update.kernels import Kernels, UpdateKind
+from infinity.device_update.table import Chunk
 from infinity.formats.optimizer_rules import Rule
 from infinity.placement import Kind
 from infinity.planning import Available, make_plan
@@ -54,7 +55,7 @@ def test_what_rests_on_the_device_is_updated_there(kernels: None) -> None:
 
 def test_a_gpu_is_told_to_update_and_its_room_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(device_kernels, "can_compile", lambda: True)
+    monkeypatch.setattr(kernels, "can_compile", lambda: True)
     assert twin_flow.has_kernels(device)
     model = stack([64] * 4)
     rule = Rule.of(torch.optim.AdamW(model.parameters()))
@@ -86,7 +87,7 @@ def test_without_kernels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not made.updated_on_device and made.workspace_bytes == 0
     assert "updates:" not in str(made)
     for compiler in (True, False):
-        monkeypatch.setattr(device_kernels, "can_compile", lambda found=compiler: found)
+        monkeypatch.setattr(kernels, "can_compile", lambda found=compiler: found)
         assert not twin_flow.has_kernels(torch.device("cpu"))
         assert twin_flow.has_kernels(torch.device("cuda")) == compiler
 

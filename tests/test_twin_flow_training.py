@@ -22,12 +22,13 @@ from small_runtime import TIED, loss_of
 from torch import nn
 
 import infinity
-from infinity import device_kernels, store, twin_flow
+from infinity import store, twin_flow
 from infinity.accumulate import Accumulator
 from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.cpu_adam.page import GRAD_DTYPES
-from infinity.device_kernels import UpdateKind
+from infinity.device_update import kernels
+from infinity.device_update.kernels import UpdateKind
 from infinity.errors import NonFiniteGradient, StorageError
 
 __all__ = ["kernels", "updated"]
@@ -99,11 +100,11 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
 ) -> None:
     """With one backward declared: their kernels read two bytes where the others read four."""
     asked: list[str] = []
-    kinds_of = device_kernels.kinds_of
+    kinds_of = kernels.kinds_of
 
     def noted(*arguments: Any) -> set[UpdateKind]:
         found = kinds_of(*arguments)
-        asked.extend(device_kernels.DTYPES[each.gradient] for each in found)
+        asked.extend(kernels.DTYPES[each.gradient] for each in found)
         return found
 
     monkeypatch.setattr(store, "kinds_of", noted)
@@ -124,7 +125,7 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
     assert updated
     assert wide[1:] == ({torch.float32}, {"kF32"})
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
-    assert single[1:] == ({dtype}, {device_kernels.DTYPES[GRAD_DTYPES[dtype].value]})
+    assert single[1:] == ({dtype}, {kernels.DTYPES[GRAD_DTYPES[dtype].value]})
     assert differences(wide[0], single[0]) == []
 
 

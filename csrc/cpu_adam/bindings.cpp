@@ -215,7 +215,7 @@ void translate(const std::exception_ptr& caught, void*) {
     }
 }
 
-// As infinity/device_table.py packs them.
+// As infinity/device_update/table.py packs them.
 static_assert(sizeof(UpdateLaunch) == 3936 && offsetof(UpdateLaunch, hypers) == 28 &&
               offsetof(UpdateLaunch, seeds) == 732 && offsetof(UpdateLaunch, hyper) == 3292);
 static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&

@@ -1,4 +1,4 @@
-// What a launch on the device is given: plain structs that infinity/device_table.py packs.
+// What a launch on the device is given: plain structs that infinity/device_update/table.py packs.
 //
 // [Note: device tables] Where the pieces of all parameters lie is the same in every step: it is
 // written down once, in the device's memory. What a step decides - hyper-parameters, seeds, and

@@ -18,7 +18,7 @@ import torch
 
 from infinity import _cpu_adam, _driver
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS
-from infinity.nvrtc import find_nvrtc
+from infinity.device_update.nvrtc import find_nvrtc
 from infinity.system.cache import cache_file, read_bytes, write_bytes
 from infinity.tiers.driver import cuda_driver
 

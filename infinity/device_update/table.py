@@ -16,7 +16,7 @@ import torch
 from infinity import _cpu_adam
 from infinity.cpu_adam import BLOCK, Array, Update
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, parameter_format
-from infinity.workspace import PIECE_BYTES, WorkspaceSize
+from infinity.device_update.workspace import PIECE_BYTES, WorkspaceSize
 
 TILE: int = _cpu_adam.TILE
 """Elements that a warp updates."""

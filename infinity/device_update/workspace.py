@@ -1,6 +1,6 @@
 """The workspace of updates on the device: memory that the plan has reserved there beside the pages.
 
-It has the table of where pieces of parameters lie (infinity/device_table.py), the sums of squares of the
+It has the table of where pieces of parameters lie (infinity/device_update/table.py), the sums of squares of the
 gradients' blocks, and their totals. Pure.
 """
 

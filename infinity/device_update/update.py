@@ -14,8 +14,8 @@ import torch
 
 from infinity import _cpu_adam
 from infinity.cpu_adam import Hyper
-from infinity.device_kernels import Kernels, UpdateKind
-from infinity.device_table import MOST_HYPERS, MOST_PARAMETERS, Chunk, DeviceTable
+from infinity.device_update.kernels import Kernels, UpdateKind
+from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, Chunk, DeviceTable
 
 
 class Turn(NamedTuple):

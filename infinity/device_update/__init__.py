@@ -1,0 +1,1 @@
+"""The update on a device: the CPU's kernels, compiled for it."""
