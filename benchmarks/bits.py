@@ -15,7 +15,7 @@ and ends with 1.
 
 Models, homes and the loop are those of this checkout's parity tests (tests/zoo.py, tests/homes.py and
 tests/parity.py), which put pages in their homes by budgets alone. No budget has a CPU's updates run on the
-device, so cases called "device updates" reach into the package (`infinity.twin_flow`), as the tests do. Where
+device, so cases called "device updates" reach into the package (`infinity.planning.twin_flow`), as the tests do. Where
 that is not to be had, such a case has no digest but the reason. Their bits may change from one commit to
 another: `--without-device-updates` leaves them out.
 """
@@ -86,7 +86,7 @@ class Case:
         """Train; the digest. AssertionError where the pages are not in their home."""
         if not self.on_device:
             return digest(self._trained(directory))
-        from infinity import twin_flow
+        from infinity.planning import twin_flow
 
         with (
             mock.patch.object(twin_flow, "has_kernels", lambda device: True),

@@ -59,11 +59,11 @@ from machine_facts import machine_facts
 from torch import nn
 
 import infinity
-from infinity import search
 from infinity.cpu_adam import BLOCK
-from infinity.placement import Kind
+from infinity.planning import search
+from infinity.planning.placement import Kind
+from infinity.planning.working_room import WorkingRoom
 from infinity.tiers import Tier
-from infinity.working_room import WorkingRoom
 
 PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16

@@ -20,7 +20,7 @@ from infinity.errors import (
     UnsupportedOptimizer,
 )
 from infinity.offload import offload, plan
-from infinity.plan import Plan
+from infinity.planning.plan import Plan
 from infinity.runtime import Runtime
 from infinity.telemetry.stats import Stats
 

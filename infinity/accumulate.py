@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
 from infinity.gradients import Gradients
-from infinity.headroom import Headroom
 from infinity.hooks import Hook
 from infinity.layout.units import BLOCK_LISTS
 from infinity.microbatches import AddGradient, Group, LossFunction, Mixed
 from infinity.paging import Paging
-from infinity.plan import Plan
+from infinity.planning.headroom import Headroom
+from infinity.planning.plan import Plan
 from infinity.tiers import Tier
 from infinity.turns import Surroundings
 

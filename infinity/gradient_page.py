@@ -16,7 +16,7 @@ from infinity.errors import ConfigError
 from infinity.gradient_ring import GradientRing
 from infinity.home import Home
 from infinity.layout.chunks import UnitLayout
-from infinity.plan import Plan
+from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
 
 

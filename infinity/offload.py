@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.bandwidths import measure_bandwidths
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
-from infinity.estimate import estimate_step
 from infinity.formats.optimizer_rules import Rule
-from infinity.operators import Roofline, seconds_of
 from infinity.parameter import PagedParameter
-from infinity.plan import Plan
-from infinity.planning import Available, as_model, check_kinds, make_plan, update_time
+from infinity.planning.fake_step import estimate_step
+from infinity.planning.machine_rates import measure_bandwidths
+from infinity.planning.operator_timing import Roofline, seconds_of
+from infinity.planning.plan import Plan
+from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
 from infinity.runtime import Runtime
 from infinity.tiers.tier import usable_device
 from infinity.wiring import carry_out

@@ -12,7 +12,7 @@ from infinity.gradients import Gradients
 from infinity.health import Health
 from infinity.page import ParameterPage
 from infinity.paging import Paging
-from infinity.plan import Plan
+from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine
 from infinity.scaling import LossScale
 from infinity.states import States

@@ -20,8 +20,8 @@ from infinity.hooks import ModuleHooks, weakly
 from infinity.optimizer import PagedOptimizer
 from infinity.parameter import PagedParameter
 from infinity.parts import Parts
-from infinity.plan import Plan
-from infinity.predict import Prediction
+from infinity.planning.cost_model import Prediction
+from infinity.planning.plan import Plan
 from infinity.system import machine
 from infinity.system.closing import Closing
 from infinity.telemetry.stats import Stats

@@ -20,7 +20,7 @@ from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat, scal
 from infinity.home import Home
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.strides import in_memory_order
-from infinity.plan import Plan
+from infinity.planning.plan import Plan
 from infinity.store import Store
 
 

@@ -24,7 +24,7 @@ from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
 from infinity.formats.moments import DTYPES
 from infinity.home import Home, InFlightRequest
-from infinity.plan import Plan
+from infinity.planning.plan import Plan
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device

@@ -27,8 +27,8 @@ from infinity.paging import Paging
 from infinity.parameter import Place
 from infinity.parameter import adopt as adopt_parameter
 from infinity.parts import Parts
-from infinity.placement import Kind
-from infinity.plan import Plan
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine, NoUpdates
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime

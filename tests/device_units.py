@@ -18,10 +18,10 @@ from small_runtime import TIED, loss_of
 from torch import nn
 
 import infinity
-from infinity import twin_flow
 from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.device_units import DeviceUnits
+from infinity.planning import twin_flow
 from infinity.store import injected
 
 

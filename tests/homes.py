@@ -25,7 +25,7 @@ def room_on(device: str | torch.device) -> int:
     if at.type == "cpu":
         return ROOMY
     # Not above: benchmarks/bits.py trains with packages of other commits, too, on the CPU.
-    from infinity.headroom import Headroom
+    from infinity.planning.headroom import Headroom
 
     return ROOMY + Headroom.of(at).beside(ROOMY)
 

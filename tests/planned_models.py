@@ -7,9 +7,9 @@ from torch import nn
 
 from infinity.config import Budget, Precision
 from infinity.formats.optimizer_rules import Rule
-from infinity.placement import Kind
-from infinity.plan import Plan
-from infinity.planning import Available, make_plan
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
+from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from homes import budget_for
 from torch import nn
 
 import infinity
-from infinity import twin_flow
+from infinity.planning import twin_flow
 from infinity.tiers.driver import Driver, emulated
 
 BLOCKS = 5

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from infinity.config import Budget, Precision
-from infinity.estimate import estimate_step
 from infinity.formats.optimizer_rules import Rule
-from infinity.headroom import Headroom
 from infinity.lm.decoder import Decoder
 from infinity.lm.presets import PRESETS
-from infinity.placement import Kind
-from infinity.planning import Available, make_plan
+from infinity.planning.fake_step import estimate_step
+from infinity.planning.headroom import Headroom
+from infinity.planning.placement import Kind
+from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.sh"

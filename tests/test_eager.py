@@ -22,7 +22,7 @@ from zoo import Entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, NonFiniteGradient, StorageError
-from infinity.placement import Kind
+from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

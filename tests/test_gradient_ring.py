@@ -27,7 +27,7 @@ import infinity
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError, DeviceError
 from infinity.gradient_ring import Job, fit, placed
-from infinity.placement import Kind
+from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.tiers import driver as driver_module

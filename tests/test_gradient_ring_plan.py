@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule
-from infinity.planning import Available, make_plan
+from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
 RING = 8 * BLOCK

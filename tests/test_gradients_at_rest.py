@@ -21,7 +21,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.placement import Kind
+from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.wiring import carry_out

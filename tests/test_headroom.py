@@ -13,16 +13,16 @@ import torch
 from caching_allocator import CachingAllocator, OutOfMemory
 from homes import needs_cuda
 
-from infinity import estimate
 from infinity.accumulate import Accumulator
 from infinity.config import Budget, Precision, format_size
 from infinity.errors import BudgetError
 from infinity.formats.optimizer_rules import Rule
-from infinity.headroom import NO_HEADROOM, Headroom, segment, workspace
 from infinity.lm.decoder import Decoder
 from infinity.lm.presets import PRESETS
-from infinity.planning import Available, make_plan
-from infinity.reserve import Reserve
+from infinity.planning import fake_step
+from infinity.planning.headroom import NO_HEADROOM, Headroom, segment, workspace
+from infinity.planning.planner import Available, make_plan
+from infinity.planning.reserve import Reserve
 from infinity.tiers import Tier
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def test_the_cpu_has_none() -> None:
 def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int, int | None]]]:
     """Bytes at a step's peak, and (tensor, its bytes or None where it is freed) in order."""
     log: list[tuple[int, int | None]] = []
-    real = estimate._Watch._made
+    real = fake_step._Watch._made
 
     def made(watch: Any, storage: torch.UntypedStorage) -> None:
         number = len(log)
@@ -90,8 +90,8 @@ def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int,
 
     tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimate._Watch, "_made", made)
-        found = estimate.estimate_step(
+        patch.setattr(fake_step._Watch, "_made", made)
+        found = fake_step.estimate_step(
             model, (tokens, tokens), precision=Precision(), device=torch.device("cpu"), train=True
         )
     assert found is not None
@@ -217,11 +217,11 @@ class TestAttentionScratch:
     """CUDA's kernels of attention's backward allocate what no operation shows."""
 
     def test_it_is_counted_while_the_kernel_runs(self) -> None:
-        watch = estimate._Watch([])
+        watch = fake_step._Watch([])
         watch.now = 7
         shape = (2, 4, 128, 64)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-        with estimate.fake_tensor.FakeTensorMode():
+        with fake_step.fake_tensor.FakeTensorMode():
             gradients = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
             watch._scratch(backward, (*gradients, None))
             assert (watch.now, watch.peak) == (7, 7 + 3 * 4 * 2 * 4 * 128 * 64)
@@ -229,7 +229,7 @@ class TestAttentionScratch:
         assert watch.peak == 7 + 3 * 4 * 2 * 4 * 128 * 64
 
     def test_the_cpu_s_kernels_have_none(self) -> None:
-        watch = estimate._Watch([])
+        watch = fake_step._Watch([])
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         watch._scratch(backward, (torch.empty(8), torch.empty(8), torch.empty(8)))
         assert watch.peak == 0
@@ -245,7 +245,7 @@ def run_with_usual_workspaces(*arguments: str) -> None:
 
 _STEPS = """
 import sys, torch, infinity
-from infinity.headroom import Headroom
+from infinity.planning.headroom import Headroom
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.tiers import Tier
 
@@ -298,7 +298,7 @@ def test_a_product_takes_the_workspace_that_is_said_with_cuda() -> None:
     """A thread's first product takes a workspace, and another thread's one more."""
     code = """
 import os, threading, torch
-from infinity.headroom import workspace
+from infinity.planning.headroom import workspace
 a = torch.ones(64, 64, device="cuda")
 def product():
     torch.mm(a, a)

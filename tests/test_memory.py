@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.page import Presence
-from infinity.placement import Kind
+from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity import operators
 from infinity.config import Precision
-from infinity.estimate import estimate_step
 from infinity.lm.decoder import Decoder, DecoderConfig
-from infinity.operators import Memory, Operation, Operations, Roofline, TensorSpec, seconds_of
+from infinity.planning import operator_timing
+from infinity.planning.fake_step import estimate_step
+from infinity.planning.operator_timing import Memory, Operation, Operations, Roofline, TensorSpec, seconds_of
 
 CPU = torch.device("cpu")
 ROOFLINE = Roofline(flops=1e9, bytes=1e9)
@@ -91,7 +91,7 @@ def runs(monkeypatch) -> Counter:
         counted[operation.operator] += times
         return times * 1e-3
 
-    monkeypatch.setattr(operators, "_run", timed)
+    monkeypatch.setattr(operator_timing, "_run", timed)
     return counted
 
 
@@ -116,7 +116,7 @@ def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
         order.append(operation.operator)
         return next(takes[operation.operator])
 
-    monkeypatch.setattr(operators, "_run", run)
+    monkeypatch.setattr(operator_timing, "_run", run)
     return order
 
 
@@ -133,7 +133,7 @@ def test_the_range_is_that_of_the_rounds_after_the_first(monkeypatch) -> None:
 def test_a_round_that_was_cut_short_does_not_count_beside_whole_ones(monkeypatch, limit, counts) -> None:
     now = iter(range(100))
     # The clock is looked at once before the first round, and before each turn.
-    monkeypatch.setattr(operators.time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(operator_timing.time, "perf_counter", lambda: float(next(now)))
     take(monkeypatch, {aten.neg.default: [7.0, 5.0], aten.exp.default: [8.0, 6.0]})
     step = Operations({call(each, torch.ones(10)): 10 for each in (aten.neg.default, aten.exp.default)})
     assert seconds_of(step, ROOFLINE, CPU, limit=limit) == (10 * counts, 10 * counts)
@@ -146,17 +146,17 @@ def test_a_device_with_a_queue_is_timed_over_several_runs(monkeypatch) -> None:
         seen.append(times)
         return times * 2.0 if operation.operator is aten.exp.default else times * 1e-3
 
-    monkeypatch.setattr(operators, "_run", run)
-    monkeypatch.setattr(operators.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(operator_timing, "_run", run)
+    monkeypatch.setattr(operator_timing.time, "perf_counter", lambda: 0.0)
     memory: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=1 << 20, renew=lambda written: None)
     short, long = (call(each, torch.ones(10)) for each in (aten.neg.default, aten.exp.default))
-    found = operators._rounds([short, long], memory, 1.0)
+    found = operator_timing._rounds([short, long], memory, 1.0)
     assert found == 4 * [{short: 1e-3, long: 2.0}]
     assert seen == 4 * [1, 6, 1]
 
 
 def test_results_are_kept_up_to_so_many_bytes_and_the_latest_in_any_case() -> None:
-    kept = operators._Kept(100)
+    kept = operator_timing._Kept(100)
     results = [torch.ones(1) for _ in range(4)]
     alive = [weakref.ref(each) for each in results]
     for nbytes in (40, 60, 50, 200):
@@ -219,8 +219,8 @@ def test_large_operations_are_estimated_within_the_bound_of_memory(monkeypatch, 
         create(self, nbytes, device)
 
     monkeypatch.setattr(Memory, "__init__", created)
-    monkeypatch.setattr(operators, "_COLD_BYTES", 1 << 16)
-    monkeypatch.setattr(operators, "MOST_BYTES", 6 << 20)
+    monkeypatch.setattr(operator_timing, "_COLD_BYTES", 1 << 16)
+    monkeypatch.setattr(operator_timing, "MOST_BYTES", 6 << 20)
     fits = call(aten.neg.default, torch.ones(1 << 17))
     large = call(aten.neg.default, torch.ones((1 << 17) + 1))
     total = seconds_of(Operations({fits: 1, large: 1}), ROOFLINE, CPU)

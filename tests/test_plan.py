@@ -8,10 +8,10 @@ from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.offload import plan
-from infinity.placement import Kind
-from infinity.plan import Plan
-from infinity.planning import Available, make_plan
-from infinity.predict import Phase
+from infinity.planning.cost_model import Phase
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
+from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
 models = st.builds(

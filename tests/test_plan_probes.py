@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from infinity import bandwidths
-from infinity.bandwidths import measure_bandwidths
 from infinity.config import Budget, Precision
 from infinity.offload import plan
-from infinity.placement import Kind
+from infinity.planning import machine_rates
+from infinity.planning.machine_rates import measure_bandwidths
+from infinity.planning.placement import Kind
 from infinity.system.cache import cache_file
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ def fast_probes(monkeypatch, tmp_path) -> list[str]:
         probed.append(what)
         return {"read": 2e9, "write": 1e9, "mixed": 1e9}
 
-    monkeypatch.setattr(bandwidths, "_disk", lambda path, limit, paths: rates(path))
-    monkeypatch.setattr(bandwidths, "stream_speed", lambda repeats: rates("stream")["read"])
-    monkeypatch.setattr(bandwidths, "_flops", lambda device, dtype: rates(str(dtype))["read"])
+    monkeypatch.setattr(machine_rates, "_disk", lambda path, limit, paths: rates(path))
+    monkeypatch.setattr(machine_rates, "stream_speed", lambda repeats: rates("stream")["read"])
+    monkeypatch.setattr(machine_rates, "_flops", lambda device, dtype: rates(str(dtype))["read"])
     return probed
 
 
@@ -84,7 +84,7 @@ def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
 
 def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(bandwidths, "_DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_rates, "_DISK_BYTES", 1 << 20)
     before = torch.random.get_rng_state()
     found = measure_bandwidths({str(tmp_path): 1 << 20}, CPU, torch.float32)
     # Or a run with a seed would depend on whether its machine was known.

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
-from infinity.operators import Seconds
-from infinity.placement import Kind
-from infinity.predict import Bandwidths, Phase, Prediction, Traffic, UpdateTime, predict, traffic
+from infinity.planning.cost_model import Bandwidths, Phase, Prediction, Traffic, UpdateTime, predict, traffic
+from infinity.planning.operator_timing import Seconds
+from infinity.planning.placement import Kind
 from infinity.tiers import Tier
 
 GB = 10**9

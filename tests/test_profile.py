@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infinity import aio, bandwidths
+from infinity import aio
+from infinity.planning import machine_rates
 from infinity.system.io_settings import DEFAULT, IoSettings
 from infinity.tiers import probes, trial_file
 from infinity.tiers.trial_file import REQUEST_BYTES, SMALLEST, Memory, TestFile
@@ -93,7 +94,7 @@ def test_the_plan_probes_a_larger_file_where_there_is_more_to_keep(
         asked.update(options)
         return probes.DiskSpeed(1e9, 1e9, 1e9, "threads")
 
-    monkeypatch.setattr(bandwidths, "disk_speed", speed)
-    bandwidths._disk(os.fspath("/a"), limit, paths)
+    monkeypatch.setattr(machine_rates, "disk_speed", speed)
+    machine_rates._disk(os.fspath("/a"), limit, paths)
     assert asked["nbytes"] == expected
     assert asked["seconds"] * 3 * paths + asked["fill_seconds"] * paths <= 2.0

@@ -19,7 +19,7 @@ from torch import nn
 import infinity
 from infinity.aio import Faults
 from infinity.chain import Chain
-from infinity.placement import Kind
+from infinity.planning.placement import Kind
 from infinity.read_ahead import ReadAhead
 from infinity.store import injected
 from infinity.telemetry.stats import Edge

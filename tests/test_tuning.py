@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity import aio, bandwidths, cli
+from infinity import aio, cli
 from infinity.errors import ConfigError, StorageError, StorageFull
+from infinity.planning import machine_rates
 from infinity.system import io_settings, machine
 from infinity.system.cache import cache_file
 from infinity.system.directory import nameless_file
@@ -248,7 +249,7 @@ def test_what_was_found_is_used_by_all_io(tmp_path: Path) -> None:
     kept = io_settings.Profile().disk(path)
     assert kept is not None
     assert kept.facts["cpus"] == machine.cpu().allowed
-    speeds = bandwidths.measure_bandwidths({path: MIB}, torch.device("cpu"), torch.float32)
+    speeds = machine_rates.measure_bandwidths({path: MIB}, torch.device("cpu"), torch.float32)
     assert speeds.disk_read == one.chosen.read  # nothing was probed
     assert speeds.host_stream == 10e9
 
@@ -275,7 +276,7 @@ def test_a_spoilt_profile_is_replaced_with_a_note(tmp_path: Path) -> None:
 
 def test_figures_of_memory_are_not_replaced_by_slower_ones(tmp_path: Path) -> None:
     for rate in (5e9, 9e9, 7e9):
-        bandwidths.keep({"/a": {"read": 1e9, "write": 1e9, "mixed": 1e9}}, stream=rate)
+        machine_rates.keep({"/a": {"read": 1e9, "write": 1e9, "mixed": 1e9}}, stream=rate)
     figures = json.loads(cache_file("profile.json").read_text())
     assert [each["rate"] for name, each in figures.items() if name.endswith("stream")] == [9e9]
 

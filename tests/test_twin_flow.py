@@ -22,16 +22,16 @@ from planned_models import MiB, check, planned, stack
 from small_runtime import TIED, loss_of
 
 import infinity
-from infinity import twin_flow
 from infinity.config import Budget
 from infinity.cpu_adam import Segment, Update
 from infinity.device_update import kernels
 from infinity.device_update.kernels import Kernels, UpdateKind
 from infinity.device_update.table import Chunk
 from infinity.formats.optimizer_rules import Rule
-from infinity.placement import Kind
-from infinity.planning import Available, make_plan
-from infinity.predict import Phase
+from infinity.planning import twin_flow
+from infinity.planning.cost_model import Phase
+from infinity.planning.placement import Kind
+from infinity.planning.planner import Available, make_plan
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

@@ -22,7 +22,7 @@ from small_runtime import TIED, loss_of
 from torch import nn
 
 import infinity
-from infinity import store, twin_flow
+from infinity import store
 from infinity.accumulate import Accumulator
 from infinity.aio import Faults
 from infinity.config import Budget
@@ -30,6 +30,7 @@ from infinity.cpu_adam.page import GRAD_DTYPES
 from infinity.device_update import kernels
 from infinity.device_update.kernels import UpdateKind
 from infinity.errors import NonFiniteGradient, StorageError
+from infinity.planning import twin_flow
 
 __all__ = ["kernels", "updated"]
 

@@ -21,7 +21,7 @@ import pytest
 from infinity import cli
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
-from infinity.predict import Bandwidths
+from infinity.planning.cost_model import Bandwidths
 
 SPEEDS = Bandwidths(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
 PATIENCE = 120.0

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import infinity
 from infinity.config import round_up
+from infinity.planning.working_room import AMPLE_PAGES
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-from infinity.working_room import AMPLE_PAGES
 
 WORDS = ("all-host", "half", "all-nvme")
 """No page on NVMe; about half of the pages' bytes; every page."""

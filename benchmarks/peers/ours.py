@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.estimate import estimate_step
 from infinity.heap import malloc_trim
+from infinity.planning.fake_step import estimate_step
 from infinity.system import machine
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier

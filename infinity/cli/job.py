@@ -22,9 +22,9 @@ from infinity.lm.subject import Subject, subject
 from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
 from infinity.offload import plan
-from infinity.plan import Plan
-from infinity.predict import Prediction
-from infinity.shortage import format_count
+from infinity.planning.budget_errors import format_count
+from infinity.planning.cost_model import Prediction
+from infinity.planning.plan import Plan
 from infinity.system import machine
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device

@@ -16,7 +16,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.lm.vocabulary import Bytes, Tokens, Vocabulary
-from infinity.planning import as_model
+from infinity.planning.planner import as_model
 
 _FINE_TUNING_RATE = 2e-5
 _TRAINING_RATE = 3e-4

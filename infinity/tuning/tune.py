@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from infinity import aio, bandwidths
+from infinity import aio
 from infinity.config import Size, format_size, parse_size
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.errors import ConfigError, StorageFull
+from infinity.planning import machine_rates
 from infinity.system import machine
 from infinity.system.directory import check_directory, free_bytes
 from infinity.system.io_settings import DEFAULT, DiskProfile, Profile, StripeProfile, now
@@ -84,7 +85,7 @@ def tune(
     profile = Profile()
     note = profile.note
     saved = _keep(profile, disks, stripes)
-    bandwidths.keep(
+    machine_rates.keep(
         {
             path: {mode: getattr(disk.chosen, mode) for mode in MODES}
             for path, disk in zip(paths, disks, strict=True)

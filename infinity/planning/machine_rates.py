@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infinity.cpu_adam.stream_speed import stream_speed
-from infinity.predict import Bandwidths
+from infinity.planning.cost_model import Bandwidths
 from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 

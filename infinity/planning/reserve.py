@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.config import round_up
-from infinity.headroom import NO_HEADROOM, Headroom
+from infinity.planning.headroom import NO_HEADROOM, Headroom
 from infinity.tiers import PAGE_ALIGNMENT
 
 
@@ -19,7 +19,7 @@ class Reserve:
     """One in so many bytes of the budget is left besides: for activations that nobody has measured."""
 
     headroom: int = 0
-    """Of `nbytes`: what torch takes on a CUDA device beside them; see infinity/headroom.py."""
+    """Of `nbytes`: what torch takes on a CUDA device beside them; see infinity/planning/headroom.py."""
 
     @staticmethod
     def of(

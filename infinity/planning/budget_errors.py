@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from infinity.config import format_size
 from infinity.errors import BudgetError
-from infinity.placement import Room
-from infinity.reserve import Reserve
-from infinity.search import Search
+from infinity.planning.placement import Room
+from infinity.planning.reserve import Reserve
+from infinity.planning.search import Search
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62

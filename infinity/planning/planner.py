@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import mirror, twin_flow
 from infinity.config import Budget, Precision
 from infinity.device_update.workspace import largest_workspace
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
-from infinity.headroom import NO_HEADROOM, Headroom
 from infinity.layout.chunks import build
 from infinity.layout.units import Survey, survey
-from infinity.operators import Seconds
-from infinity.placement import Kind, Placement, Room, line_of
-from infinity.plan import Plan
-from infinity.predict import Bandwidths, UpdateTime
-from infinity.reserve import Reserve
-from infinity.search import Search
-from infinity.shortage import format_count, shortage, usable_nvme
+from infinity.planning import mirror, twin_flow
+from infinity.planning.budget_errors import format_count, shortage, usable_nvme
+from infinity.planning.cost_model import Bandwidths, UpdateTime
+from infinity.planning.headroom import NO_HEADROOM, Headroom
+from infinity.planning.operator_timing import Seconds
+from infinity.planning.placement import Kind, Placement, Room, line_of
+from infinity.planning.plan import Plan
+from infinity.planning.reserve import Reserve
+from infinity.planning.search import Search
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from infinity.candidate import Candidate
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.units import Grouping, Survey
-from infinity.placement import DtypeOf, Kind, Placement, Room
+from infinity.planning.candidate import Candidate
+from infinity.planning.placement import DtypeOf, Kind, Placement, Room
+from infinity.planning.working_room import WORKING_ROOMS
 from infinity.tiers import Tier
-from infinity.working_room import WORKING_ROOMS
 
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Elements, most useful first; the last is the smallest there is."""

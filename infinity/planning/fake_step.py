@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.config import Precision
-from infinity.operators import Operations
+from infinity.planning.operator_timing import Operations
 
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException,

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from infinity.device_update import kernels
-from infinity.placement import Homes, Kind
+from infinity.planning.placement import Homes, Kind
 from infinity.tiers import Tier
 
 _DISK_AGAINST_LINK = 16

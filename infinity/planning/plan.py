@@ -1,4 +1,4 @@
-"""The plan: what lies where and what it costs. What `infinity.planning` makes, and everybody else reads."""
+"""The plan: what lies where and what it costs. What `infinity.planning.planner` makes, and everybody else reads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from infinity.config import Precision, format_size, round_up
 from infinity.device_update.workspace import workspace_of
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
-from infinity.operators import Seconds
-from infinity.placement import Homes, Kind
-from infinity.predict import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic
-from infinity.table import render
+from infinity.planning.cost_model import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic
+from infinity.planning.operator_timing import Seconds
+from infinity.planning.placement import Homes, Kind
+from infinity.planning.table import render
+from infinity.planning.twin_flow import updated_there
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-from infinity.twin_flow import updated_there
 
 _SECONDS_PER_DAY = 86_400
 
@@ -61,20 +61,20 @@ class Plan:
     """Bytes of the ring through which gradients leave a device apart, and of its landing in host RAM; 0 where
     the CPU can use what is there."""
     headroom: int = 0
-    """Of `reserved`, bytes that torch takes on a CUDA device beside live tensors (infinity/headroom.py)."""
+    """Of `reserved`, bytes that torch takes on a CUDA device beside live tensors (infinity/planning/headroom.py)."""
     prediction: Prediction | None = None
     """Of a step of one micro-batch; None: unknown."""
     speeds: Bandwidths | None = None
     compute: Seconds | None = None
     """What the operations of one forward and backward take; None: unknown."""
     update: UpdateTime = "lazy"
-    """When a step's updates run, as infinity.predict has it."""
+    """When a step's updates run, as infinity.planning.cost_model has it."""
     accumulation: int | None = None
     """Backwards of a step, as declared; None: unknown."""
     updates_there: bool = False
     """Whether the device updates the units whose pages all rest on it."""
     mirrored: frozenset[int] = frozenset()
-    """Units whose parameters are at home in host RAM and stay on the device too; see infinity/mirror.py."""
+    """Units whose parameters are at home in host RAM and stay on the device too; see infinity/planning/mirror.py."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
@@ -101,7 +101,7 @@ class Plan:
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:
-        """Units that the device updates, where all of their pages rest; see infinity/twin_flow.py."""
+        """Units that the device updates, where all of their pages rest; see infinity/planning/twin_flow.py."""
         return updated_there(self.homes) if self.updates_there else frozenset()
 
     @functools.cached_property

@@ -20,9 +20,9 @@ from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule, state_format
 from infinity.layout.chunks import Extent, extents, page_bytes
 from infinity.layout.units import Grouping, Survey
-from infinity.placement import DtypeOf, Kind, Placement, Room
+from infinity.planning.placement import DtypeOf, Kind, Placement, Room
+from infinity.planning.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-from infinity.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
 
 _LARGEST_PIECE = 4 << 20
 """Bytes of transit that are read at once: what disks and links are fastest with, and small against a page."""

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from infinity.errors import ConfigError
-from infinity.operators import Seconds
-from infinity.placement import Homes, Kind
+from infinity.planning.operator_timing import Seconds
+from infinity.planning.placement import Homes, Kind
 from infinity.telemetry.stats import Edge, Stats
 from infinity.tiers import Tier
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from infinity.placement import Homes, Kind
+from infinity.planning.placement import Homes, Kind
 from infinity.tiers import Tier
 
 
