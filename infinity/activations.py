@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from infinity.heap import HeapGuard
-from infinity.page import ParameterPage, parameter_version
+from infinity.pages.parameter_page import ParameterPage, parameter_version
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]

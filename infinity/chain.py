@@ -26,8 +26,8 @@ from infinity.chunk_update import ChunkUpdate, Memory
 from infinity.config import round_up
 from infinity.decision import Decision
 from infinity.errors import InfinityError
-from infinity.health import Health
-from infinity.store import Store
+from infinity.pages.health import Health
+from infinity.pages.store import Store
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.link import ARRIVED, Transfer, User
 

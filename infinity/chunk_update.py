@@ -8,9 +8,9 @@ import torch
 
 from infinity import cpu_adam
 from infinity.decision import Decision
-from infinity.gradient_page import GradientPage
-from infinity.page import ParameterPage
-from infinity.states import States
+from infinity.pages.gradient_page import GradientPage
+from infinity.pages.optimizer_page import States
+from infinity.pages.parameter_page import ParameterPage
 
 Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """uint8: a chunk's slice of the parameter page, its gradient and its states."""

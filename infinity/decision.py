@@ -10,8 +10,8 @@ import torch
 
 from infinity import cpu_adam
 from infinity.gradients import Gradients
-from infinity.page import ParameterPage
-from infinity.states import States
+from infinity.pages.optimizer_page import States
+from infinity.pages.parameter_page import ParameterPage
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
 """The live param group of (unit, parameter), or None where the optimizer does not have it."""

@@ -14,10 +14,10 @@ import torch
 from infinity.cpu_adam import Segment, Update
 from infinity.device_update.table import Chunk
 from infinity.device_update.update import DeviceUpdates, Turn
-from infinity.gradient_page import GradientPage
-from infinity.page import ParameterPage
-from infinity.states import States
-from infinity.store import Store
+from infinity.pages.gradient_page import GradientPage
+from infinity.pages.optimizer_page import States
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
 from infinity.tiers.link import User
 
 

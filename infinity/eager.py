@@ -20,7 +20,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.gradients import Gradients
-from infinity.page import ParameterPage
+from infinity.pages.parameter_page import ParameterPage
 
 Options = dict[str, Any]
 """Of a param group, without its parameters."""

@@ -23,12 +23,12 @@ from infinity import cpu_adam
 from infinity.device_units import DeviceUnits
 from infinity.errors import ConfigError
 from infinity.gradient_failure import GradientFailure
-from infinity.gradient_page import ChunkState, GradientPage
-from infinity.gradient_ring import GradientRing
 from infinity.layout.chunks import Piece
+from infinity.pages.gradient_page import ChunkState, GradientPage
+from infinity.pages.gradient_ring import GradientRing
+from infinity.pages.store import Store
 from infinity.scaling import LossScale
 from infinity.staged_chunks import StagedChunks
-from infinity.store import Store
 from infinity.tiers.link import User
 
 _NO_SUMS = np.zeros(0)

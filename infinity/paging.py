@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_map_only
 from infinity.activations import PageReference, SavedBytes, saving
 from infinity.calls import OpenCalls
 from infinity.config import format_size
-from infinity.edits import EditTracker
 from infinity.errors import BudgetError
 from infinity.gradients import Gradients
-from infinity.health import Health
 from infinity.heap import HeapGuard
-from infinity.page import ParameterPage, parameter_version
+from infinity.pages.edits import EditTracker
+from infinity.pages.health import Health
+from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.parameter import PagedParameter, Place
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import AccessKind

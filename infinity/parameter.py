@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.page import ParameterPage
+from infinity.pages.parameter_page import ParameterPage
 
 
 class Pager(Protocol):

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity import cpu_adam
-from infinity.edits import EditTracker
 from infinity.gradients import Gradients
-from infinity.health import Health
-from infinity.page import ParameterPage
+from infinity.pages.edits import EditTracker
+from infinity.pages.health import Health
+from infinity.pages.optimizer_page import States
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
 from infinity.paging import Paging
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine
 from infinity.scaling import LossScale
-from infinity.states import States
-from infinity.store import Store
 from infinity.telemetry.meter import Meter
 from infinity.update import Updater
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 
 from infinity.gradient_failure import GradientFailure
-from infinity.gradient_page import GradientPage, Stage
-from infinity.gradient_ring import GradientRing
-from infinity.store import Store
+from infinity.pages.gradient_page import GradientPage, Stage
+from infinity.pages.gradient_ring import GradientRing
+from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 
 

@@ -23,13 +23,13 @@ from infinity.decision import Decision, GroupOf, count_step, decide
 from infinity.device_units import DeviceUnits
 from infinity.device_update.update import Turn
 from infinity.gradients import Gradients
-from infinity.health import Health
 from infinity.layout.strides import in_memory_order
-from infinity.page import ParameterPage, Presence
+from infinity.pages.health import Health
+from infinity.pages.optimizer_page import States
+from infinity.pages.parameter_page import ParameterPage, Presence
+from infinity.pages.store import Store
 from infinity.read_ahead import ReadAhead
 from infinity.staging import Staging
-from infinity.states import States
-from infinity.store import Store
 from infinity.unit_update import UnitUpdate
 from infinity.update_queue import UpdateQueue
 

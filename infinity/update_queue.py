@@ -15,7 +15,7 @@ import torch
 from infinity.chain import Chain, ChainState
 from infinity.decision import Decision
 from infinity.errors import InfinityError
-from infinity.store import Store
+from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers.link import ARRIVED, Transfer
 from infinity.unit_update import UnitUpdate

@@ -12,17 +12,19 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.config import Budget
 from infinity.device_units import DeviceUnits
-from infinity.edits import EditTracker
-from infinity.gradient_page import GradientPage
-from infinity.gradient_ring import GradientRing
 from infinity.gradients import Gradients
-from infinity.health import Health
 from infinity.heap import HeapGuard
-from infinity.home import Home
 from infinity.layout.strides import in_memory_order
 from infinity.materialize import materialize
 from infinity.optimizer import PagedOptimizer, adopt, retire
-from infinity.page import ParameterPage
+from infinity.pages.edits import EditTracker
+from infinity.pages.gradient_page import GradientPage
+from infinity.pages.gradient_ring import GradientRing
+from infinity.pages.health import Health
+from infinity.pages.home import Home
+from infinity.pages.optimizer_page import StatePage, States
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
 from infinity.paging import Paging
 from infinity.parameter import Place
 from infinity.parameter import adopt as adopt_parameter
@@ -34,8 +36,6 @@ from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
 from infinity.scaling import LossScale
 from infinity.standin import StandIns
-from infinity.states import StatePage, States
-from infinity.store import Store
 from infinity.system import machine
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier

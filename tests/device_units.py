@@ -21,8 +21,8 @@ import infinity
 from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.device_units import DeviceUnits
+from infinity.pages.store import injected
 from infinity.planning import twin_flow
-from infinity.store import injected
 
 
 @pytest.fixture

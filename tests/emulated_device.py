@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 import infinity
-from infinity import store
+from infinity.pages import store
 from infinity.tiers import open_device
 from infinity.tiers.copy_streams import CopyStreams, Order
 from infinity.tiers.device import DeviceTier

@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.aio import Faults
-from infinity.store import injected
+from infinity.pages.store import injected
 
 
 @pytest.fixture

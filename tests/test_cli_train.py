@@ -17,7 +17,7 @@ from infinity.lm.batches import Batches
 from infinity.lm.subject import subject
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut
-from infinity.store import injected
+from infinity.pages.store import injected
 
 
 def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:

@@ -23,7 +23,7 @@ from homes import evict_all
 from random_programs import BLOCKS, WIDTH, Blocks, Place, adamw, budget_of, stepped, trained
 
 import infinity
-from infinity.page import Presence
+from infinity.pages.parameter_page import Presence
 from infinity.tiers.copy_streams import Order
 from infinity.update import Updater
 

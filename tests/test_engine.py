@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.aio import Faults
-from infinity.page import Presence
+from infinity.pages.parameter_page import Presence
+from infinity.pages.store import Store, injected
 from infinity.prefetch.trace import AccessKind
 from infinity.scaling import LossScale
-from infinity.store import Store, injected
 from infinity.telemetry.stats import Edge
 from infinity.tiers import NvmeTier, nvme
 from infinity.tiers.link import CpuLink
@@ -325,7 +325,7 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
 
 def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """Losses and misses of steps over a link, in an order that changes."""
-    monkeypatch.setattr("infinity.store.open_link", lambda device: link)
+    monkeypatch.setattr("infinity.pages.store.open_link", lambda device: link)
     directory.mkdir()
     found = []
     with opened(directory, home="nvme", **options) as (model, runtime):

@@ -25,7 +25,7 @@ from zoo import entry
 
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError, StorageFull
-from infinity.store import Store
+from infinity.pages.store import Store
 
 __all__ = ["out", "watchdog"]
 

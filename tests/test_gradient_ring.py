@@ -26,7 +26,7 @@ from torch import nn
 import infinity
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError, DeviceError
-from infinity.gradient_ring import Job, fit, placed
+from infinity.pages.gradient_ring import Job, fit, placed
 from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier

@@ -223,7 +223,7 @@ def test_an_interrupted_gradient_is_lost_until_it_is_forgotten(
     of = entry("tied")
     with opened("nvme", "bf16", tmp_path, Faults()) as (model, runtime):
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.store.Store.write", interrupted)
+            patch.setattr("infinity.pages.store.Store.write", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 of.loss(model, of.batch(0, 0)).backward()
         with pytest.raises(ConfigError, match="interrupted while a gradient"):

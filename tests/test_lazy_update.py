@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.store import injected
+from infinity.pages.store import injected
 
 HOMES = ("nvme", "unified-nvme", "mixed")
 

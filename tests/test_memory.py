@@ -19,7 +19,7 @@ from staged_gradients import StagedGradients
 from torch import nn
 
 import infinity
-from infinity.page import Presence
+from infinity.pages.parameter_page import Presence
 from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier

@@ -32,10 +32,10 @@ from torch import nn
 from zoo import entry
 
 import infinity
-from infinity import store
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.store import injected
+from infinity.pages import store
+from infinity.pages.store import injected
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.chain import Chain
-from infinity.page import ParameterPage, Presence
+from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.planning import search
 from infinity.planning.working_room import WorkingRoom
 from infinity.staging import Staging

@@ -22,7 +22,6 @@ from small_runtime import TIED, loss_of
 from torch import nn
 
 import infinity
-from infinity import store
 from infinity.accumulate import Accumulator
 from infinity.aio import Faults
 from infinity.config import Budget
@@ -30,6 +29,7 @@ from infinity.cpu_adam.page import GRAD_DTYPES
 from infinity.device_update import kernels
 from infinity.device_update.kernels import UpdateKind
 from infinity.errors import NonFiniteGradient, StorageError
+from infinity.pages import store
 from infinity.planning import twin_flow
 
 __all__ = ["kernels", "updated"]

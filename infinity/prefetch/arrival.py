@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import InfinityError
-from infinity.page import ParameterPage
-from infinity.store import Store
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Lane, Transfer

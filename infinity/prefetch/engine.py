@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from infinity.config import format_size
-from infinity.edits import EditTracker
 from infinity.errors import BudgetError
-from infinity.page import ParameterPage, Presence
+from infinity.pages.edits import EditTracker
+from infinity.pages.parameter_page import ParameterPage, Presence
+from infinity.pages.store import Store
 from infinity.prefetch.arrival import Arrival
 from infinity.prefetch.schedule import HORIZON, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace
-from infinity.store import Store
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Lease, Tier
 from infinity.tiers.link import User

@@ -27,7 +27,7 @@ import torch
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError, InfinityError
-from infinity.store import Store
+from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers.driver import Event
 from infinity.tiers.link import User

@@ -23,7 +23,7 @@ from infinity.config import Budget, round_up
 from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
 from infinity.formats.moments import DTYPES
-from infinity.home import Home, InFlightRequest
+from infinity.pages.home import Home, InFlightRequest
 from infinity.planning.plan import Plan
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, Wait

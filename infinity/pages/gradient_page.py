@@ -13,9 +13,9 @@ import torch
 from infinity import cpu_adam
 from infinity.config import round_up
 from infinity.errors import ConfigError
-from infinity.gradient_ring import GradientRing
-from infinity.home import Home
 from infinity.layout.chunks import UnitLayout
+from infinity.pages.gradient_ring import GradientRing
+from infinity.pages.home import Home
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
 

@@ -17,11 +17,11 @@ from infinity.errors import ConfigError
 from infinity.formats import moments
 from infinity.formats.master_weights import join, split
 from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat, scale_of
-from infinity.home import Home
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.strides import in_memory_order
+from infinity.pages.home import Home
+from infinity.pages.store import Store
 from infinity.planning.plan import Plan
-from infinity.store import Store
 
 
 class StatePage:

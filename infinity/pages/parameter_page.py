@@ -10,7 +10,7 @@ another page's bytes, and never others than its parameter has.
 [Note: edits]
 Code outside may write to a present page (`p.mul_()` under no_grad, a view). The version counter that torch
 keeps per Parameter tells: `edits` lists what differs from the versions that the page's home corresponds to.
-Some views count versions of their own or outlive a page's stay: see loans in infinity/edits.py.
+Some views count versions of their own or outlive a page's stay: see loans in infinity/pages/edits.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.home import Home
 from infinity.layout.chunks import UnitLayout
+from infinity.pages.home import Home
 from infinity.tiers.link import Transfer
 
 

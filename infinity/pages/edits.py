@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import ConfigError
-from infinity.page import ParameterPage
-from infinity.states import States
-from infinity.store import Store
+from infinity.pages.optimizer_page import States
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""Pages: parameters, gradients and optimizer states at rest and under way."""
