@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from infinity.activations import SavedTensors
+from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
 from infinity.gradients import Gradients
 from infinity.paging import Paging

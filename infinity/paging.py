@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from infinity.activations import PageReference, SavedBytes, saving
+from infinity.activations.heap import HeapGuard
+from infinity.activations.saved_tensors import PageReference, SavedBytes, saving
 from infinity.calls import OpenCalls
 from infinity.config import format_size
 from infinity.errors import BudgetError
 from infinity.gradients import Gradients
-from infinity.heap import HeapGuard
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage, parameter_version

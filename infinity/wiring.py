@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from infinity import cpu_adam
+from infinity.activations.heap import HeapGuard
 from infinity.config import Budget
 from infinity.device_units import DeviceUnits
 from infinity.gradients import Gradients
-from infinity.heap import HeapGuard
 from infinity.layout.strides import in_memory_order
 from infinity.materialize import materialize
 from infinity.optimizer import PagedOptimizer, adopt, retire

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import heap, wiring
-from infinity.heap import HeapGuard
+from infinity import wiring
+from infinity.activations import heap
+from infinity.activations.heap import HeapGuard
 from infinity.system import machine
 from infinity.tiers import Tier
 

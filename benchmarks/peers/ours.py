@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.heap import malloc_trim
+from infinity.activations.heap import malloc_trim
 from infinity.planning.fake_step import estimate_step
 from infinity.system import machine
 from infinity.telemetry.stats import Edge

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from infinity.heap import HeapGuard
+from infinity.activations.heap import HeapGuard
 from infinity.pages.parameter_page import ParameterPage, parameter_version
 
 Pack = Callable[[torch.Tensor], Any]

@@ -1,0 +1,1 @@
+"""Activations: what autograd saves, and the heap that it lies in."""
