@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
-from infinity.gradients import Gradients
+from infinity.gradients.host import Gradients
 from infinity.hooks import Hook
 from infinity.layout.units import BLOCK_LISTS
 from infinity.microbatches import AddGradient, Group, LossFunction, Mixed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity import cpu_adam
-from infinity.gradients import Gradients
+from infinity.gradients.host import Gradients
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 

@@ -19,7 +19,7 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
-from infinity.gradients import Gradients
+from infinity.gradients.host import Gradients
 from infinity.pages.parameter_page import ParameterPage
 
 Options = dict[str, Any]

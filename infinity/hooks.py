@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
+from infinity.gradients.loss_scale import LossScale
 from infinity.paging import Paging
-from infinity.scaling import LossScale
 
 
 def keep_out_of_graphs() -> None:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
-from infinity.gradients import Gradients
+from infinity.gradients.host import Gradients
 from infinity.paging import Paging
 from infinity.parameter import PagedParameter
 from infinity.turns import Surroundings, Task

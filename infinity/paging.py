@@ -16,14 +16,14 @@ from infinity.activations.saved_tensors import PageReference, SavedBytes, saving
 from infinity.calls import OpenCalls
 from infinity.config import format_size
 from infinity.errors import BudgetError
-from infinity.gradients import Gradients
+from infinity.gradients.host import Gradients
+from infinity.gradients.loss_scale import LossScale
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.parameter import PagedParameter, Place
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import AccessKind
-from infinity.scaling import LossScale
 from infinity.telemetry.stats import Phase
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity import cpu_adam
-from infinity.gradients import Gradients
+from infinity.gradients.host import Gradients
+from infinity.gradients.loss_scale import LossScale
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
@@ -16,7 +17,6 @@ from infinity.pages.store import Store
 from infinity.paging import Paging
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine
-from infinity.scaling import LossScale
 from infinity.telemetry.meter import Meter
 from infinity.update import Updater
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from infinity.chain import Chain, ChainState
-from infinity.gradients import Gradients
+from infinity.gradients.host import Gradients
 
 
 class ReadAhead:

@@ -17,8 +17,8 @@ import torch
 
 from infinity.chain import NOTHING, Chain, Present
 from infinity.errors import InfinityError
+from infinity.gradients.staged_chunks import StagedChunks
 from infinity.pages.store import Store
-from infinity.staged_chunks import StagedChunks
 from infinity.update_queue import UpdateQueue
 
 _SPARED = 4

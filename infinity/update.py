@@ -20,9 +20,9 @@ from infinity import cpu_adam
 from infinity.chain import Chain, ChainState
 from infinity.chunk_update import ChunkUpdate
 from infinity.decision import Decision, GroupOf, count_step, decide
-from infinity.device_units import DeviceUnits
 from infinity.device_update.update import Turn
-from infinity.gradients import Gradients
+from infinity.gradients.device import DeviceUnits
+from infinity.gradients.host import Gradients
 from infinity.layout.strides import in_memory_order
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States

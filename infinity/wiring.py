@@ -12,8 +12,9 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
 from infinity.config import Budget
-from infinity.device_units import DeviceUnits
-from infinity.gradients import Gradients
+from infinity.gradients.device import DeviceUnits
+from infinity.gradients.host import Gradients
+from infinity.gradients.loss_scale import LossScale
 from infinity.layout.strides import in_memory_order
 from infinity.materialize import materialize
 from infinity.optimizer import PagedOptimizer, adopt, retire
@@ -34,7 +35,6 @@ from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine, NoUpdates
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
-from infinity.scaling import LossScale
 from infinity.standin import StandIns
 from infinity.system import machine
 from infinity.telemetry.meter import Meter

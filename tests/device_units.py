@@ -20,7 +20,7 @@ from torch import nn
 import infinity
 from infinity.aio import Faults
 from infinity.config import Budget
-from infinity.device_units import DeviceUnits
+from infinity.gradients.device import DeviceUnits
 from infinity.pages.store import injected
 from infinity.planning import twin_flow
 

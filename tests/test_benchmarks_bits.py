@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.device_units import DeviceUnits
+from infinity.gradients.device import DeviceUnits
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bits.py"
 TWO = (

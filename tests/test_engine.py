@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.aio import Faults
+from infinity.gradients.loss_scale import LossScale
 from infinity.pages.parameter_page import Presence
 from infinity.pages.store import Store, injected
 from infinity.prefetch.trace import AccessKind
-from infinity.scaling import LossScale
 from infinity.telemetry.stats import Edge
 from infinity.tiers import NvmeTier, nvme
 from infinity.tiers.link import CpuLink

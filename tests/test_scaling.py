@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.scaling import LossScale
+from infinity.gradients.loss_scale import LossScale
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from infinity.gradient_failure import GradientFailure
+from infinity.gradients.failure import GradientFailure
 from infinity.pages.gradient_page import GradientPage, Stage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store

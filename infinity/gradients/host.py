@@ -1,7 +1,7 @@
 """Gradients as pages: what backward adds is taken from autograd, accumulated and measured.
 
 A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
-accumulated in place. Any other is staged while its parameters' gradients arrive (infinity/staged_chunks.py),
+accumulated in place. Any other is staged while its parameters' gradients arrive (infinity/gradients/staged_chunks.py),
 in memory that the caller brings (infinity/staging.py grants it).
 
 The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
@@ -20,15 +20,15 @@ import numpy.typing as npt
 import torch
 
 from infinity import cpu_adam
-from infinity.device_units import DeviceUnits
 from infinity.errors import ConfigError
-from infinity.gradient_failure import GradientFailure
+from infinity.gradients.device import DeviceUnits
+from infinity.gradients.failure import GradientFailure
+from infinity.gradients.loss_scale import LossScale
+from infinity.gradients.staged_chunks import StagedChunks
 from infinity.layout.chunks import Piece
 from infinity.pages.gradient_page import ChunkState, GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
-from infinity.scaling import LossScale
-from infinity.staged_chunks import StagedChunks
 from infinity.tiers.link import User
 
 _NO_SUMS = np.zeros(0)
