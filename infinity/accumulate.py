@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
-from infinity.hooks import Hook
 from infinity.layout.units import BLOCK_LISTS
 from infinity.microbatches import AddGradient, Group, LossFunction, Mixed
-from infinity.paging import Paging
+from infinity.model.hooks import Hook
+from infinity.model.pager import Paging
 from infinity.planning.headroom import Headroom
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier

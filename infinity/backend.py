@@ -15,7 +15,7 @@ from infinity.config import format_size
 from infinity.decision import GroupOf
 from infinity.eager import EagerStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
-from infinity.parameter import PagedParameter, Place, take_gradient
+from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
 from infinity.parts import Parts
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier

@@ -25,10 +25,10 @@ from infinity.config import Size, parse_size
 from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
 from infinity.layout.chunks import Piece
+from infinity.model.paged_parameter import PagedParameter, Place
+from infinity.model.pager import Paging
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
-from infinity.paging import Paging
-from infinity.parameter import PagedParameter, Place
 from infinity.publish import Writer, check_destination, published, storing, sync
 from infinity.weights import DTYPES, persistent
 

@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
-from infinity.paging import Paging
-from infinity.parameter import PagedParameter
+from infinity.model.paged_parameter import PagedParameter
+from infinity.model.pager import Paging
 from infinity.turns import Surroundings, Task
 
 LossFunction = Callable[[Any], torch.Tensor]

@@ -13,7 +13,7 @@ from torch import nn
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
-from infinity.parameter import PagedParameter
+from infinity.model.paged_parameter import PagedParameter
 from infinity.planning.fake_step import estimate_step
 from infinity.planning.machine_rates import measure_bandwidths
 from infinity.planning.operator_timing import Roofline, seconds_of

@@ -9,12 +9,12 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
+from infinity.model.pager import Paging
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
-from infinity.paging import Paging
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine
 from infinity.telemetry.meter import Meter

@@ -16,9 +16,9 @@ from infinity.backend import Backend
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.export import Source, export
-from infinity.hooks import ModuleHooks, weakly
+from infinity.model.hooks import ModuleHooks, weakly
+from infinity.model.paged_parameter import PagedParameter
 from infinity.optimizer import PagedOptimizer
-from infinity.parameter import PagedParameter
 from infinity.parts import Parts
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from infinity.errors import ConfigError, StorageError, storage_errors
-from infinity.materialize import Fill, Registered, listed, materialize, registered
+from infinity.model.materialize import Fill, Registered, listed, materialize, registered
 
 _INDEX = ".safetensors.index.json"
 _FILES = ".safetensors"

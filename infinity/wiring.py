@@ -16,7 +16,11 @@ from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.strides import in_memory_order
-from infinity.materialize import materialize
+from infinity.model.materialize import materialize
+from infinity.model.paged_parameter import Place
+from infinity.model.paged_parameter import adopt as adopt_parameter
+from infinity.model.pager import Paging
+from infinity.model.placeholder import StandIns
 from infinity.optimizer import PagedOptimizer, adopt, retire
 from infinity.pages.edits import EditTracker
 from infinity.pages.gradient_page import GradientPage
@@ -26,16 +30,12 @@ from infinity.pages.home import Home
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
-from infinity.paging import Paging
-from infinity.parameter import Place
-from infinity.parameter import adopt as adopt_parameter
 from infinity.parts import Parts
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine, NoUpdates
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
-from infinity.standin import StandIns
 from infinity.system import machine
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier

@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import ConfigError
-from infinity.materialize import materialize
+from infinity.model.materialize import materialize
 
 CPU = torch.device("cpu")
 SEED = 3

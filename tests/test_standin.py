@@ -13,9 +13,9 @@ import torch
 from emulated_device import EmulatedDevice, compute_uses
 from process_resources import nothing_left
 
-from infinity import standin
 from infinity.errors import BudgetError, DeviceError, InfinityError
-from infinity.standin import CpuMapping, StandIns
+from infinity.model import placeholder
+from infinity.model.placeholder import CpuMapping, StandIns
 from infinity.tiers.driver import Driver, emulated
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_a_mapping_that_fails_gives_its_addresses_back(monkeypatch: pytest.Monke
             released.append((address, nbytes))
             return 0
 
-    monkeypatch.setattr(standin, "_libc", Libc)
+    monkeypatch.setattr(placeholder, "_libc", Libc)
     with pytest.raises(InfinityError, match=r"vm\.max_map_count"):
         CpuMapping(3 * MIB)
     assert released == [(1 << 40, 3 * MIB)]
@@ -318,7 +318,7 @@ def test_memory_that_kernels_may_still_read_is_not_unmapped(monkeypatch: pytest.
     for wait, expected in ((True, 0), (False, 1)):
         device = EmulatedDevice(4)
         driver: Any = device.driver if wait else Hasty(device.driver)
-        monkeypatch.setattr(standin, "driver_of", lambda _, driver=driver: driver)
+        monkeypatch.setattr(placeholder, "driver_of", lambda _, driver=driver: driver)
         stand_ins = StandIns(CPU, GRANULE)
         compute_uses(device, torch.zeros(4), writes=True)
         del stand_ins

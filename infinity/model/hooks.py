@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
 from infinity.gradients.loss_scale import LossScale
-from infinity.paging import Paging
+from infinity.model.pager import Paging
 
 
 def keep_out_of_graphs() -> None:

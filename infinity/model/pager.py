@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.activations.heap import HeapGuard
 from infinity.activations.saved_tensors import PageReference, SavedBytes, saving
-from infinity.calls import OpenCalls
 from infinity.config import format_size
 from infinity.errors import BudgetError
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
+from infinity.model.open_calls import OpenCalls
+from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage, parameter_version
-from infinity.parameter import PagedParameter, Place
 from infinity.prefetch.engine import Engine
 from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
@@ -67,7 +67,7 @@ class Paging:
             self.engine.demand(units, _kind_now())
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run an operation with the pages of `places` present. See infinity.parameter.Pager."""
+        """Run an operation with the pages of `places` present. See infinity.model.paged_parameter.Pager."""
         with self.lock:
             self.refuse()
             units = list(dict.fromkeys(place.page.index for place in places))

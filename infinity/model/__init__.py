@@ -1,0 +1,1 @@
+"""The model: hooks, parameters that fault, and how it is filled."""
