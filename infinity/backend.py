@@ -12,10 +12,10 @@ import torch
 
 from infinity.accumulate import Accumulator
 from infinity.config import format_size
-from infinity.decision import GroupOf
-from infinity.eager import EagerStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
+from infinity.optim.decision import GroupOf
+from infinity.optim.eager import EagerStep
 from infinity.parts import Parts
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier

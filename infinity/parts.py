@@ -10,6 +10,7 @@ from infinity import cpu_adam
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.pager import Paging
+from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
@@ -18,7 +19,6 @@ from infinity.pages.store import Store
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine
 from infinity.telemetry.meter import Meter
-from infinity.update import Updater
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.export import Source, export
 from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.paged_parameter import PagedParameter
-from infinity.optimizer import PagedOptimizer
+from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.parts import Parts
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan

@@ -21,7 +21,8 @@ from infinity.model.paged_parameter import Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
 from infinity.model.pager import Paging
 from infinity.model.placeholder import StandIns
-from infinity.optimizer import PagedOptimizer, adopt, retire
+from infinity.optim.paged_optimizer import PagedOptimizer, adopt, retire
+from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.gradient_ring import GradientRing
@@ -39,7 +40,6 @@ from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
-from infinity.update import Updater
 from infinity.weights import load, open_weights
 
 _GUARD_MARGIN = 8 << 20

@@ -11,7 +11,7 @@ from update_backend import MemoryBackend
 
 from infinity.cpu_adam import ThreadPool
 from infinity.formats.optimizer_rules import Rule
-from infinity.optimizer import PagedOptimizer, adopt, retire
+from infinity.optim.paged_optimizer import PagedOptimizer, adopt, retire
 
 SHAPES = ((7, 3), (3,), ())
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

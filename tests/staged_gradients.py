@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infinity.chain import Chain
+from infinity.optim.chain import Chain
 
 
 class StagedGradients:

@@ -23,9 +23,9 @@ from homes import evict_all
 from random_programs import BLOCKS, WIDTH, Blocks, Place, adamw, budget_of, stepped, trained
 
 import infinity
+from infinity.optim.updater import Updater
 from infinity.pages.parameter_page import Presence
 from infinity.tiers.copy_streams import Order
-from infinity.update import Updater
 
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
 UPDATES = ("lazy", "eager", "sync")

@@ -18,10 +18,10 @@ from torch import nn
 
 import infinity
 from infinity.aio import Faults
-from infinity.chain import Chain
+from infinity.optim.chain import Chain
+from infinity.optim.state_prefetch import ReadAhead
 from infinity.pages.store import injected
 from infinity.planning.placement import Kind
-from infinity.read_ahead import ReadAhead
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.wiring import carry_out

@@ -10,11 +10,11 @@ from parity import copied, differences
 from torch import nn
 
 import infinity
-from infinity.chain import Chain
+from infinity.optim.chain import Chain
+from infinity.optim.staging import Staging
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.planning import search
 from infinity.planning.working_room import WorkingRoom
-from infinity.staging import Staging
 
 PAGES = 4
 """That can be resident together, one of them no longer in use."""

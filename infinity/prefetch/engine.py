@@ -25,7 +25,7 @@ from infinity.tiers.link import User
 
 
 class Updates(Protocol):
-    """Whoever changes parameters between their uses: infinity.update.Updater, or nobody."""
+    """Whoever changes parameters between their uses: infinity.optim.updater.Updater, or nobody."""
 
     def pending(self, unit: int) -> bool:
         """Whether the unit must be completed before anybody uses it."""

@@ -22,10 +22,10 @@ import enum
 import torch
 
 from infinity import cpu_adam
-from infinity.chunk_update import ChunkUpdate, Memory
 from infinity.config import round_up
-from infinity.decision import Decision
 from infinity.errors import InfinityError
+from infinity.optim.chunk_update import ChunkUpdate, Memory
+from infinity.optim.decision import Decision
 from infinity.pages.health import Health
 from infinity.pages.store import Store
 from infinity.tiers import PAGE_ALIGNMENT, Tier

@@ -1,6 +1,6 @@
 """The update queue: the chains that are due, those that are under way, and how each is moved on.
 
-A chain that is due waits for its turn and for staging (infinity/staging.py). Once it is begun it reads,
+A chain that is due waits for its turn and for staging (infinity/optim/staging.py). Once it is begun it reads,
 computes and writes; whoever needs its unit, or its memory, has it brought to its end here.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from infinity.chain import Chain, ChainState
-from infinity.decision import Decision
 from infinity.errors import InfinityError
+from infinity.optim.chain import Chain, ChainState
+from infinity.optim.decision import Decision
+from infinity.optim.unit_update import UnitUpdate
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers.link import ARRIVED, Transfer
-from infinity.unit_update import UnitUpdate
 
 
 class UpdateQueue:

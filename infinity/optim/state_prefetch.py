@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from infinity.chain import Chain, ChainState
 from infinity.gradients.host import Gradients
+from infinity.optim.chain import Chain, ChainState
 
 
 class ReadAhead:

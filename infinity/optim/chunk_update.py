@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity import cpu_adam
-from infinity.decision import Decision
+from infinity.optim.decision import Decision
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage

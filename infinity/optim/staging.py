@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.chain import NOTHING, Chain, Present
 from infinity.errors import InfinityError
 from infinity.gradients.staged_chunks import StagedChunks
+from infinity.optim.chain import NOTHING, Chain, Present
+from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.store import Store
-from infinity.update_queue import UpdateQueue
 
 _SPARED = 4
 """One in so many bytes of staging is left to gradients for which nothing is read ahead. With every second

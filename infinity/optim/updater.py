@@ -1,8 +1,8 @@
 """The update: which chunks a step changes, and in which order.
 
 `step` decides everything - which parameters, with which hyper-parameters, scale and gradients - and opens the
-gates of the chains (infinity/chain.py). They are due from then on (infinity/update_queue.py), and stream
-through staging (infinity/staging.py) in the order in which the next forward uses their units: some are read
+gates of the chains (infinity/optim/chain.py). They are due from then on (infinity/optim/update_queue.py), and stream
+through staging (infinity/optim/staging.py) in the order in which the next forward uses their units: some are read
 while one is computed and others are written, and all of it while the model computes. Whoever wants a unit
 meanwhile (`complete`) waits for its chains only. What rests in host RAM as a whole is updated at once where
 the CPU computes the model too: there is nothing to overlap. So is what the device updates, where all of it
@@ -17,21 +17,21 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from infinity import cpu_adam
-from infinity.chain import Chain, ChainState
-from infinity.chunk_update import ChunkUpdate
-from infinity.decision import Decision, GroupOf, count_step, decide
 from infinity.device_update.update import Turn
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.layout.strides import in_memory_order
+from infinity.optim.chain import Chain, ChainState
+from infinity.optim.chunk_update import ChunkUpdate
+from infinity.optim.decision import Decision, GroupOf, count_step, decide
+from infinity.optim.staging import Staging
+from infinity.optim.state_prefetch import ReadAhead
+from infinity.optim.unit_update import UnitUpdate
+from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.store import Store
-from infinity.read_ahead import ReadAhead
-from infinity.staging import Staging
-from infinity.unit_update import UnitUpdate
-from infinity.update_queue import UpdateQueue
 
 _MOST_RUNNING = 8
 """Updates under way that need no staging; more would only lengthen queues."""
@@ -164,7 +164,7 @@ class Updater:
     def complete(self, unit: int) -> None:
         """Bring the updates of a unit to their end, but for writes.
 
-        Raises StorageError; see [Note: back and lost] in infinity/chain.py.
+        Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
         group, queue = self._units[unit], self._queue
         group.unread = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.chain import Chain
-from infinity.decision import Decision
+from infinity.optim.chain import Chain
+from infinity.optim.decision import Decision
 
 
 @dataclass(slots=True)

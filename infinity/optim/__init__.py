@@ -1,0 +1,1 @@
+"""The optimizer: chains of updates, their order, and torch's protocol over them."""
