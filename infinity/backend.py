@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infinity.accumulate import Accumulator
+from infinity.accumulation.vertical import Accumulator
 from infinity.config import format_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity.accumulate import Accumulator
+from infinity.accumulation.vertical import Accumulator
 from infinity.backend import Backend
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
@@ -120,7 +120,7 @@ class Runtime(Closing):
         loss_fn(batch): calls the model and returns the scalar loss, already divided by the number of
         micro-batches. together: how many are under way at one time, with their activations; None: as many as
         the budget has room for. recompute: blocks keep their inputs alone and run again in backward. Returns
-        the detached losses. infinity.accumulate.Accumulator.run says what happens where, and when it warns.
+        the detached losses. infinity.accumulation.vertical.Accumulator.run says what happens where, and when it warns.
         """
         backend, parts = self._training(), self._parts
         with parts.paging.lock:

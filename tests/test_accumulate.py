@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from zoo import DIM, Entry, entry, vectors
 
 import infinity
-from infinity.accumulate import blocks_of
+from infinity.accumulation.vertical import blocks_of
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

@@ -13,7 +13,7 @@ import torch
 from caching_allocator import CachingAllocator, OutOfMemory
 from homes import needs_cuda
 
-from infinity.accumulate import Accumulator
+from infinity.accumulation.vertical import Accumulator
 from infinity.config import Budget, Precision, format_size
 from infinity.errors import BudgetError
 from infinity.formats.optimizer_rules import Rule

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.turns import Surroundings, Task
+from infinity.accumulation.task_threads import Surroundings, Task
 
 
 def of_openmp() -> Callable[[], int]:

@@ -22,7 +22,7 @@ from small_runtime import TIED, loss_of
 from torch import nn
 
 import infinity
-from infinity.accumulate import Accumulator
+from infinity.accumulation.vertical import Accumulator
 from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.cpu_adam.page import GRAD_DTYPES

@@ -31,12 +31,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from infinity.accumulation.task_threads import Surroundings, Task
 from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Paging
-from infinity.turns import Surroundings, Task
 
 LossFunction = Callable[[Any], torch.Tensor]
 """Of one micro-batch: calls the model, and returns the scalar loss."""

@@ -4,7 +4,7 @@ The plain loop takes the micro-batches one after the other, and a model that doe
 each. Here each micro-batch is a task that stops wherever its forward, or its backward, is about to go from
 one unit to the next, and goes on when all others have come as far. So a page that is there serves all of them
 before it leaves (the layer-major order of GreedySnake, arXiv 2512.17570).
-infinity/microbatches.py does that; here is when it is done, and when the plain loop runs.
+infinity/accumulation/micro_batches.py does that; here is when it is done, and when the plain loop runs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.accumulation.micro_batches import AddGradient, Group, LossFunction, Mixed
+from infinity.accumulation.task_threads import Surroundings
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
 from infinity.layout.units import BLOCK_LISTS
-from infinity.microbatches import AddGradient, Group, LossFunction, Mixed
 from infinity.model.hooks import Hook
 from infinity.model.pager import Paging
 from infinity.planning.headroom import Headroom
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier
-from infinity.turns import Surroundings
 
 
 class Accumulator:
@@ -57,7 +57,7 @@ class Accumulator:
         """Forward and backward of `loss_fn(batch)` for every batch; see Runtime.accumulate.
 
         The gradients have the bits of the plain loop's, `for batch in batches: loss_fn(batch).backward()`;
-        see [Note: the same bits] in infinity/microbatches.py. Random numbers that are drawn before a forward
+        see [Note: the same bits] in infinity/accumulation/micro_batches.py. Random numbers that are drawn before a forward
         comes to its second unit are the plain loop's, too; dropout inside of blocks draws others, the same
         ones each time.
 

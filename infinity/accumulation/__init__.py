@@ -1,0 +1,1 @@
+"""Accumulation: the micro-batches of a step, page by page."""
