@@ -13,9 +13,9 @@ from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
 from infinity.backend import Backend
+from infinity.checkpoint.export import Source, export
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
-from infinity.export import Source, export
 from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.paged_parameter import PagedParameter
 from infinity.optim.paged_optimizer import PagedOptimizer

@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
+from infinity.checkpoint.safetensors_files import load, open_weights
 from infinity.config import Budget
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
@@ -40,7 +41,6 @@ from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
-from infinity.weights import load, open_weights
 
 _GUARD_MARGIN = 8 << 20
 """Bytes before the budget at which holes in the heap are given back, or a twentieth of the budget if that is

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from zoo import entry
 
-from infinity import export as exporting
+from infinity.checkpoint import export as exporting
 
 __all__ = ["out", "watchdog"]
 

@@ -10,8 +10,8 @@ from meta_models import Tied, on_meta
 from safetensors.torch import save_file
 from torch import nn
 
+from infinity.checkpoint.safetensors_files import load, match, open_weights
 from infinity.errors import ConfigError
-from infinity.weights import load, match, open_weights
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from infinity.checkpoint.safetensors_files import open_weights
 from infinity.errors import ConfigError, InfinityError, StorageError
-from infinity.weights import open_weights
 
 
 def header(content: bytes, length: int | None = None) -> bytes:

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity import __version__
+from infinity.checkpoint.atomic_directory import check_destination
 from infinity.cli.job import Job, add_options, show_job
 from infinity.cli.progress import ProgressLine, format_seconds
 from infinity.config import format_size
 from infinity.errors import storage_errors
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
-from infinity.publish import check_destination
 from infinity.system import machine
 from infinity.telemetry.timeline import Timeline
 from infinity.wiring import carry_out

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.atomic_directory import Writer, check_destination, published, storing, sync
+from infinity.checkpoint.safetensors_files import DTYPES, persistent
 from infinity.config import Size, parse_size
 from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
@@ -29,8 +31,6 @@ from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Paging
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
-from infinity.publish import Writer, check_destination, published, storing, sync
-from infinity.weights import DTYPES, persistent
 
 _WINDOW = 1 << 20
 """Elements of a part."""

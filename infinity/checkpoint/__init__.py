@@ -1,0 +1,1 @@
+"""The model on its way out and in: safetensors, whole directories or nothing."""
