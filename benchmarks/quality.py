@@ -31,6 +31,7 @@ from machine_facts import machine_facts
 from quality_report import FOREACH, PLAIN, Run, all_device, all_nvme, plot, same_bits, summary, table
 
 import infinity
+from infinity.build import carry_out
 from infinity.formats.master_weights import split
 from infinity.formats.moments import DTYPES
 from infinity.lm.batches import Batches
@@ -38,7 +39,6 @@ from infinity.lm.subject import Subject, subject
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
 from infinity.tiers import Tier
-from infinity.wiring import carry_out
 
 CLIP = 1.0
 NVME = "2GiB"

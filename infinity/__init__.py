@@ -8,6 +8,7 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
+from infinity.api import offload, plan
 from infinity.config import Budget, Precision
 from infinity.errors import (
     BudgetError,
@@ -19,7 +20,6 @@ from infinity.errors import (
     StorageFull,
     UnsupportedOptimizer,
 )
-from infinity.offload import offload, plan
 from infinity.planning.plan import Plan
 from infinity.runtime import Runtime
 from infinity.telemetry.stats import Stats

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
-from infinity.backend import Backend
 from infinity.checkpoint.export import Source, export
+from infinity.components import Parts
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.paged_parameter import PagedParameter
 from infinity.optim.paged_optimizer import PagedOptimizer
-from infinity.parts import Parts
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
 from infinity.system import machine
 from infinity.system.closing import Closing
 from infinity.telemetry.stats import Stats
 from infinity.telemetry.timeline import Timeline
+from infinity.training_step import Backend
 
 
 class Runtime(Closing):

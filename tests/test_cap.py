@@ -15,10 +15,10 @@ from small_runtime import two_layers
 from torch import nn
 
 import infinity
+from infinity.build import _kept_by_others
 from infinity.tiers import cap
 from infinity.tiers.cap import Share, advice, capped, fraction_of
 from infinity.tiers.device import left_of
-from infinity.wiring import _kept_by_others
 
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE = torch.device("cuda", 7)

@@ -20,11 +20,11 @@ from small_runtime import TIED, WIDE, files, gradients, loss_of
 from torch import nn
 
 import infinity
+from infinity.build import carry_out
 from infinity.errors import ConfigError
 from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
-from infinity.wiring import carry_out
 
 __all__ = ["kernels"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import wiring
+from infinity import build
 from infinity.activations import heap
 from infinity.activations.heap import HeapGuard
 from infinity.system import machine
@@ -139,7 +139,7 @@ def test_a_budget_is_kept_but_for_a_margin(
     model, x = nn.Linear(8, 8), torch.zeros(2, 8)
     made = infinity.plan(model, None, budget=infinity.Budget(host=host), example_inputs=(x,), device="cpu")
     monkeypatch.setattr(machine, "process_memory", lambda: machine.ProcessMemory(resident=MIB, peak=MIB))
-    guard = wiring._guard(made)
+    guard = build._guard(made)
     limit = MIB + made.budgets[Tier.HOST] - margin
     for resident, count in ((limit, 0), (limit + 1, 1)):
         at(monkeypatch, resident)

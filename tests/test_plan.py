@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_models import MiB, check, planned, stack
 
+from infinity.api import plan
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.optimizer_rules import Rule
-from infinity.offload import plan
 from infinity.planning.cost_model import Phase
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.api import plan
 from infinity.config import Budget, Precision
-from infinity.offload import plan
 from infinity.planning import machine_rates
 from infinity.planning.machine_rates import measure_bandwidths
 from infinity.planning.placement import Kind

@@ -18,13 +18,13 @@ from torch import nn
 
 import infinity
 from infinity.aio import Faults
+from infinity.build import carry_out
 from infinity.optim.chain import Chain
 from infinity.optim.state_prefetch import ReadAhead
 from infinity.pages.store import injected
 from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
-from infinity.wiring import carry_out
 
 GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
 

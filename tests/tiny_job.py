@@ -61,7 +61,7 @@ PLAN_KEYS = {
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add the preset "tiny", and do without measuring the machine and long samples."""
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
-    calls = importlib.import_module("infinity.offload")  # the name in the package is the function
+    calls = importlib.import_module("infinity.api")  # the name in the package is the function
     monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
     monkeypatch.setattr(calls, "measure_bandwidths", lambda *_: SPEEDS)
     monkeypatch.setattr(cli.train, "_SAMPLE_TOKENS", 3)

@@ -12,11 +12,11 @@ import torch
 
 import infinity
 from infinity.activations.heap import malloc_trim
+from infinity.build import carry_out
 from infinity.planning.fake_step import estimate_step
 from infinity.system import machine
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
-from infinity.wiring import carry_out
 from peers.budgets import all_on_nvme, host_budget
 from peers.pattern import fill_by_pattern
 from peers.task import BETAS, WEIGHT_DECAY, Task

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity import cpu_adam
+from infinity.api import plan
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError
 from infinity.lm.batches import Batches
@@ -21,7 +22,6 @@ from infinity.lm.presets import PRESETS
 from infinity.lm.subject import Subject, subject
 from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
-from infinity.offload import plan
 from infinity.planning.budget_errors import format_count
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan

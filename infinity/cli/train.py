@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity import __version__
+from infinity.build import carry_out
 from infinity.checkpoint.atomic_directory import check_destination
 from infinity.cli.job import Job, add_options, show_job
 from infinity.cli.progress import ProgressLine, format_seconds
@@ -26,7 +27,6 @@ from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, train
 from infinity.system import machine
 from infinity.telemetry.timeline import Timeline
-from infinity.wiring import carry_out
 
 _HELD_OUT_SECONDS = 10.0
 _SAMPLE_SECONDS = 10.0

@@ -12,6 +12,7 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
 from infinity.checkpoint.safetensors_files import load, open_weights
+from infinity.components import Parts
 from infinity.config import Budget
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
@@ -32,7 +33,6 @@ from infinity.pages.home import Home
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
-from infinity.parts import Parts
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import Engine, NoUpdates

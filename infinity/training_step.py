@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from infinity.accumulation.vertical import Accumulator
+from infinity.components import Parts
 from infinity.config import format_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
 from infinity.optim.decision import GroupOf
 from infinity.optim.eager import EagerStep
-from infinity.parts import Parts
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
 

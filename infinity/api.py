@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.build import carry_out
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
@@ -21,7 +22,6 @@ from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
 from infinity.runtime import Runtime
 from infinity.tiers.tier import usable_device
-from infinity.wiring import carry_out
 
 
 def offload(
