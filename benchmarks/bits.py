@@ -15,10 +15,9 @@ and ends with 1.
 
 Models, homes and the loop are those of this checkout's parity tests (tests/zoo.py, tests/homes.py and
 tests/parity.py), which put pages in their homes by budgets alone. No budget has a CPU's updates run on the
-device, so cases called "device updates" reach into the package (`infinity.planning.twin_flow`), as the tests do. Where
-that is not to be had, such a case has no digest but the reason. Their bits may change from one commit to
-another: `--without-device-updates` leaves them out.
-"""
+device, so cases called "device updates" reach into the package (`infinity.planning.twin_flow`), as the tests
+do. Where that is not to be had, such a case has no digest but the reason. Their bits may change from one
+commit to another: `--without-device-updates` leaves them out."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python benchmarks/gpu_idle.py --model 926m --directory /mnt/nvme0 --host 24GiB --device-budget 16GiB \\
         --timeline step.json --trace kernels.json
 
-After a warm-up one step is timed alone, one is recorded as a timeline (infinity/telemetry/timeline.py), and one is
-looked at by torch.profiler, which has from CUPTI when each kernel, copy and fill began and ended on the GPU.
-The union of these is the time at work: copies and kernels beside each other count once. Idle is what
+After a warm-up one step is timed alone, one is recorded as a timeline (infinity/telemetry/timeline.py), and
+one is looked at by torch.profiler, which has from CUPTI when each kernel, copy and fill began and ended on
+the GPU. The union of these is the time at work: copies and kernels beside each other count once. Idle is what
 is left of the step that nobody looked at, since a profiler slows the host, hardly the GPU. Without CUPTI the
 share is null and `why` says so; the host's own stalls are given in any case.
 

@@ -44,10 +44,11 @@ def offload(
     there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
     example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "lazy", each
     unit before its next use, while what comes before that computes; "eager", each unit in the backward that
-    brings its last gradient (infinity/optim/eager.py says what that takes); "auto" chooses (lazy). accumulation:
-    how many backwards a step has, if that is known: eager updates need it, lazy ones then read in the last
-    what they need first. With one a plan keeps states nearer than gradients, which move less, and a gradient
-    rests in its parameter's dtype, as it comes: no bit is another, and a second one raises ConfigError.
+    brings its last gradient (infinity/optim/eager.py says what that takes); "auto" chooses (lazy).
+    accumulation: how many backwards a step has, if that is known: eager updates need it, lazy ones then read
+    in the last what they need first. With one a plan keeps states nearer than gradients, which move less, and
+    a gradient rests in its parameter's dtype, as it comes: no bit is another, and a second one raises
+    ConfigError.
 
     Raises BudgetError before anything is moved where a budget is too small (`needed`: one that would do),
     UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and

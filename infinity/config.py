@@ -123,8 +123,9 @@ class Precision:
 
     states: str = "fp32"
     """The format of the optimizer's moments: "fp32"; "bf16", half the bytes, rounded stochastically; or
-    "int8", a quarter, companded codes with an exponent for every 64 elements (see infinity/formats/moments.py).
-    Masters are fp32 in all three: a bf16 parameter and 16 bits more, or float32."""
+    "int8", a quarter, companded codes with an exponent for every 64 elements (see
+    infinity/formats/moments.py). Masters are fp32 in all three: a bf16 parameter and 16 bits more, or
+    float32."""
 
     keep: tuple[str, ...] = ()
     """Patterns (fnmatch) of parameter names that stay fp32, such as "*.norm.*"; capitals count."""

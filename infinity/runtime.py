@@ -97,9 +97,9 @@ class Runtime(Closing):
     def timeline(self, to: str | os.PathLike[str] | Timeline) -> Iterator[Timeline]:
         """Inside, what the runtime does is recorded, for Perfetto: in a file of that path, or a Timeline.
 
-        infinity/telemetry/timeline.py says what is shown; `Timeline.annotate(loss=...)` adds to the last step.
-        Raises StorageError, StorageFull where the file cannot be written, ConfigError inside of another.
-        """
+        infinity/telemetry/timeline.py says what is shown; `Timeline.annotate(loss=...)` adds to the last
+        step. Raises StorageError, StorageFull where the file cannot be written, ConfigError inside of
+        another."""
         with ExitStack() as inside:
             timeline = to if isinstance(to, Timeline) else inside.enter_context(Timeline(to))
             inside.enter_context(self._parts.store.link.timed())
@@ -120,8 +120,8 @@ class Runtime(Closing):
         loss_fn(batch): calls the model and returns the scalar loss, already divided by the number of
         micro-batches. together: how many are under way at one time, with their activations; None: as many as
         the budget has room for. recompute: blocks keep their inputs alone and run again in backward. Returns
-        the detached losses. infinity.accumulation.vertical.Accumulator.run says what happens where, and when it warns.
-        """
+        the detached losses. infinity.accumulation.vertical.Accumulator.run says what happens where, and when
+        it warns."""
         backend, parts = self._training(), self._parts
         with parts.paging.lock:
             self._refuse()

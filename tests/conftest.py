@@ -18,7 +18,8 @@ from infinity.planning import twin_flow
 from infinity.system import machine
 
 # Before anything uses cuBLAS: without a workspace of its own it may order sums differently each time. A small
-# one: the budgets of the tests are small, and each thread that multiplies takes one (infinity/planning/headroom.py).
+# one: the budgets of the tests are small, and each thread that multiplies takes one
+# (infinity/planning/headroom.py).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 # A shell's background job ignores Ctrl-C, and so would all that it starts: tests send it.

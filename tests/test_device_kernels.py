@@ -14,7 +14,7 @@ import pytest
 import torch
 from homes import needs_cuda
 
-from infinity.device_update import kernels
+from infinity.device_update import kernels as device_kernels
 from infinity.device_update.kernels import KERNELS, RULES, Kernels, UpdateKind, image, kinds_of, source
 from infinity.device_update.nvrtc import Nvrtc, find_nvrtc
 from infinity.errors import KernelError
@@ -116,7 +116,7 @@ def test_what_cannot_be_compiled_is_told_with_the_compilers_words(nvrtc: Nvrtc) 
 @needs_nvrtc
 def test_the_newest_of_torchs_version_is_found(nvrtc: Nvrtc) -> None:
     assert re.fullmatch(r"\d+\.\d+", nvrtc.version)
-    assert find_nvrtc() is nvrtc and kernels.can_compile()
+    assert find_nvrtc() is nvrtc and device_kernels.can_compile()
 
 
 def test_a_source_is_assembled_from_files_without_a_library() -> None:
@@ -155,8 +155,8 @@ def test_updates_that_nobody_foresaw_are_compiled_when_they_come(monkeypatch: py
         asked.append((set(kinds), architecture))
         return b""
 
-    monkeypatch.setattr(kernels, "image", compiled)
-    monkeypatch.setattr(kernels, "cuda_driver", lambda number: FakeDriver())
+    monkeypatch.setattr(device_kernels, "image", compiled)
+    monkeypatch.setattr(device_kernels, "cuda_driver", lambda number: FakeDriver())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     kernels = Kernels(torch.device("cuda", 0), ADAMW)
     one, other = UpdateKind(6, 0, 0, 0), UpdateKind(6, 1, 0, 0)

@@ -1,4 +1,5 @@
-"""infinity.optim.paged_optimizer over a backend in memory: its updates, protocol and schedulers are those of torch."""
+"""infinity.optim.paged_optimizer over a backend in memory: its updates, protocol and schedulers are those of
+torch."""
 
 from __future__ import annotations
 

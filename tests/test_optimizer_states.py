@@ -1,4 +1,5 @@
-"""States of infinity.optim.paged_optimizer: torch's form, to torch and back, and what does not fit changes nothing."""
+"""States of infinity.optim.paged_optimizer: torch's form, to torch and back, and what does not fit changes
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""infinity.formats.optimizer_rules: torch's groups as hyper-parameters and states as arrays; what is refused, and how."""
+"""infinity.formats.optimizer_rules: torch's groups as hyper-parameters and states as arrays; what is refused,
+and how."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from small_runtime import TIED, loss_of
 import infinity
 from infinity.config import Budget
 from infinity.cpu_adam import Segment, Update
-from infinity.device_update import kernels
+from infinity.device_update import kernels as device_kernels
 from infinity.device_update.kernels import Kernels, UpdateKind
 from infinity.device_update.table import Chunk
 from infinity.formats.optimizer_rules import Rule
@@ -55,7 +55,7 @@ def test_what_rests_on_the_device_is_updated_there(kernels: None) -> None:
 
 def test_a_gpu_is_told_to_update_and_its_room_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(kernels, "can_compile", lambda: True)
+    monkeypatch.setattr(device_kernels, "can_compile", lambda: True)
     assert twin_flow.has_kernels(device)
     model = stack([64] * 4)
     rule = Rule.of(torch.optim.AdamW(model.parameters()))
@@ -87,7 +87,7 @@ def test_without_kernels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not made.updated_on_device and made.workspace_bytes == 0
     assert "updates:" not in str(made)
     for compiler in (True, False):
-        monkeypatch.setattr(kernels, "can_compile", lambda found=compiler: found)
+        monkeypatch.setattr(device_kernels, "can_compile", lambda found=compiler: found)
         assert not twin_flow.has_kernels(torch.device("cpu"))
         assert twin_flow.has_kernels(torch.device("cuda")) == compiler
 

@@ -26,7 +26,7 @@ from infinity.accumulation.vertical import Accumulator
 from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.cpu_adam.page import GRAD_DTYPES
-from infinity.device_update import kernels
+from infinity.device_update import kernels as device_kernels
 from infinity.device_update.kernels import UpdateKind
 from infinity.errors import NonFiniteGradient, StorageError
 from infinity.pages import store
@@ -101,11 +101,11 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
 ) -> None:
     """With one backward declared: their kernels read two bytes where the others read four."""
     asked: list[str] = []
-    kinds_of = kernels.kinds_of
+    kinds_of = device_kernels.kinds_of
 
     def noted(*arguments: Any) -> set[UpdateKind]:
         found = kinds_of(*arguments)
-        asked.extend(kernels.DTYPES[each.gradient] for each in found)
+        asked.extend(device_kernels.DTYPES[each.gradient] for each in found)
         return found
 
     monkeypatch.setattr(store, "kinds_of", noted)
@@ -126,7 +126,7 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
     assert updated
     assert wide[1:] == ({torch.float32}, {"kF32"})
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
-    assert single[1:] == ({dtype}, {kernels.DTYPES[GRAD_DTYPES[dtype].value]})
+    assert single[1:] == ({dtype}, {device_kernels.DTYPES[GRAD_DTYPES[dtype].value]})
     assert differences(wide[0], single[0]) == []
 
 

@@ -57,9 +57,9 @@ class Accumulator:
         """Forward and backward of `loss_fn(batch)` for every batch; see Runtime.accumulate.
 
         The gradients have the bits of the plain loop's, `for batch in batches: loss_fn(batch).backward()`;
-        see [Note: the same bits] in infinity/accumulation/micro_batches.py. Random numbers that are drawn before a forward
-        comes to its second unit are the plain loop's, too; dropout inside of blocks draws others, the same
-        ones each time.
+        see [Note: the same bits] in infinity/accumulation/micro_batches.py. Random numbers that are drawn
+        before a forward comes to its second unit are the plain loop's, too; dropout inside of blocks draws
+        others, the same ones each time.
 
         The activations of all micro-batches are there at one time, those of the head apart, which goes
         backward at once. So without `together` as many go together as the budget has room for, as far as the

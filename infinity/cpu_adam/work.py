@@ -66,9 +66,9 @@ class Update:
     Both moments have one format. bfloat16 ones are rounded stochastically: to one of both neighbours, with
     probabilities that make the mean right. int8 ones are codes relative to the largest magnitude of each
     block of CODE_BLOCK elements, rounded likewise ([Note: int8 codes] in csrc/cpu_adam/moments.inl;
-    `infinity.formats.moments` reads them). Their segments start, and have an index, at multiples of CODE_BLOCK, and
-    an element that is not finite makes NaN of its block. A page of zeros holds zeros in every format.
-    """
+    `infinity.formats.moments` reads them). Their segments start, and have an index, at multiples of
+    CODE_BLOCK, and an element that is not finite makes NaN of its block. A page of zeros holds zeros in every
+    format."""
 
     grad: Array
     """float32, bfloat16 or float16; read."""

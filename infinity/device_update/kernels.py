@@ -36,6 +36,7 @@ MOMENTS = _enumerators(_cpu_adam.MomentFormat)
 
 KERNELS = ("infinity_update", "infinity_squares", "infinity_totals")
 
+_PACKAGE = Path(__file__).parents[1]
 _SOURCE = "device.cu"
 _WARP = 32
 _BLOCK = 256
@@ -174,13 +175,13 @@ def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
 @functools.cache
 def _folder() -> Path:
     """Where the sources are: in an installed package, or in the tree that it is developed in."""
-    installed = Path(__file__).parent / "kernels"
-    return installed if installed.is_dir() else Path(__file__).parents[1] / "csrc" / "cpu_adam"
+    installed = _PACKAGE / "kernels"
+    return installed if installed.is_dir() else _PACKAGE.parent / "csrc" / "cpu_adam"
 
 
 def host_library() -> Path:
     """The kernels as they were compiled for the CPU."""
-    return Path(__file__).parent / "libinfinity_host_kernels.so"
+    return _PACKAGE / "libinfinity_host_kernels.so"
 
 
 class _Function(Protocol):

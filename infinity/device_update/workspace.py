@@ -1,8 +1,7 @@
 """The workspace of updates on the device: memory that the plan has reserved there beside the pages.
 
-It has the table of where pieces of parameters lie (infinity/device_update/table.py), the sums of squares of the
-gradients' blocks, and their totals. Pure.
-"""
+It has the table of where pieces of parameters lie (infinity/device_update/table.py), the sums of squares of
+the gradients' blocks, and their totals. Pure."""
 
 from __future__ import annotations
 

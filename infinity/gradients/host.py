@@ -1,8 +1,8 @@
 """Gradients as pages: what backward adds is taken from autograd, accumulated and measured.
 
 A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
-accumulated in place. Any other is staged while its parameters' gradients arrive (infinity/gradients/staged_chunks.py),
-in memory that the caller brings (infinity/optim/staging.py grants it).
+accumulated in place. Any other is staged while its parameters' gradients arrive
+(infinity/gradients/staged_chunks.py), in memory that the caller brings (infinity/optim/staging.py grants it).
 
 The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
 first element, combined in the order of names. So the norm depends on no unit, chunk or thread.

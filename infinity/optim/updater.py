@@ -1,13 +1,12 @@
 """The update: which chunks a step changes, and in which order.
 
 `step` decides everything - which parameters, with which hyper-parameters, scale and gradients - and opens the
-gates of the chains (infinity/optim/chain.py). They are due from then on (infinity/optim/update_queue.py), and stream
-through staging (infinity/optim/staging.py) in the order in which the next forward uses their units: some are read
-while one is computed and others are written, and all of it while the model computes. Whoever wants a unit
-meanwhile (`complete`) waits for its chains only. What rests in host RAM as a whole is updated at once where
-the CPU computes the model too: there is nothing to overlap. So is what the device updates, where all of it
-rests: its stream has it done before what is queued later.
-"""
+gates of the chains (infinity/optim/chain.py). They are due from then on (infinity/optim/update_queue.py), and
+stream through staging (infinity/optim/staging.py) in the order in which the next forward uses their units:
+some are read while one is computed and others are written, and all of it while the model computes. Whoever
+wants a unit meanwhile (`complete`) waits for its chains only. What rests in host RAM as a whole is updated at
+once where the CPU computes the model too: there is nothing to overlap. So is what the device updates, where
+all of it rests: its stream has it done before what is queued later."""
 
 from __future__ import annotations
 

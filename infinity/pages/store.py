@@ -2,10 +2,9 @@
 
 `read` and `write` move bytes between a home and host memory; homes that are host memory are used in place
 instead (`Home.memory`). What is neither at home nor resident is in one of two pools of the host: `staging`
-has the chunks that updates and gradients work on (infinity/optim/staging.py grants it), `transit` the pieces of
-pages on their way between disk and device. One piece of transit is set aside as a bounce buffer for reads and
-writes of single parameters. A lease returns itself with its last view.
-"""
+has the chunks that updates and gradients work on (infinity/optim/staging.py grants it), `transit` the pieces
+of pages on their way between disk and device. One piece of transit is set aside as a bounce buffer for reads
+and writes of single parameters. A lease returns itself with its last view."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ class Headroom:
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:
-        """Bytes needed beside `live` more of them, in a thread more; see infinity/accumulation/task_threads.py."""
+        """Bytes needed beside `live` more of them, in a thread more; see
+        infinity/accumulation/task_threads.py."""
         return self._per_thread + self._lost(live)
 
     @property

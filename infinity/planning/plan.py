@@ -1,4 +1,5 @@
-"""The plan: what lies where and what it costs. What `infinity.planning.planner` makes, and everybody else reads."""
+"""The plan: what lies where and what it costs. What `infinity.planning.planner` makes, and everybody else
+reads."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Plan:
     """Bytes of the ring through which gradients leave a device apart, and of its landing in host RAM; 0 where
     the CPU can use what is there."""
     headroom: int = 0
-    """Of `reserved`, bytes that torch takes on a CUDA device beside live tensors (infinity/planning/headroom.py)."""
+    """Of `reserved`, bytes that torch takes on a CUDA device beside live tensors
+    (infinity/planning/headroom.py)."""
     prediction: Prediction | None = None
     """Of a step of one micro-batch; None: unknown."""
     speeds: Bandwidths | None = None
@@ -74,7 +76,8 @@ class Plan:
     updates_there: bool = False
     """Whether the device updates the units whose pages all rest on it."""
     mirrored: frozenset[int] = frozenset()
-    """Units whose parameters are at home in host RAM and stay on the device too; see infinity/planning/mirror.py."""
+    """Units whose parameters are at home in host RAM and stay on the device too; see
+    infinity/planning/mirror.py."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a page; a multiple of 4096."""
@@ -101,7 +104,7 @@ class Plan:
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:
-        """Units that the device updates, where all of their pages rest; see infinity/planning/twin_flow.py."""
+        """Units that the device updates: all of their pages rest there (infinity/planning/twin_flow.py)."""
         return updated_there(self.homes) if self.updates_there else frozenset()
 
     @functools.cached_property

@@ -66,11 +66,10 @@ def disk_speed(
 ) -> DiskSpeed:
     """Write, read and mix on a temporary file of `nbytes` bytes in `directory`, about `seconds` each.
 
-    The file is written once before anything is timed, so that no first allocation is in the figures, and
-    it has no name. What is not written after `fill_seconds` is left out. Engine, block size and depth are
-    those of `infinity.system.io_settings.open_engine`. Raises StorageError and StorageFull as `TestFile` and the engine
-    do, ConfigError for an unknown backend.
-    """
+    The file is written once before anything is timed, so that no first allocation is in the figures, and it
+    has no name. What is not written after `fill_seconds` is left out. Engine, block size and depth are those
+    of `infinity.system.io_settings.open_engine`. Raises StorageError and StorageFull as `TestFile` and the
+    engine do, ConfigError for an unknown backend."""
     with open_engine(directory, backend=backend) as engine:
         facts = engine.facts
     settings = IoSettings(facts.backend, facts.block_bytes, facts.depth)
