@@ -11,7 +11,6 @@
 #include <thread>
 #include <vector>
 
-#include "aside.hpp"
 #include "backend.hpp"
 #include "faults.hpp"
 #include "file.hpp"
@@ -19,6 +18,7 @@
 #include "probe.hpp"
 #include "request.hpp"
 #include "stats.hpp"
+#include "waker_affinity.hpp"
 
 namespace infinity::aio {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "transfer_now.hpp"
+#include "blocking_transfer.hpp"
 
 namespace infinity::aio {
 

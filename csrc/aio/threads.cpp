@@ -9,8 +9,8 @@
 #include <thread>
 
 #include "backend.hpp"
+#include "blocking_transfer.hpp"
 #include "file.hpp"
-#include "transfer_now.hpp"
 
 namespace infinity::aio {
 namespace {

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "team.hpp"
+#include "openmp_team.hpp"
 
 namespace infinity::cpu_adam {
 
