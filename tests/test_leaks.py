@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -13,20 +13,32 @@ from typing import Any
 import pytest
 import torch
 from homes import both_homes, budget_for
+from memory_in_use import Growth
 from process_resources import check_nothing_left, resources
 from small_runtime import files, loss_of, opened, two_layers
 from torch import nn
 from zoo import Batch, Entry, entry
 
 import infinity
-from infinity.prefetch.trace import Access
+from infinity.prefetch import trace
 
 WARM = 24
 STEPS = 504
 FEW = 120
-"""Multiples of the periods of the tests: what is resident then is the same."""
-TOLERANCE = 768 << 10
-"""Bytes of RSS: what malloc may still take after WARM steps. A page leaked at every step would be 2 MiB."""
+INTERVALS = 8
+"""Into which the steps after WARM are divided: all are multiples of the periods of the tests."""
+BYTES_PER_STEP = 16
+"""That the heap may grow by. A leak of one allocation is 32 at the least."""
+OBJECTS_PER_STEP = 0.5
+
+
+@pytest.fixture
+def full_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded of a step that never ends grows up to a bound: here to one that is met over again."""
+    monkeypatch.setattr(trace, "MOST_ACCESSES", 4)
+
+
+steps_never_end = pytest.mark.usefixtures("full_traces")
 
 
 class Small(nn.Module):
@@ -50,48 +62,59 @@ def rows(step: int, micro: int) -> Batch:
 SMALL = Entry("small", Small, rows)
 
 
+def settle(runtime: Any) -> None:
+    """Nothing is due or under way any more."""
+    if runtime._parts.updater is not None:
+        runtime._parts.updater.complete_all()
+    runtime._parts.engine.abandon()
+    runtime._parts.store.settle()
+    for page in runtime._parts.pages:
+        page.home.settle(0, page.home.nbytes, True)
+
+
 def held(runtime: Any) -> dict[str, Any]:
     """What is held: leased bytes and leases by pool, requests, objects of the package by type."""
     gc.collect()
     store, homes = runtime._parts.store, [page.home for page in runtime._parts.pages]
-    if runtime._parts.updater is not None:
-        runtime._parts.updater.complete_all()
-    runtime._parts.engine.abandon()
-    store.settle()
-    for home in homes:
-        home.settle(0, home.nbytes, True)
     return {
         "leases": {name: (pool.counters.leased, pool.counters.leases) for name, pool in store.pools.items()},
         "requests": sum(len(home.in_flight) for home in homes) + len(store._writes),
         "objects": Counter(
             type(each).__qualname__
             for each in gc.get_objects()
-            # A trace of a step that never ends may grow up to its bound.
-            if str(type(each).__module__).startswith(("infinity.", "torch")) and type(each) is not Access
+            if str(type(each).__module__).startswith(("infinity.", "torch"))
+            and type(each) is not trace.Access
         ),
     }
 
 
-def rss() -> int:
-    """Resident bytes of the process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def check_nothing_grows(runtime: Any, act: Callable[[int], None], steps: int) -> None:
-    """Compare what is held after WARM calls of `act` with what is after `steps`."""
+    """Compare what is held after WARM calls of `act` with what is after `steps`, and memory on the way."""
     for step in range(WARM):
         act(step)
-    before, kernels, resident = held(runtime), resources(), rss()
+    settle(runtime)
+    before, kernels, grown = held(runtime), resources(), Growth()
+    grown.look(WARM)
     for step in range(WARM, steps):
         act(step)
-    grown = rss() - resident  # before looking closer, which takes memory itself
+        if (step + 1 - WARM) % ((steps - WARM) // INTERVALS) == 0:
+            settle(runtime)
+            grown.look(step + 1)
     after = held(runtime)
     check_nothing_left(kernels)
     assert {key: after[key] for key in after if key != "objects"} == {
         key: before[key] for key in before if key != "objects"
     }
     assert after["objects"] - before["objects"] == Counter()
-    assert grown <= TOLERANCE
+    check_no_growth(grown)
+
+
+def check_no_growth(grown: Growth) -> None:
+    """Assert that memory in use does not grow with the steps."""
+    assert len(grown.steps) == INTERVALS + 1
+    assert grown.per_step(grown.heap) <= BYTES_PER_STEP, list(grown.heap)
+    assert grown.per_step(grown.objects) <= OBJECTS_PER_STEP, list(grown.objects)
+    assert grown.per_step(grown.mapped) <= BYTES_PER_STEP, list(grown.mapped)
 
 
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme", "mixed"])
@@ -108,12 +131,39 @@ def test_training_holds_no_more_after_many_steps(home: str, tmp_path: Path) -> N
         check_nothing_grows(runtime, act, STEPS)
 
 
+def one_object() -> bytes:
+    return bytes(31)
+
+
+def one_block() -> int:
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype = ctypes.c_void_p
+    return int(malloc(64))
+
+
+@pytest.mark.parametrize("leaked", [one_object, one_block], ids=lambda each: each.__name__)
+def test_a_leak_of_64_bytes_at_every_step_is_found(leaked: Callable[[], object], tmp_path: Path) -> None:
+    model, kept = SMALL.make(), []
+    with opened(model, tmp_path, home="mixed", compute="bf16") as runtime:
+
+        def act(step: int) -> None:
+            loss_of(model, step % 4, of=SMALL).backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            kept.append(leaked())
+
+        with pytest.raises(AssertionError, match="per_step"):
+            check_nothing_grows(runtime, act, FEW)
+
+
+@steps_never_end
 def test_dropped_losses_hold_nothing(tmp_path: Path) -> None:
     model = SMALL.make()
     with opened(model, tmp_path) as runtime:
         check_nothing_grows(runtime, lambda step: str(loss_of(model, step % 4, of=SMALL)) and None, FEW)
 
 
+@steps_never_end
 def test_gradients_that_are_forgotten_hold_nothing(tmp_path: Path) -> None:
     model = SMALL.make()
     with opened(model, tmp_path) as runtime:
@@ -129,6 +179,7 @@ class Broken(Exception):
     """What the tests throw."""
 
 
+@steps_never_end
 @pytest.mark.parametrize("where", ["module", "hook", "backward"])
 def test_exceptions_hold_nothing(where: str, tmp_path: Path) -> None:
     model = SMALL.make()
@@ -156,6 +207,7 @@ def test_exceptions_hold_nothing(where: str, tmp_path: Path) -> None:
         assert torch.isfinite(loss_of(model, 0, of=SMALL))
 
 
+@steps_never_end
 def test_views_and_copies_hold_nothing(tmp_path: Path) -> None:
     of = entry("tied")
     model = of.make()
