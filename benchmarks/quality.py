@@ -35,7 +35,7 @@ from infinity.build import carry_out
 from infinity.formats.master_weights import split
 from infinity.formats.moments import DTYPES
 from infinity.lm.batches import Batches
-from infinity.lm.subject import Subject, subject
+from infinity.lm.language_model import LanguageModel, language_model
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
 from infinity.tiers import Tier
@@ -132,9 +132,9 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     return {"elements": sum(each.numel() for each in masters), "ties": ties, "loss": loss}
 
 
-def job(options: argparse.Namespace, seed: int) -> tuple[Subject, Batches, Recipe]:
+def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches, Recipe]:
     """The same for every run of a seed."""
-    chosen = subject(options.model)
+    chosen = language_model(options.model)
     batches = Batches(find_text(None), chosen, batch=options.batch, seq=options.seq, seed=seed)
     return (
         chosen,
@@ -143,7 +143,7 @@ def job(options: argparse.Namespace, seed: int) -> tuple[Subject, Batches, Recip
     )
 
 
-def real(chosen: Subject, seed: int) -> torch.nn.Module:
+def real(chosen: LanguageModel, seed: int) -> torch.nn.Module:
     """The model in RAM, initialised by its own code."""
     torch.manual_seed(seed)
     return type(chosen.model)(chosen.model.config)  # type: ignore[arg-type, call-arg]

@@ -15,8 +15,8 @@ from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.model.paged_parameter import PagedParameter
-from infinity.planning.fake_step import estimate_step
-from infinity.planning.machine_rates import measure_bandwidths
+from infinity.planning.fake_step import run_fake_step
+from infinity.planning.machine_rates import measure_rates
 from infinity.planning.operator_timing import Roofline, seconds_of
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
@@ -109,13 +109,13 @@ def plan(
     )
     if example_inputs is None:
         return draft()
-    estimate = estimate_step(
+    estimate = run_fake_step(
         model, example_inputs, precision=precision, device=target, train=rule is not None
     )
     if estimate is None:
         return draft()
     draft(activations=estimate.activations)  # what cannot fit fails before anything is measured
-    speeds = measure_bandwidths(budget.nvme_bytes, target, precision.compute_dtype)
+    speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype)
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
     compute = seconds_of(estimate.operations, roofline, target)
     return draft(activations=estimate.activations, compute=compute, speeds=speeds)

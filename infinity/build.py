@@ -12,7 +12,7 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
 from infinity.checkpoint.safetensors_files import load, open_weights
-from infinity.components import Parts
+from infinity.components import Components
 from infinity.config import Budget
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
@@ -21,8 +21,8 @@ from infinity.layout.strides import in_memory_order
 from infinity.model.materialize import materialize
 from infinity.model.paged_parameter import Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
-from infinity.model.pager import Paging
-from infinity.model.placeholder import StandIns
+from infinity.model.pager import Pager
+from infinity.model.placeholder import Placeholders
 from infinity.optim.paged_optimizer import PagedOptimizer, adopt, retire
 from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
@@ -113,7 +113,7 @@ class _Builder:
                     put(parameter, parameter)
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """See optimizer.UpdateBackend. For a parameter that is still a plain one, once its page is filled."""
+        """See optimizer.OptimizerCore. For a parameter that is still a plain one, once its page is filled."""
         assert self.states is not None
         unit, index = self.places[id(parameter)]
         layout = self.plan.layout.units[unit]
@@ -147,13 +147,13 @@ class _Builder:
             )
         edits = EditTracker(pages, store, states)
         engine = Engine(pages, store, Trace(), meter=meter, updates=updater or NoUpdates(), edits=edits)
-        paging = Paging(
+        pager = Pager(
             pages, addresses, engine, edits, gradients=gradients, scale=scale, health=health, heap=heap
         )
         for page in pages:
             for index, parameter in enumerate(page.parameters):
-                adopt_parameter(parameter, Place(paging, page, index))
-        parts = Parts(
+                adopt_parameter(parameter, Place(pager, page, index))
+        parts = Components(
             model=self.model,
             plan=plan,
             health=health,
@@ -164,7 +164,7 @@ class _Builder:
             pages=pages,
             edits=edits,
             engine=engine,
-            paging=paging,
+            pager=pager,
             gradients=gradients,
             states=states,
             updater=updater,
@@ -173,14 +173,16 @@ class _Builder:
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
         """The parameter pages; those at home where the model computes are there from now on."""
-        stand_ins = StandIns(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
+        placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [
             ParameterPage(
                 unit,
                 layout,
                 self.homes[unit],
                 parameters=self.parameters[unit],
-                stand_ins=[stand_ins.of(each.shape, each.stride, each.dtype) for each in layout.parameters],
+                placeholders=[
+                    placeholders.of(each.shape, each.stride, each.dtype) for each in layout.parameters
+                ],
                 addresses=addresses,
                 permanent=self._stays(unit),
             )
@@ -257,7 +259,7 @@ def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         for parameter in group["params"]:
             place = parameter._place
             groups[place.page.index, place.index] = number
-    assert runtime.backend is not None
-    runtime.backend.attach(optimizer.param_groups, groups)
-    runtime.take(PagedOptimizer(optimizer, rule, runtime.backend))
+    assert runtime.training_step is not None
+    runtime.training_step.attach(optimizer.param_groups, groups)
+    runtime.take(PagedOptimizer(optimizer, rule, runtime.training_step))
     retire(optimizer)

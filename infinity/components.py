@@ -9,7 +9,7 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
-from infinity.model.pager import Paging
+from infinity.model.pager import Pager
 from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
@@ -22,7 +22,7 @@ from infinity.telemetry.meter import Meter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Components:
     """The floors of one runtime, wired together. `gradients` and what follows only for training."""
 
     model: nn.Module
@@ -35,7 +35,7 @@ class Parts:
     pages: list[ParameterPage]
     edits: EditTracker
     engine: Engine
-    paging: Paging
+    pager: Pager
     gradients: Gradients | None
     states: States | None
     updater: Updater | None

@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
 from infinity.checkpoint.export import Source, export
-from infinity.components import Parts
+from infinity.components import Components
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.model.hooks import ModuleHooks, weakly
@@ -25,23 +25,23 @@ from infinity.system import machine
 from infinity.system.closing import Closing
 from infinity.telemetry.stats import Stats
 from infinity.telemetry.timeline import Timeline
-from infinity.training_step import Backend
+from infinity.training_step import TrainingStep
 
 
 class Runtime(Closing):
     """A model whose states are pages. Made by `infinity.offload`; a context manager that closes itself."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, parts: Components) -> None:
+        self._components = parts
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
         """Gradients go through it, once there is one."""
         self._optimizer: PagedOptimizer | None = None
-        self.backend: Backend | None = None
+        self.training_step: TrainingStep | None = None
         """What `runtime.optimizer` stands on; None for inference."""
         self._hooks = ModuleHooks(
             parts.model,
-            parts.paging,
+            parts.pager,
             parts.plan.layout.module_units,
             parts.plan.precision.compute_dtype,
             parts.scale,
@@ -49,7 +49,7 @@ class Runtime(Closing):
             forward_done=self._forward_done,
         )
         if parts.gradients is not None:
-            self.backend = Backend(parts, self._check_capacity)
+            self.training_step = TrainingStep(parts, self._check_capacity)
         arrived = weakly(self._gradient_arrived)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(arrived)
@@ -63,17 +63,17 @@ class Runtime(Closing):
     @property
     def plan(self) -> Plan:
         """What lies where, and what a step should take; after a first step, what it took."""
-        plan, last = self._parts.plan, self._parts.meter.snapshot().last_step
+        plan, last = self._components.plan, self._components.meter.snapshot().last_step
         if plan.activations is None and last is not None:
             return replace(
-                plan, activations=self._parts.paging.saved_bytes.peak, prediction=Prediction.of_step(last)
+                plan, activations=self._components.pager.saved_bytes.peak, prediction=Prediction.of_step(last)
             )
         return plan
 
     @property
     def optimizer(self) -> PagedOptimizer:
         """The optimizer to step, save, load and give to schedulers. Raises ConfigError without one."""
-        if self.backend is None:
+        if self.training_step is None:
             raise ConfigError(
                 "The model was offloaded without an optimizer.",
                 "Give infinity.offload an optimizer to train.",
@@ -88,10 +88,10 @@ class Runtime(Closing):
     @property
     def stats(self) -> Stats:
         """Bytes moved per tier edge, stalls, peaks, hit rate, and what limited the last step."""
-        store = self._parts.store
+        store = self._components.store
         for name, pool in store.pools.items():
-            self._parts.meter.peak(name, pool.counters.peak)
-        return self._parts.meter.snapshot()
+            self._components.meter.peak(name, pool.counters.peak)
+        return self._components.meter.snapshot()
 
     @contextmanager
     def timeline(self, to: str | os.PathLike[str] | Timeline) -> Iterator[Timeline]:
@@ -102,8 +102,8 @@ class Runtime(Closing):
         another."""
         with ExitStack() as inside:
             timeline = to if isinstance(to, Timeline) else inside.enter_context(Timeline(to))
-            inside.enter_context(self._parts.store.link.timed())
-            inside.enter_context(self._parts.meter.recording(timeline))
+            inside.enter_context(self._components.store.link.timed())
+            inside.enter_context(self._components.meter.recording(timeline))
             yield timeline
 
     def accumulate(
@@ -122,13 +122,13 @@ class Runtime(Closing):
         the budget has room for. recompute: blocks keep their inputs alone and run again in backward. Returns
         the detached losses. infinity.accumulation.vertical.Accumulator.run says what happens where, and when
         it warns."""
-        backend, parts = self._training(), self._parts
-        with parts.paging.lock:
+        training_step, parts = self._training(), self._components
+        with parts.pager.lock:
             self._refuse()
             if self._accumulator is None:
                 assert parts.gradients is not None
                 self._accumulator = Accumulator(
-                    parts.model, parts.plan, parts.paging, parts.gradients, backend.add
+                    parts.model, parts.plan, parts.pager, parts.gradients, training_step.add
                 )
         return self._accumulator.run(batches, loss_fn, together=together, recompute=recompute)
 
@@ -158,9 +158,9 @@ class Runtime(Closing):
         units = {
             parameter._place.page.index
             for parameter in module.parameters()
-            if isinstance(parameter, PagedParameter) and parameter._place.pager is self._parts.paging
+            if isinstance(parameter, PagedParameter) and parameter._place.pager is self._components.pager
         }
-        with self._parts.paging.whole(sorted(units)):
+        with self._components.pager.whole(sorted(units)):
             yield
 
     def save(self, path: str | None = None, *, state: Mapping[str, Any] | None = None) -> NoReturn:
@@ -179,13 +179,13 @@ class Runtime(Closing):
 
     def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
         """Write the model to the directory `path` in Hugging Face's layout; see infinity.export.export."""
-        parts, compute = self._parts, self._parts.plan.precision.compute_dtype
-        with parts.paging.lock:
+        parts, compute = self._components, self._components.plan.precision.compute_dtype
+        with parts.pager.lock:
             self._refuse()
             if parts.updater is not None:
                 parts.updater.complete_all()
             parts.edits.sync_edits()
-            source = Source(parts.model, parts.paging, parts.store, parts.states, compute)
+            source = Source(parts.model, parts.pager, parts.store, parts.states, compute)
             export(source, path, dtype=dtype, shard=shard)
 
     def close(self) -> None:
@@ -193,18 +193,18 @@ class Runtime(Closing):
 
         The model's parameters cannot be used afterwards: copy its state_dict() before, if it is wanted.
         """
-        parts = self._parts
-        with parts.paging.lock:
+        parts = self._components
+        with parts.pager.lock:
             if parts.health.closed:
                 return
             parts.health.closed = True
-            parts.paging.forwards.prune()
+            parts.pager.forwards.prune()
             with ExitStack() as ends:  # from the last to the first, each also if one before it is interrupted
                 ends.callback(parts.store.close)
                 ends.callback(parts.threads.close)
                 if parts.gradients is not None:
                     ends.callback(parts.gradients.close)
-                ends.callback(parts.paging.forget)
+                ends.callback(parts.pager.forget)
                 for page in parts.pages:
                     ends.callback(page.end)
                 ends.callback(parts.engine.abandon)
@@ -220,9 +220,9 @@ class Runtime(Closing):
         self._training().gradient_arrived(parameter, self._accumulator)
 
     def _forward_done(self) -> None:
-        if self._parts.gradients is None:
-            with self._parts.paging.lock:
-                self._parts.engine.step_done()
+        if self._components.gradients is None:
+            with self._components.pager.lock:
+                self._components.engine.step_done()
 
     def _check_copy(self, module: nn.Module) -> None:
         self._check_capacity(sum(each.numel() * each.element_size() for each in module.parameters()))
@@ -230,7 +230,7 @@ class Runtime(Closing):
     # --- inside ----------------------------------------------------------------------------------------
 
     def _check_capacity(self, nbytes: int) -> None:
-        """See optimizer.UpdateBackend."""
+        """See optimizer.OptimizerCore."""
         self._refuse()
         usable = machine.memory().usable
         if nbytes > usable:
@@ -240,10 +240,10 @@ class Runtime(Closing):
                 needed=nbytes,
             )
 
-    def _training(self) -> Backend:
-        if self.backend is None:
+    def _training(self) -> TrainingStep:
+        if self.training_step is None:
             raise ConfigError(
                 "The model was offloaded without an optimizer, so it has no gradients.",
                 "Give infinity.offload an optimizer to train, or run the model under torch.no_grad().",
             )
-        return self.backend
+        return self.training_step

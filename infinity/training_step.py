@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.accumulation.vertical import Accumulator
-from infinity.components import Parts
+from infinity.components import Components
 from infinity.config import format_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
@@ -21,16 +21,16 @@ from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
 
 
-class Backend:
-    """The training half of a runtime. See optimizer.UpdateBackend, which it is."""
+class TrainingStep:
+    """The training half of a runtime. See optimizer.OptimizerCore, which it is."""
 
-    def __init__(self, parts: Parts, check_capacity: Callable[[int], None]) -> None:
-        """check_capacity: see UpdateBackend."""
+    def __init__(self, parts: Components, check_capacity: Callable[[int], None]) -> None:
+        """check_capacity: see OptimizerCore."""
         assert parts.gradients is not None and parts.states is not None and parts.updater is not None
         self.check_capacity = check_capacity
-        self._parts = parts
+        self._components = parts
         self._refuse = parts.health.check
-        self._paging = parts.paging
+        self._pager = parts.pager
         self._edits = parts.edits
         self._gradients = parts.gradients
         self._states = parts.states
@@ -59,7 +59,7 @@ class Backend:
 
     def clip(self, max_norm: float) -> float:
         """See Runtime.clip_grad_norm_. Raises ConfigError with eager updates."""
-        with self._paging.lock:
+        with self._pager.lock:
             self._refuse()
             if self._eager is not None:
                 raise ConfigError(
@@ -73,14 +73,14 @@ class Backend:
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See Runtime.grad."""
         place = self._place(parameter)
-        with self._paging.lock:
+        with self._pager.lock:
             self._refuse()
             return self._gradients.read(place.page.index, place.index)
 
     def step(self) -> None:
         """See PagedOptimizer.step. Raises ConfigError without a gradient, NonFiniteGradient."""
-        parts, gradients = self._parts, self._gradients
-        with self._paging.lock:
+        parts, gradients = self._components, self._gradients
+        with self._pager.lock:
             self._refuse()
             parts.meter.entered(Phase.STEP)
             parts.store.settle()  # here a gradient that did not reach its home costs this step only
@@ -117,15 +117,15 @@ class Backend:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        with self._paging.lock:
+        with self._pager.lock:
             self._refuse()
-            self._paging.forwards.prune()
+            self._pager.forwards.prune()
             self._gradients.clear()
             if self._eager is not None:
                 self._eager.clear()
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """See optimizer.UpdateBackend."""
+        """See optimizer.OptimizerCore."""
         place = self._place(parameter)
         states = self._states
         page = states.pages.get(place.page.index)
@@ -139,9 +139,9 @@ class Backend:
         )
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See optimizer.UpdateBackend."""
+        """See optimizer.OptimizerCore."""
         place, states = self._place(parameter), self._states
-        with self._paging.lock:
+        with self._pager.lock:
             self._refuse()
             self._updater.complete(place.page.index)
             found = states.read(place.page.index, place.index)
@@ -153,9 +153,9 @@ class Backend:
             return found
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """See optimizer.UpdateBackend."""
+        """See optimizer.OptimizerCore."""
         place, states = self._place(parameter), self._states
-        with self._paging.lock:
+        with self._pager.lock:
             self._refuse()
             self._updater.complete(place.page.index)
             states.write(place.page.index, place.index, state)
@@ -176,7 +176,7 @@ class Backend:
         place = self._place(parameter)
         if gradient is not None:
             self._gradients.await_room(place.page.index, place.index, gradient)
-        with self._paging.lock:
+        with self._pager.lock:
             self._refuse()
             if gradient is not None:
                 self._updater.complete(place.page.index)
@@ -185,21 +185,21 @@ class Backend:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
                 self._backward = backward
-                self._parts.meter.entered(Phase.BACKWARD)
+                self._components.meter.entered(Phase.BACKWARD)
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
-        with self._paging.lock:
+        with self._pager.lock:
             self._backward = -1
             self._gradients.staged.finish()
-            self._parts.meter.entered(Phase.BETWEEN)
+            self._components.meter.entered(Phase.BETWEEN)
 
     # --- inside ----------------------------------------------------------------------------------------
 
     def _check_activations(self) -> None:
         """Warn where those of the first step came on top of a budget that pages fill."""
-        plan, saved = self._parts.plan, self._paging.saved_bytes.peak
+        plan, saved = self._components.plan, self._pager.saved_bytes.peak
         beyond = plan.shortfall(saved)
         if beyond:
             tier = Tier.HOST if plan.unified else Tier.DEVICE
@@ -213,7 +213,7 @@ class Backend:
 
     def _update(self) -> None:
         """Update all that is left to `step`."""
-        parts = self._parts
+        parts = self._components
         if not parts.store.device.shares_host:
             parts.engine.land_all()  # what arrives now would miss the update
         self._edits.sync_edits()
@@ -225,7 +225,7 @@ class Backend:
 
     def _update_early(self, unit: int) -> None:
         """Update a unit if it has all gradients of the step."""
-        eager, parts = self._eager, self._parts
+        eager, parts = self._eager, self._components
         assert eager is not None
         if not eager.admits(unit):
             return
@@ -243,7 +243,7 @@ class Backend:
         try:
             yield
         except BaseException as error:
-            self._parts.health.lose(
+            self._components.health.lose(
                 error
                 if isinstance(error, InfinityError)
                 else ConfigError(
@@ -267,10 +267,10 @@ class Backend:
         self._edits.write_back(page)
         layout = page.layout.parameters[place.index]
         nbytes = layout.numel * layout.dtype.itemsize
-        return self._parts.store.fetch(page.home, page.start(place.index), nbytes).view(layout.dtype)
+        return self._components.store.fetch(page.home, page.start(place.index), nbytes).view(layout.dtype)
 
     def _place(self, parameter: torch.Tensor) -> Place:
-        if isinstance(parameter, PagedParameter) and parameter._place.pager is self._paging:
+        if isinstance(parameter, PagedParameter) and parameter._place.pager is self._pager:
             return parameter._place
         raise ConfigError(
             "A tensor was given that is no parameter of the offloaded model.",

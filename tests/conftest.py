@@ -35,7 +35,7 @@ if machine.file_system(tempfile.gettempdir()) == "tmpfs":
 
 @pytest.fixture(scope="session", autouse=True)
 def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Bandwidths and settings that somebody measured here have no say in tests, nor tests in theirs."""
+    """MachineRates and settings that somebody measured here have no say in tests, nor tests in theirs."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = os.fspath(tmp_path_factory.mktemp("cache"))
     yield

@@ -51,4 +51,4 @@ def opened(
 
 def spent(runtime: Any) -> list[int]:
     """Units that were updated before `step`."""
-    return [unit for unit, page in runtime._parts.gradients.pages.items() if page.spent]
+    return [unit for unit, page in runtime._components.gradients.pages.items() if page.consumed]

@@ -89,11 +89,11 @@ def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
     """The fp32 masters of trainable parameters, and the others' values, by the runtime's own reading."""
-    states, found = runtime._parts.states, {}
+    states, found = runtime._components.states, {}
     for name, each in model.named_parameters():
         place = each._place
         layout = place.page.layout.parameters[place.index]
-        values = runtime.backend._values(place)
+        values = runtime.training_step._values(place)
         if layout.trainable:
             values = states.master(place.page.index, place.index, values)
         elif values.is_floating_point():

@@ -57,7 +57,7 @@ def smallest(model: nn.Module, place: str, directory: Path) -> dict[Tier, int]:
 
 def check_budgets(runtime: Any, sizes: dict[Tier, int], directory: Path) -> None:
     """Assert that no tier holds, or ever held, more than its budget."""
-    store = runtime._parts.store
+    store = runtime._components.store
     for name, pool in store.pools.items():
         counters = pool.counters
         assert 0 <= counters.leased <= counters.peak <= pool.nbytes, name

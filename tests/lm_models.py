@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from infinity.lm.decoder import Decoder, DecoderConfig
+from infinity.lm.language_model import LanguageModel, language_model
 from infinity.lm.presets import PRESETS, Preset
-from infinity.lm.subject import Subject, subject
 from infinity.lm.text import Text
 from infinity.lm.vocabulary import Bytes
 
 TINY = DecoderConfig(width=16, layers=2, heads=2, hidden=32)
 
 
-def preset_of(config: DecoderConfig = TINY) -> Subject:
-    """A preset's subject with a decoder of that size, real and on the CPU."""
+def preset_of(config: DecoderConfig = TINY) -> LanguageModel:
+    """A preset's model: a decoder of that size, real and on the CPU."""
     PRESETS["tiny"] = Preset(config, 1e-2)
     try:
-        made = subject("tiny")
+        made = language_model("tiny")
     finally:
         del PRESETS["tiny"]
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ class ScriptedSubject:
         self.seen = torch.empty(0)
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """See Subject."""
+        """See LanguageModel."""
         assert not torch.is_grad_enabled()
         self.asked += 1
         self.seen = tokens

@@ -106,7 +106,7 @@ KINDS = {"wide": Wide, "norm": Norm, "table": Table, "mix": Mix, "scale": Scale,
 
 
 class Stack(nn.Module):
-    """Parts that a forward takes in any order, any number of times."""
+    """Components that a forward takes in any order, any number of times."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         super().__init__()

@@ -68,8 +68,8 @@ def files(directory: Path) -> list[str]:
 
 def settle(runtime: Any) -> None:
     """Nothing is due or under way any more: no update, no read ahead, no write back."""
-    parts = runtime._parts
-    with parts.paging.lock:
+    parts = runtime._components
+    with parts.pager.lock:
         parts.updater.complete_all()
         parts.engine.land_all()
         parts.store.settle()

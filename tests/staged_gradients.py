@@ -22,7 +22,7 @@ class StagedGradients:
         compute = Chain.compute
 
         def counting(chain: Chain, *args: Any, **options: Any) -> Any:
-            if self.runtime is not None and chain._store is self.runtime._parts.store:
+            if self.runtime is not None and chain._store is self.runtime._components.store:
                 # Kept since the gate opened. Of those that were put home meanwhile it is not.
                 self._nbytes += 0 if chain._gradient_page.home.in_place else chain._kept.nbytes
             return compute(chain, *args, **options)

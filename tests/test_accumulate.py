@@ -246,7 +246,7 @@ def test_blocks_that_are_recomputed_keep_less_and_change_no_bit(tmp_path: Path) 
         model = of.make()
         with opened(model, tmp_path, device_factor=4) as runtime, no_warnings():
             runtime.accumulate(batches_of(of), functools.partial(of.loss, model), recompute=recompute)
-            kept[recompute] = runtime._parts.paging.saved_bytes.peak
+            kept[recompute] = runtime._components.pager.saved_bytes.peak
         assert all("forward" not in each.__dict__ for each in model.modules())
     assert kept[True] < 0.5 * kept[False]
     with no_warnings():
@@ -255,7 +255,7 @@ def test_blocks_that_are_recomputed_keep_less_and_change_no_bit(tmp_path: Path) 
 
 def blocks_that_move(runtime: Any, count: int) -> list[int]:
     """Of the first `count` modules in a sequence, those with a page that comes and goes."""
-    pages = runtime._parts.pages
+    pages = runtime._components.pages
     return [
         block
         for block in range(count)

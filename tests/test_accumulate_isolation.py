@@ -186,7 +186,7 @@ def test_an_exception_ends_all_and_the_next_step_is_right(
         runtime.optimizer.zero_grad()
         plain_loop(lambda batch: TIED.loss(model, batch), batches)
         assert differences(got, gradients(runtime, model)) == []
-        assert not runtime._parts.paging.forwards
+        assert not runtime._components.pager.forwards
     assert files(tmp_path) == []
 
 

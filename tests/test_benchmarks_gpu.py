@@ -17,7 +17,7 @@ from infinity.config import Budget, Precision
 from infinity.formats.optimizer_rules import Rule
 from infinity.lm.decoder import Decoder
 from infinity.lm.presets import PRESETS
-from infinity.planning.fake_step import estimate_step
+from infinity.planning.fake_step import run_fake_step
 from infinity.planning.headroom import Headroom
 from infinity.planning.placement import Kind
 from infinity.planning.planner import Available, make_plan
@@ -196,7 +196,7 @@ def test_the_budgets_of_the_parts_hold_their_models_on_a_hopper(
         model = Decoder(PRESETS[name].decoder)
         tokens = torch.zeros(batch, 1024, dtype=torch.int64)
     precision = Precision(compute="bf16", accumulate="compute")
-    found = estimate_step(
+    found = run_fake_step(
         model, (tokens, tokens), precision=precision, device=torch.device("cpu"), train=True
     )
     assert found is not None

@@ -244,7 +244,7 @@ class Twins(RuleBasedStateMachine):
 
         units: those that one operation takes together, where it is more than one.
         """
-        pages = self.runtime._parts.pages
+        pages = self.runtime._components.pages
         together = sum(pages[unit].nbytes for unit in set(units or ()) if not pages[unit].permanent)
         fits = together <= self.runtime.plan.resident_bytes
         try:
@@ -269,7 +269,7 @@ class Twins(RuleBasedStateMachine):
     def units_together(self, arguments: Forward) -> list[int]:
         """The units of the module of this forward that takes most bytes at once."""
         modules = self.runtime.plan.layout.module_units
-        pages = self.runtime._parts.pages
+        pages = self.runtime._components.pages
         count = len(self.model.parts)
         taken = [list(modules.get(f"parts.{number % count}", ())) for number in arguments.order]
         return max(

@@ -235,7 +235,7 @@ def test_what_a_job_is_made_of(job: TinyJob) -> None:
     assert made.plan.accumulation == 2
     assert made.device == torch.device("cpu")
     assert made.batches.training(0, 0).shape == (2, 33)
-    assert all(each.is_meta for each in made.subject.model.parameters())
+    assert all(each.is_meta for each in made.language_model.model.parameters())
     given = make_job(parser.parse_args([*arguments, "--lr", "0.5", "--accumulate", "1"]))
     assert given.recipe.learning_rate == given.optimizer.param_groups[0]["lr"] == 0.5
     assert given.plan.accumulation == 1

@@ -14,7 +14,7 @@ import infinity
 from infinity import cli
 from infinity.aio import Faults
 from infinity.lm.batches import Batches
-from infinity.lm.subject import subject
+from infinity.lm.language_model import language_model
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut
 from infinity.pages.store import injected
@@ -127,7 +127,7 @@ def test_an_export_is_the_trained_model(job: TinyJob, capsys: pytest.CaptureFixt
     out, again = job.folder / "new" / "out", job.folder / "again"
     summary = job.train(capsys, *job.on_disk(capsys), "--steps", 3, "--export", out)
     assert summary["exported"] == str(out)
-    tiny = subject("tiny")
+    tiny = language_model("tiny")
     text = find_text([str(job.folder / "data")])
     precision = infinity.Precision(compute="bf16")
     optimizer = torch.optim.AdamW(tiny.model.parameters())

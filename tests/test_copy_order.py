@@ -128,7 +128,7 @@ def test_a_look_ahead_returns_while_copies_are_held() -> None:
     device = EmulatedDevice(3)
     with opened(device) as (model, runtime):
         stepped(model, runtime)
-        engine, streams = runtime._parts.engine, runtime._parts.store.link.streams
+        engine, streams = runtime._components.engine, runtime._components.store.link.streams
         evict_all(engine)
         late: list[str] = []
 
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_a_step_whose_gradients_do_not_come_down() -> None:
     with opened(device) as (model, runtime):
         expected = stepped(model, runtime)
     with opened(device) as (model, runtime):
-        down = runtime._parts.store.link.streams["down"]
+        down = runtime._components.store.link.streams["down"]
         inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
         loss = model(inputs, tuple(range(BLOCKS)))
         device.hold(down)

@@ -140,9 +140,9 @@ def test_mapped_addresses_are_used_by_nobody(device: EmulatedDevice) -> None:
     memory = device.driver.repeat(GRANULE, 1, 0xFF)
     device.compute.touched(memory.address, 16, writes=False, label="page")
     device.driver.touched_by_host(memory.address, 16, writes=True, label="chunk")
-    stand_ins = [each for each in device.violations if "stand-in" in each]
-    assert len(stand_ins) == 2
-    assert "compute: page reads" in stand_ins[0] and "host: chunk writes" in stand_ins[1]
+    placeholders = [each for each in device.violations if "stand-in" in each]
+    assert len(placeholders) == 2
+    assert "compute: page reads" in placeholders[0] and "host: chunk writes" in placeholders[1]
     device.driver.synchronize()
     memory.release()
 
@@ -231,9 +231,9 @@ def test_a_training_that_finds_no_memory_for_stand_ins_leaves_nothing() -> None:
 
 def test_a_stray_write_in_a_training_is_seen() -> None:
     def stray(runtime: Any) -> None:
-        evict_all(runtime._parts.engine)
-        page = next(each for each in runtime._parts.pages if each.residency is None)
-        page._stand_ins[0].view(-1)[0] = 1.0
+        evict_all(runtime._components.engine)
+        page = next(each for each in runtime._components.pages if each.residency is None)
+        page._placeholders[0].view(-1)[0] = 1.0
 
     device = EmulatedDevice(10)
     with pytest.raises(AssertionError, match="stand-in"):

@@ -100,7 +100,9 @@ def test_step_does_not_wait_for_what_began_early(tmp_path: Path) -> None:
             loss_of(model, step).backward()
             early = spent(runtime)
             runtime.optimizer.step()
-            pending = [unit for unit in parameters_in_ram(runtime) if runtime._parts.updater.pending(unit)]
+            pending = [
+                unit for unit in parameters_in_ram(runtime) if runtime._components.updater.pending(unit)
+            ]
             runtime.optimizer.zero_grad()
         assert set(pending) & set(early)
 
@@ -109,7 +111,7 @@ def test_a_view_that_code_holds_is_updated_before_step_returns(tmp_path: Path) -
     faults = Faults()
     with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
         first = parameters_in_ram(runtime)[0]
-        parameter = runtime._parts.pages[first].parameters[0]
+        parameter = runtime._components.pages[first].parameters[0]
         for step in range(2):
             held = parameter.detach()
             before = held.clone()
@@ -139,7 +141,7 @@ def test_what_is_written_is_what_the_plan_says(
             loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            runtime._parts.updater.complete_all()
+            runtime._components.updater.complete_all()
             written = runtime.stats.edges[Edge.HOST_TO_NVME].bytes
             moved, before = written - before, written
         plan, found = runtime.plan, staged.count()
@@ -305,8 +307,8 @@ def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) ->
             loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            runtime._parts.updater.complete_all()
-            runtime._parts.store.settle()
+            runtime._components.updater.complete_all()
+            runtime._components.store.settle()
         return {name: each.clone() for name, each in model.state_dict().items()}
 
 

@@ -92,7 +92,7 @@ def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> I
 def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
     """Copies down do not begin inside, nor before what is given is called; a watchdog asserts that nobody
     waited for them."""
-    down = runtime._parts.store.link.streams["down"]
+    down = runtime._components.store.link.streams["down"]
     late: list[str] = []
 
     def let_go() -> None:
@@ -194,13 +194,13 @@ def test_the_third_of_a_ring_of_two_waits_without_lock_and_gil() -> None:
     """Also Ctrl-C lands, and the step can be repeated."""
     device, model = EmulatedDevice(2), Layers(*3 * [BLOCK], bias=False)
     with opened(device, model) as runtime:
-        ring = runtime._parts.gradients._ring
+        ring = runtime._components.gradients._ring
         seen: list[bool] = []
 
         def look() -> None:
             while len(ring._jobs) < 2 or not ring._changed._waiters:  # the worker waits for its copy
                 time.sleep(0.001)
-            lock = runtime._parts.paging.lock
+            lock = runtime._components.pager.lock
             seen.append(lock.acquire(timeout=WATCHDOG / 2))
             if seen[0]:
                 lock.release()
@@ -245,14 +245,14 @@ def test_a_runtime_closes_while_copies_are_held() -> None:
     device, model = EmulatedDevice(4), Layers(BLOCK, BLOCK // 2)
     with nothing_left(garbage=True):
         with opened(device, model) as runtime:
-            down = runtime._parts.store.link.streams["down"]
+            down = runtime._components.store.link.streams["down"]
             device.hold(down)
             model(inputs()).backward()
             timer = threading.Timer(0.1, device.let_go, (down,))
             timer.start()
             runtime.close()
             timer.join()
-            assert runtime._parts.gradients._ring._jobs
+            assert runtime._components.gradients._ring._jobs
         del runtime
         gc.collect()
 

@@ -147,7 +147,7 @@ def backward(model: nn.Module, number: int) -> None:
 
 def moved(runtime: Any, *edges: Edge) -> list[int]:
     """Bytes over these edges so far, once nothing is under way."""
-    runtime._parts.store.settle()
+    runtime._components.store.settle()
     return [runtime.stats.edges[edge].bytes for edge in edges]
 
 
@@ -157,10 +157,10 @@ NEAR = {Kind.PARAMETER: Tier.DEVICE, Kind.GRADIENT: Tier.DEVICE, Kind.OPTIMIZER:
 
 def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tuple[list[int], list[int]]:
     """Bytes over these edges until a step's gradients are home, and until its updates are."""
-    parts = runtime._parts
+    parts = runtime._components
     start = moved(runtime, *edges)
     backward(model, number)
-    while parts.gradients.staged.take_oldest_home(None):
+    while parts.gradients.staged.write_back_oldest(None):
         pass
     middle = moved(runtime, *edges)
     runtime.optimizer.step()
@@ -225,7 +225,7 @@ def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> N
     assert (least[1] < least[None]) == (compute in HALF)
     with infinity.offload(model, adamw(model), accumulation=1, **arguments) as runtime:
         assert replace(runtime.plan, prediction=None) == replace(plans[1], rule=runtime.plan.rule)
-        for unit, page in runtime._parts.gradients.pages.items():
+        for unit, page in runtime._components.gradients.pages.items():
             assert page.home.nbytes == plans[1].page_bytes(unit, Kind.GRADIENT)
             for number, chunk in enumerate(page.layout.chunks):
                 assert page.dtype(number) is page.layout.regions[chunk.region].dtype
@@ -387,6 +387,6 @@ def test_eager_updates_of_units_that_wait_for_others_take_no_second(tmp_path: Pa
     with one_declared(tmp_path, home="unified", update="eager") as (model, runtime):
         wide = model.get_parameter(WIDE)
         loss_of(model, 0).backward(inputs=[wide])
-        assert not any(page.spent for page in runtime._parts.gradients.pages.values())
+        assert not any(page.consumed for page in runtime._components.gradients.pages.values())
         with pytest.raises(ConfigError, match=f"One more gradient of {WIDE}"):
             loss_of(model, 1).backward(inputs=[wide])

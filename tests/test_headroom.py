@@ -91,7 +91,7 @@ def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int,
     tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_step._Watch, "_made", made)
-        found = fake_step.estimate_step(
+        found = fake_step.run_fake_step(
             model, (tokens, tokens), precision=Precision(), device=torch.device("cpu"), train=True
         )
     assert found is not None

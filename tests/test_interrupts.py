@@ -44,7 +44,9 @@ def load(model: Any, runtime: Any) -> None:
         model.load_state_dict(clean("nvme", "bf16").parameters)
     except RuntimeError as error:  # torch takes whatever a copy raises, and lists it in one of its own
         assert "Could not" in str(error)
-        raise storage_error("load", str(runtime._parts.store.nvme.slabs[0].path), None, errno.EIO) from error
+        raise storage_error(
+            "load", str(runtime._components.store.nvme.slabs[0].path), None, errno.EIO
+        ) from error
 
 
 def load_optimizer(model: Any, runtime: Any) -> None:

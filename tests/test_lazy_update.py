@@ -51,7 +51,9 @@ def opened(
 
 def pending(runtime: Any) -> list[int]:
     """Units that the last step has not updated yet."""
-    return [page.index for page in runtime._parts.pages if runtime._parts.updater.pending(page.index)]
+    return [
+        page.index for page in runtime._components.pages if runtime._components.updater.pending(page.index)
+    ]
 
 
 def train(home: str, directory: Path, update: str, act: Callable[[Any, Any, int], Any]) -> list[Any]:
@@ -206,7 +208,7 @@ def test_a_runtime_closes_with_updates_due(home: str, tmp_path: Path) -> None:
         runtime.optimizer.step()
         assert pending(runtime)
         runtime.close()
-        assert all(pool.counters.leased == 0 for name, pool in runtime._parts.store.pools.items())
+        assert all(pool.counters.leased == 0 for name, pool in runtime._components.store.pools.items())
 
 
 def test_a_read_that_fails_leaves_the_update_due(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_an_outcome_that_cannot_be_written_ends_the_runtime(tmp_path: Path) -> N
         with pytest.raises(StorageError):
             for _ in range(3):
                 loss_of(model, 1)
-                runtime._parts.store.settle()
+                runtime._components.store.settle()
         faults.clear()
         for use in (lambda: loss_of(model, 1), runtime.optimizer.zero_grad, runtime.optimizer.state_dict):
             with pytest.raises(StorageError):

@@ -64,18 +64,18 @@ SMALL = Entry("small", Small, rows)
 
 def settle(runtime: Any) -> None:
     """Nothing is due or under way any more."""
-    if runtime._parts.updater is not None:
-        runtime._parts.updater.complete_all()
-    runtime._parts.engine.abandon()
-    runtime._parts.store.settle()
-    for page in runtime._parts.pages:
+    if runtime._components.updater is not None:
+        runtime._components.updater.complete_all()
+    runtime._components.engine.abandon()
+    runtime._components.store.settle()
+    for page in runtime._components.pages:
         page.home.settle(0, page.home.nbytes, True)
 
 
 def held(runtime: Any) -> dict[str, Any]:
     """What is held: leased bytes and leases by pool, requests, objects of the package by type."""
     gc.collect()
-    store, homes = runtime._parts.store, [page.home for page in runtime._parts.pages]
+    store, homes = runtime._components.store, [page.home for page in runtime._components.pages]
     return {
         "leases": {name: (pool.counters.leased, pool.counters.leases) for name, pool in store.pools.items()},
         "requests": sum(len(home.in_flight) for home in homes) + len(store._writes),

@@ -14,8 +14,8 @@ from lm_models import TINY, preset_of, text_of
 
 from infinity.errors import ConfigError
 from infinity.lm.batches import Batches
+from infinity.lm.language_model import language_model
 from infinity.lm.presets import PRESETS
-from infinity.lm.subject import subject
 from infinity.lm.text import Text
 from infinity.lm.vocabulary import Bytes, Tokens, decode_stretch
 
@@ -163,7 +163,7 @@ def test_bytes_that_are_no_text_show_as_such() -> None:
 
 def test_subjects_have_the_presets_numbers() -> None:
     for name, preset in PRESETS.items():
-        found = subject(name)
+        found = language_model(name)
         assert (found.name, found.weights, found.longest) == (name, None, None)
         assert found.learning_rate == preset.learning_rate
         assert all(parameter.is_meta for parameter in found.model.parameters())
@@ -183,4 +183,4 @@ def test_a_presets_loss_is_its_models_and_example_inputs_fit_it() -> None:
 
 def test_a_name_that_is_no_model_says_which_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no model '8m'.*10m, 30m.*config\.json"):
-        subject("8m")
+        language_model("8m")

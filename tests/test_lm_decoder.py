@@ -10,8 +10,8 @@ import torch
 from homes import each_device
 
 from infinity.lm.decoder import Decoder, DecoderConfig
+from infinity.lm.language_model import language_model
 from infinity.lm.presets import PRESETS
-from infinity.lm.subject import subject
 
 SMALL = DecoderConfig(width=32, layers=2, heads=4, hidden=48)
 SCALE = {"m": 1e6, "b": 1e9}
@@ -30,7 +30,7 @@ def test_a_preset_has_the_parameters_that_its_name_says(name: str) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     number, unit = re.fullmatch(r"(\d+)([mb])", name).groups()
     said = int(number) * SCALE[unit]
-    assert parameters == config.parameters == subject(name).parameters
+    assert parameters == config.parameters == language_model(name).parameters
     assert parameters == pytest.approx(said, rel=0.02)
 
 

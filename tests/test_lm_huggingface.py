@@ -17,8 +17,8 @@ from lm_models import text_of
 import infinity
 from infinity.errors import ConfigError
 from infinity.lm.batches import Batches
+from infinity.lm.language_model import LanguageModel, language_model
 from infinity.lm.sample import generate
-from infinity.lm.subject import Subject, subject
 from infinity.lm.text import Text
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers package")
@@ -83,7 +83,7 @@ def text(tmp_path: Path) -> Text:
     return text_of(folder, [SENTENCE.encode() * 500])
 
 
-def train(found: Subject, text: Text, steps: int, learning_rate: float) -> list[float]:
+def train(found: LanguageModel, text: Text, steps: int, learning_rate: float) -> list[float]:
     optimizer = torch.optim.AdamW(found.model.parameters(), lr=learning_rate)
     batches = Batches(text, found, batch=2, seq=24, seed=0)
     losses = []
@@ -109,7 +109,7 @@ def train(found: Subject, text: Text, steps: int, learning_rate: float) -> list[
 
 
 def test_a_configuration_alone_trains_from_the_beginning(tmp_path: Path, text: Text) -> None:
-    found = subject(str(configured(tmp_path / "tiny")))
+    found = language_model(str(configured(tmp_path / "tiny")))
     assert (found.name, found.weights, found.learning_rate, found.longest) == ("tiny", None, 3e-4, 31)
     assert found.parameters == sum(each.numel() for each in found.model.parameters())
     assert all(parameter.is_meta for parameter in found.model.parameters())
@@ -123,7 +123,7 @@ def test_a_directory_with_weights_and_a_tokenizer_goes_on_from_them(tmp_path: Pa
     directory = tmp_path / "tiny"
     reference = weighted(directory)
     tokenizer = tokenized(directory)
-    found = subject(str(directory))
+    found = language_model(str(directory))
     assert (found.weights, found.learning_rate) == (str(directory), 2e-5)
     assert found.vocabulary.encode(SENTENCE) == tokenizer(SENTENCE)["input_ids"]
     assert len(found.vocabulary.encode(SENTENCE)) < len(SENTENCE)
@@ -136,8 +136,8 @@ def test_a_directory_with_weights_and_a_tokenizer_goes_on_from_them(tmp_path: Pa
 
 
 def test_tied_parameters_count_once(tmp_path: Path) -> None:
-    tied = subject(str(configured(tmp_path / "tied", tie_word_embeddings=True)))
-    free = subject(str(configured(tmp_path / "free", tie_word_embeddings=False)))
+    tied = language_model(str(configured(tmp_path / "tied", tie_word_embeddings=True)))
+    free = language_model(str(configured(tmp_path / "free", tie_word_embeddings=False)))
     assert free.parameters - tied.parameters == VOCABULARY * LLAMA["hidden_size"]
 
 
@@ -149,7 +149,7 @@ def test_the_loss_is_of_every_next_token_and_the_longest_window_fits(tmp_path: P
         transformers.GPT2Config(
             vocab_size=300, n_embd=16, n_layer=1, n_head=2, n_positions=32
         ).save_pretrained(tmp_path)
-    found = subject(str(tmp_path))
+    found = language_model(str(tmp_path))
     found.model = type(found.model)(found.model.config).eval()
     tokens = torch.randint(VOCABULARY, (2, found.longest + 1))
     logits = found.model(input_ids=tokens[:, :-1]).logits
@@ -164,7 +164,7 @@ def test_the_loss_is_of_every_next_token_and_the_longest_window_fits(tmp_path: P
 
 
 def test_a_model_of_half_precision_gives_its_loss_and_logits_in_fp32(tmp_path: Path) -> None:
-    found = subject(str(configured(tmp_path, dtype="bfloat16")))
+    found = language_model(str(configured(tmp_path, dtype="bfloat16")))
     assert {parameter.dtype for parameter in found.model.parameters()} == {torch.bfloat16}
     found.model.to_empty(device="cpu")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -176,7 +176,7 @@ def test_transformers_has_nothing_to_say(tmp_path: Path, capfd: pytest.CaptureFi
     tokenized(tmp_path)
     capfd.readouterr()
     before = transformers.logging.get_verbosity()
-    found = subject(str(tmp_path))
+    found = language_model(str(tmp_path))
     found.vocabulary.encode(SENTENCE * 100)
     found.model.to_empty(device="cpu")
     found.loss(torch.zeros(1, 4, dtype=torch.int64))
@@ -219,7 +219,7 @@ def tokenizer_file(name: str, content: str, **sizes: Any) -> Callable[[Path], No
 def test_what_cannot_be_trained(tmp_path: Path, prepare: Callable[[Path], object], what: str) -> None:
     prepare(tmp_path)
     with pytest.raises(ConfigError, match=what):
-        subject(str(tmp_path))
+        language_model(str(tmp_path))
 
 
 def test_code_in_the_directory_never_runs(tmp_path: Path) -> None:
@@ -228,12 +228,12 @@ def test_code_in_the_directory_never_runs(tmp_path: Path) -> None:
     theirs = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     with pytest.raises(ConfigError, match="custom code"):
-        subject(str(tmp_path))
+        language_model(str(tmp_path))
     configured(tmp_path)
     ours = json.loads((tmp_path / "config.json").read_text())
     ours["auto_map"] = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
     (tmp_path / "config.json").write_text(json.dumps(ours))
-    assert type(subject(str(tmp_path)).model) is transformers.LlamaForCausalLM
+    assert type(language_model(str(tmp_path)).model) is transformers.LlamaForCausalLM
     assert not ran.exists()
 
 
@@ -241,4 +241,4 @@ def test_without_transformers_there_is_a_cure(tmp_path: Path, monkeypatch: pytes
     configured(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="Install transformers, or give a preset"):
-        subject(str(tmp_path))
+        language_model(str(tmp_path))

@@ -19,9 +19,9 @@ from infinity.lm.decoder import DecoderConfig
 from infinity.lm.sample import generate
 
 
-def write(subject: Any, prompt: str = "a", **changed: Any) -> str:
+def write(language_model: Any, prompt: str = "a", **changed: Any) -> str:
     options = {"tokens": 5, "seconds": 60.0, "temperature": 1.0, "seed": 0, "device": "cpu", **changed}
-    return generate(subject, prompt, **options)
+    return generate(language_model, prompt, **options)
 
 
 def test_it_goes_on_where_the_prompt_ends() -> None:
@@ -69,16 +69,16 @@ def test_a_low_temperature_is_nearly_that(temperature: float) -> None:
 
 
 def test_it_stops_in_time_but_not_before_the_first_token() -> None:
-    subject = ScriptedSubject()
-    assert write(subject, seconds=0.0) == "ab"
-    assert subject.asked == 1
+    language_model = ScriptedSubject()
+    assert write(language_model, seconds=0.0) == "ab"
+    assert language_model.asked == 1
 
 
 @pytest.mark.parametrize(("longest", "seen"), [(None, 256), (8, 8), (1000, 256)])
 def test_the_context_is_cut(longest: int | None, seen: int) -> None:
-    subject = ScriptedSubject(longest)
-    assert write(subject, "z" * 300 + "a") == "z" * 300 + "abcdef"
-    assert subject.seen.shape == (1, seen)
+    language_model = ScriptedSubject(longest)
+    assert write(language_model, "z" * 300 + "a") == "z" * 300 + "abcdef"
+    assert language_model.seen.shape == (1, seen)
 
 
 def test_what_fills_a_context_up_changes_nothing_and_lengths_are_few() -> None:
@@ -104,11 +104,11 @@ def test_an_empty_prompt_is_a_new_line_that_is_not_shown() -> None:
 
 
 def test_every_module_gets_its_own_mode_back() -> None:
-    subject = ScriptedSubject()
-    subject.model = nn.Sequential(subject.model, nn.Identity())
-    subject.model[1].eval()
-    assert write(subject) == "abcdef"  # with dropout on, it would not be
-    assert [module.training for module in subject.model.modules()] == [True, True, True, False]
+    language_model = ScriptedSubject()
+    language_model.model = nn.Sequential(language_model.model, nn.Identity())
+    language_model.model[1].eval()
+    assert write(language_model) == "abcdef"  # with dropout on, it would not be
+    assert [module.training for module in language_model.model.modules()] == [True, True, True, False]
 
 
 def test_the_mode_comes_back_after_an_error() -> None:
@@ -116,10 +116,10 @@ def test_the_mode_comes_back_after_an_error() -> None:
         def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
             raise RuntimeError("no")
 
-    subject = Fails()
+    language_model = Fails()
     with pytest.raises(RuntimeError, match="no"):
-        write(subject)
-    assert subject.model.training
+        write(language_model)
+    assert language_model.model.training
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.lm.batches import Batches
-from infinity.lm.subject import Subject
+from infinity.lm.language_model import LanguageModel
 from infinity.lm.text import Text
 from infinity.lm.training import HeldOut, Recipe, StepReport, make_optimizer, train, warm_up_and_cosine
 
@@ -34,11 +34,13 @@ def recipe(**changed: Any) -> Recipe:
 
 
 @contextmanager
-def offloaded(subject: Subject, rate: float = 1e-2, **precision: str) -> Iterator[infinity.Runtime]:
+def offloaded(
+    language_model: LanguageModel, rate: float = 1e-2, **precision: str
+) -> Iterator[infinity.Runtime]:
     """In RAM, in fp32 unless told otherwise."""
     with infinity.offload(
-        subject.model,
-        make_optimizer(subject.model, rate),
+        language_model.model,
+        make_optimizer(language_model.model, rate),
         budget=infinity.Budget(host="64MiB"),
         precision=infinity.Precision(**{"compute": "fp32", **precision}),
         device="cpu",
@@ -132,7 +134,7 @@ def test_it_trains_as_plain_torch_does(accumulate: int, text: Text) -> None:
     assert max(each.norm for each in reports) > 0.5  # something was clipped
 
 
-class Parts:
+class Components:
     """The batches of others, cut into so many micro-batches."""
 
     def __init__(self, whole: Batches, count: int) -> None:
@@ -148,7 +150,7 @@ class Parts:
 def test_accumulating_parts_is_training_on_the_whole(count: int, text: Text) -> None:
     whole = Batches(text, preset_of(), batch=BATCH, seq=SEQ, seed=0)
     at_once = trained(text, recipe(steps=8), batches=whole)
-    in_parts = trained(text, recipe(steps=8, accumulate=count), batches=Parts(whole, count))
+    in_parts = trained(text, recipe(steps=8, accumulate=count), batches=Components(whole, count))
     for a, b in zip(at_once, in_parts, strict=True):
         assert (a.loss, a.norm, a.tokens) == pytest.approx((b.loss, b.norm, b.tokens), rel=1e-4)
 
@@ -181,47 +183,49 @@ class Counting(ScriptedSubject):
     """Losses 0, 1, 2, ... in evaluation mode, without gradients."""
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See Subject."""
+        """See LanguageModel."""
         assert not torch.is_grad_enabled()
         assert not self.model.training
         self.asked += 1
         return torch.tensor(self.asked - 1.0)
 
 
-def held_out(text: Text, subject: Any) -> HeldOut:
-    return HeldOut(subject, Batches(text, subject, batch=BATCH, seq=SEQ, seed=0), torch.device("cpu"))
+def held_out(text: Text, language_model: Any) -> HeldOut:
+    return HeldOut(
+        language_model, Batches(text, language_model, batch=BATCH, seq=SEQ, seed=0), torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_held_out_loss_is_the_mean_of_its_batches(training: bool, text: Text) -> None:
-    subject = Counting()
-    subject.model.train(training)
-    assert held_out(text, subject).loss() == 3.5  # of 0 .. 7
-    assert subject.asked == 8
-    assert subject.model.training is training
+    language_model = Counting()
+    language_model.model.train(training)
+    assert held_out(text, language_model).loss() == 3.5  # of 0 .. 7
+    assert language_model.asked == 8
+    assert language_model.model.training is training
 
 
 def test_batches_that_took_too_long_are_not_taken_again(text: Text) -> None:
-    subject = Counting()
-    measure = held_out(text, subject)
+    language_model = Counting()
+    measure = held_out(text, language_model)
     assert measure.loss(seconds=0.0) == 0.0
-    assert subject.asked == 1
+    assert language_model.asked == 1
     assert measure.loss() == 1.0
-    assert subject.asked == 2
+    assert language_model.asked == 2
     assert measure.loss(seconds=math.inf) == 2.0
 
 
 def test_a_model_that_fails_gets_its_mode_back(text: Text) -> None:
     class Failing(Counting):
         def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-            """See Subject."""
+            """See LanguageModel."""
             raise KeyboardInterrupt
 
-    subject = Failing()
-    subject.model.train()
+    language_model = Failing()
+    language_model.model.train()
     with pytest.raises(KeyboardInterrupt):
-        held_out(text, subject).loss()
-    assert subject.model.training
+        held_out(text, language_model).loss()
+    assert language_model.model.training
 
 
 def test_training_lowers_the_held_out_loss_and_measuring_changes_nothing(text: Text) -> None:

@@ -69,10 +69,10 @@ def away(runtime: Any) -> list[int]:
 
 def check_resting(runtime: Any) -> None:
     """What holds whenever nothing is under way: homes hold all pages, staging the last gradients at most."""
-    plan, store = runtime.plan, runtime._parts.store
+    plan, store = runtime.plan, runtime._components.store
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
-    gradients = runtime._parts.gradients.pages.values()
+    gradients = runtime._components.gradients.pages.values()
     staged = sum(state.stage.data.nbytes for page in gradients for state in page.states if state.stage)
     assert staged <= plan.staging_bytes // 2
     assert store.pools["staging"].counters.leased == staged
@@ -81,7 +81,7 @@ def check_resting(runtime: Any) -> None:
     assert (nvme.budget - nvme.free_bytes if nvme else 0) == plan.home_bytes[Tier.NVME] == plan.nvme_bytes
     present = [
         page.nbytes
-        for page in runtime._parts.pages
+        for page in runtime._components.pages
         if page.presence is Presence.PRESENT and not page.permanent
     ]
     assert store.pools["resident"].counters.leased == sum(present) <= plan.resident_bytes
@@ -94,7 +94,7 @@ def check_resting(runtime: Any) -> None:
 def test_peaks_of_every_phase(home: str, tmp_path: Path) -> None:
     model = blocks()
     with opened(home, tmp_path, model) as runtime:
-        plan, store = runtime.plan, runtime._parts.store
+        plan, store = runtime.plan, runtime._components.store
         resident, staging = store.pools["resident"], store.pools["staging"]
         assert resident.nbytes == plan.resident_bytes
         assert staging.nbytes == plan.staging_bytes

@@ -204,9 +204,9 @@ def test_edits_reach_the_parameters_in_ram(update: str) -> None:
     model = Blocks()
     with opened(EmulatedDevice(8), model, update) as runtime:
         found = edited(model, runtime)
-        runtime._parts.edits.sync_edits()
-        for page in runtime._parts.pages:
-            runtime._parts.updater.complete(page.index)
+        runtime._components.edits.sync_edits()
+        for page in runtime._components.pages:
+            runtime._components.updater.complete(page.index)
             assert page.permanent and page.residency is not None
             with torch._C.DisableTorchFunctionSubclass():
                 for index in range(len(page.parameters)):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.config import Precision
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.planning import operator_timing
-from infinity.planning.fake_step import estimate_step
+from infinity.planning.fake_step import run_fake_step
 from infinity.planning.operator_timing import Memory, Operation, Operations, Roofline, TensorSpec, seconds_of
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def small_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def recorded(model: nn.Module, inputs, *, train: bool = True) -> Operations:
-    found = estimate_step(model, inputs, precision=FP32, device=CPU, train=train)
+    found = run_fake_step(model, inputs, precision=FP32, device=CPU, train=train)
     assert found is not None
     return found.operations
 
@@ -294,6 +294,6 @@ def test_without_autograd_only_the_forward_is_there() -> None:
 
 def test_saved_tensors_share_the_storages_of_what_the_forward_made() -> None:
     model, x = nn.Sequential(*(nn.Tanh() for _ in range(5))), torch.ones(16, 16, requires_grad=True)
-    found = estimate_step(model, (x,), precision=FP32, device=CPU, train=True)
+    found = run_fake_step(model, (x,), precision=FP32, device=CPU, train=True)
     # Five outcomes, the gradient of the last one, and the two between which a backward passes on.
     assert 5 * 1024 <= found.activations <= 8 * 1024

@@ -13,7 +13,7 @@ from torch import nn
 from infinity.api import plan
 from infinity.config import Budget, Precision
 from infinity.planning import machine_rates
-from infinity.planning.machine_rates import measure_bandwidths
+from infinity.planning.machine_rates import measure_rates
 from infinity.planning.placement import Kind
 from infinity.system.cache import cache_file
 
@@ -38,19 +38,19 @@ def fast_probes(monkeypatch, tmp_path) -> list[str]:
 
 def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     disks = {"/a": 4096, "/b": 4096}
-    first = measure_bandwidths(disks, CPU, torch.bfloat16)
+    first = measure_rates(disks, CPU, torch.bfloat16)
     assert first.disk_read == 4e9
     assert fast_probes == ["/a", "/b", "stream", "torch.bfloat16"]
     assert cache_file("profile.json").is_relative_to(tmp_path)
-    assert measure_bandwidths(disks, CPU, torch.bfloat16) == first
+    assert measure_rates(disks, CPU, torch.bfloat16) == first
     assert len(fast_probes) == 4
-    measure_bandwidths({}, CPU, torch.float32)
+    measure_rates({}, CPU, torch.float32)
     assert fast_probes[4:] == ["torch.float32"]
 
 
 def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
     def measure(now: float) -> None:
-        measure_bandwidths({"/a": 4096}, CPU, torch.bfloat16, clock=lambda: now)
+        measure_rates({"/a": 4096}, CPU, torch.bfloat16, clock=lambda: now)
 
     measure(1000.0)
     measure(1299.0)
@@ -59,7 +59,7 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
     assert fast_probes[3:] == ["/a"]
     measure(1599.0)
     assert fast_probes[4:] == []
-    measure_bandwidths({"/b": 4096}, CPU, torch.bfloat16, clock=lambda: 1600.0)
+    measure_rates({"/b": 4096}, CPU, torch.bfloat16, clock=lambda: 1600.0)
     kept = json.loads(cache_file("profile.json").read_text())
     assert sum("disk /" in key for key in kept) == 1  # /a would be probed again
     fast_probes.pop()
@@ -68,9 +68,9 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
 
 
 def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatch) -> None:
-    measure_bandwidths({}, CPU, torch.bfloat16)
+    measure_rates({}, CPU, torch.bfloat16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    measure_bandwidths({}, CPU, torch.bfloat16)
+    measure_rates({}, CPU, torch.bfloat16)
     assert fast_probes == ["stream", "torch.bfloat16", "torch.bfloat16"]
 
 
@@ -78,7 +78,7 @@ def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatc
 def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
     cache_file("profile.json").parent.mkdir(parents=True)
     cache_file("profile.json").write_text(text)
-    measure_bandwidths({}, CPU, torch.float32)
+    measure_rates({}, CPU, torch.float32)
     assert len(json.loads(cache_file("profile.json").read_text())) == 2
 
 
@@ -86,7 +86,7 @@ def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(machine_rates, "_DISK_BYTES", 1 << 20)
     before = torch.random.get_rng_state()
-    found = measure_bandwidths({str(tmp_path): 1 << 20}, CPU, torch.float32)
+    found = measure_rates({str(tmp_path): 1 << 20}, CPU, torch.float32)
     # Or a run with a seed would depend on whether its machine was known.
     assert torch.equal(torch.random.get_rng_state(), before)
     assert min(found.disk_read, found.disk_write, found.disk_mixed, found.host_stream, found.flops) > 0

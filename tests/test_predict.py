@@ -7,14 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
-from infinity.planning.cost_model import Bandwidths, Phase, Prediction, Traffic, UpdateTime, predict, traffic
+from infinity.planning.cost_model import (
+    MachineRates,
+    Phase,
+    Prediction,
+    Traffic,
+    UpdateTime,
+    predict,
+    traffic,
+)
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Kind
 from infinity.tiers import Tier
 
 GB = 10**9
-CPU = Bandwidths(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, flops=1e11)
-GPU = Bandwidths(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, link=1e9, flops=1e11)
+CPU = MachineRates(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, flops=1e11)
+GPU = MachineRates(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, link=1e9, flops=1e11)
 
 
 def check(found: Prediction, least: float, most: float, limited_by: str, **busy: float) -> None:
@@ -97,7 +105,7 @@ def test_a_link_runs_beside_compute_and_update() -> None:
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
-    speeds = Bandwidths(host_stream=4e9, flops=1e11)
+    speeds = MachineRates(host_stream=4e9, flops=1e11)
     moved = Traffic(backward=Phase(to_device=0), update=Phase(host=4 * GB))
     check(predict(moved, speeds, exactly(0.5)), 1.5, 1.5, "update", compute=0.5, update=1)
 
@@ -160,7 +168,7 @@ def test_more_bytes_never_take_less(
 ) -> None:
     # A disk that reads and writes at once is no faster than the two would be beside one another.
     mixed = min(read, write) * (1 + share)
-    speeds = Bandwidths(
+    speeds = MachineRates(
         disk_read=read,
         disk_write=write,
         disk_mixed=mixed,

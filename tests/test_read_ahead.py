@@ -83,7 +83,7 @@ def opened(
 
 def held(runtime: Any) -> list[Chain]:
     """The chains that are read ahead now."""
-    return [chain for group in runtime._parts.updater._units for chain in group.chains if chain.is_ahead]
+    return [chain for group in runtime._components.updater._units for chain in group.chains if chain.is_ahead]
 
 
 def nothing(model: nn.Module, runtime: Any) -> None:
@@ -124,7 +124,7 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
 
 def all_staging(model: nn.Module, runtime: Any) -> None:
     """Somebody needs it all for a moment."""
-    updater = runtime._parts.updater
+    updater = runtime._components.updater
     assert updater._staging.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
     assert held(runtime) == []
 
@@ -172,13 +172,13 @@ def test_the_bits_of_states_that_are_read_by_their_update(act: Any, gradients: T
 def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
     """What half of the staging has room for is read before step(), what is updated first, and not again."""
     with opened(tmp_path, gradients=gradients) as (model, runtime):
-        store, read = runtime._parts.store, 0
-        states = runtime._parts.states.pages
+        store, read = runtime._components.store, 0
+        states = runtime._components.states.pages
         for step in range(4):
             loss_of(model, step).backward()
             early = held(runtime)
             if step:
-                order = [unit for unit in runtime._parts.engine.next_step() if unit in states]
+                order = [unit for unit in runtime._components.engine.next_step() if unit in states]
                 chunks = [(unit, number) for unit in order for number in range(len(states[unit].formats))]
                 assert {(each.unit, each.chunk_index) for each in early} == set(chunks[: len(early)])
                 room, after = runtime.plan.staging_bytes // 2, chunks[len(early)]
@@ -186,7 +186,7 @@ def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
                 assert taken <= room < taken + states[after[0]].formats[after[1]].nbytes
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            runtime._parts.updater.complete_all()
+            runtime._components.updater.complete_all()
             store.settle()
             before, read = read, runtime.stats.edges[Edge.NVME_TO_HOST].bytes
             if step > 1:
@@ -247,7 +247,7 @@ def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
 
 def drop_a_read(model: nn.Module, runtime: Any) -> None:
     if found := held(runtime):
-        runtime._parts.updater._queue.revoke(found[-1])
+        runtime._components.updater._queue.revoke(found[-1])
 
 
 def forward_only(model: nn.Module, runtime: Any) -> None:
@@ -273,9 +273,9 @@ BEFORE_FORWARD = [
 
 def read_on(runtime: Any) -> None:
     """What is due ends; then what comes next is read ahead."""
-    runtime._parts.updater.complete_all()
-    runtime._parts.store.settle()
-    runtime._parts.updater.advance()
+    runtime._components.updater.complete_all()
+    runtime._components.store.settle()
+    runtime._components.updater.advance()
 
 
 def train_eagerly(
@@ -324,15 +324,15 @@ def test_the_bits_of_eager_updates_whose_states_were_read(
 @pytest.mark.parametrize("gradients", GRADIENT_HOMES)
 def test_states_that_come_before_their_gradients_are_read_once(gradients: Tier, tmp_path: Path) -> None:
     with opened(tmp_path, gradients=gradients, update="eager") as (model, runtime):
-        pool, read = runtime._parts.store.staging, 0
+        pool, read = runtime._components.store.staging, 0
         for step in range(4):
             read_on(runtime)
             assert bool(held(runtime)) == (step > 0)
             assert 4 * pool.counters.leased <= 3 * pool.nbytes
             loss_of(model, step).backward()
             runtime.optimizer.step()
-            runtime._parts.updater.complete_all()
-            runtime._parts.store.settle()
+            runtime._components.updater.complete_all()
+            runtime._components.store.settle()
             before, read = read, runtime.stats.edges[Edge.NVME_TO_HOST].bytes
             if step > 1:
                 assert read - before <= runtime.plan.traffic.disk_read
@@ -355,7 +355,7 @@ def test_a_read_before_the_gradient_that_fails_is_left_to_the_update(
                     read_on(runtime)
                 if failing and step == 2:
                     faults.fail("read", 1, errno.EIO, times=2)
-                runtime._parts.updater.advance()
+                runtime._components.updater.advance()
                 assert bool(held(runtime)) == (step > 0)
                 loss_of(model, step).backward()
                 runtime.optimizer.step()

@@ -118,7 +118,7 @@ class Moved:
 def moved(runtime: Any) -> Moved:
     """Waits for all that is under way."""
     settle(runtime)
-    (stats,) = runtime._parts.store.nvme.stats
+    (stats,) = runtime._components.store.nvme.stats
     edges = runtime.stats.edges
     return Moved(
         edges[Edge.NVME_TO_HOST].bytes + edges[Edge.HOST_TO_NVME].bytes,
@@ -245,7 +245,7 @@ def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
     ):
         assert runtime.plan.home_bytes[Tier.NVME]
         model(x)
-        runtime._parts.engine.step_done()
+        runtime._components.engine.step_done()
         for request in range(1, 9):
             faults.fail("read", request, errno.EIO)
             failures = 0

@@ -15,7 +15,7 @@ from process_resources import nothing_left
 
 from infinity.errors import BudgetError, DeviceError, InfinityError
 from infinity.model import placeholder
-from infinity.model.placeholder import CpuMapping, StandIns
+from infinity.model.placeholder import CpuMapping, Placeholders
 from infinity.tiers.driver import Driver, emulated
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def kib(field: str, file: str) -> int:
 def test_exactly_the_shape_strides_and_type(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    tensor = StandIns(CPU, 4096).of(shape, stride, dtype)
+    tensor = Placeholders(CPU, 4096).of(shape, stride, dtype)
     assert tensor.shape == shape
     assert tensor.stride() == stride
     assert tensor.dtype == dtype
@@ -61,53 +61,53 @@ def test_exactly_the_shape_strides_and_type(
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64])
 def test_reads_as_nan(dtype: torch.dtype) -> None:
-    stand_ins = StandIns(CPU, 3 * MIB)
+    placeholders = Placeholders(CPU, 3 * MIB)
     count = 3 * MIB // dtype.itemsize
     # float8 has no isnan of its own.
-    assert stand_ins.of((count,), (1,), dtype).to(torch.complex64).isnan().all()
-    assert stand_ins.of((3 * MIB,), (1,), torch.int8).eq(-1).all()
+    assert placeholders.of((count,), (1,), dtype).to(torch.complex64).isnan().all()
+    assert placeholders.of((3 * MIB,), (1,), torch.int8).eq(-1).all()
 
 
 def test_all_share_one_storage() -> None:
-    stand_ins = StandIns(CPU, 100)
-    first, second = stand_ins.of((3,), (1,), torch.float32), stand_ins.of((7,), (1,), torch.bfloat16)
+    placeholders = Placeholders(CPU, 100)
+    first, second = placeholders.of((3,), (1,), torch.float32), placeholders.of((7,), (1,), torch.bfloat16)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert first.untyped_storage().nbytes() == stand_ins.nbytes
+    assert first.untyped_storage().nbytes() == placeholders.nbytes
 
 
 @pytest.mark.parametrize("largest", [0, 1, MIB, MIB + 1, 5 * MIB])
 def test_at_least_the_bytes_asked_for(largest: int) -> None:
-    stand_ins = StandIns(CPU, largest)
-    assert largest <= stand_ins.nbytes <= largest + MIB
-    assert stand_ins.of((largest,), (1,), torch.uint8).numel() == largest
-    assert stand_ins.of((), (), torch.float64).isnan()
+    placeholders = Placeholders(CPU, largest)
+    assert largest <= placeholders.nbytes <= largest + MIB
+    assert placeholders.of((largest,), (1,), torch.uint8).numel() == largest
+    assert placeholders.of((), (), torch.float64).isnan()
 
 
 def test_beyond_them_is_refused() -> None:
-    stand_ins = StandIns(CPU, MIB)
+    placeholders = Placeholders(CPU, MIB)
     with pytest.raises(RuntimeError, match="resiz"):
-        stand_ins.of((stand_ins.nbytes + 1,), (1,), torch.uint8)
+        placeholders.of((placeholders.nbytes + 1,), (1,), torch.uint8)
 
 
 def test_a_parameter_takes_it_even_from_inference_mode() -> None:
     parameter = torch.nn.Parameter(torch.ones(4, 2))
     with torch.inference_mode():
-        tensor = StandIns(CPU, 32).of((4, 2), (2, 1), torch.float32)
+        tensor = Placeholders(CPU, 32).of((4, 2), (2, 1), torch.float32)
     assert not tensor.is_inference()
     parameter.data = tensor
     assert parameter.isnan().all()
     with torch.device("meta"):
-        assert StandIns(CPU, 32).of((4,), (1,), torch.float32).device == CPU
+        assert Placeholders(CPU, 32).of((4,), (1,), torch.float32).device == CPU
 
 
 def test_a_gibibyte_holds_no_memory() -> None:
-    StandIns(CPU, MIB).of((1,), (1,), torch.int8).item()  # what a first one loads
+    Placeholders(CPU, MIB).of((1,), (1,), torch.int8).item()  # what a first one loads
     before = kib("VmRSS", "/proc/self/status")
-    stand_ins = StandIns(CPU, 1 << 30)
-    tensor = stand_ins.of((1 << 14, 1 << 14), (1 << 14, 1), torch.float32)
+    placeholders = Placeholders(CPU, 1 << 30)
+    tensor = placeholders.of((1 << 14, 1 << 14), (1 << 14, 1), torch.float32)
     assert tensor.nbytes == 1 << 30
     assert tensor.is_contiguous()
-    assert stand_ins.held == MIB
+    assert placeholders.held == MIB
     assert kib("VmRSS", "/proc/self/status") - before < 8 * 1024
     # Each mapping of the one chunk counts in RSS once it is read; its share (PSS) shows what is held.
     before = kib("Pss", "/proc/self/smaps_rollup")
@@ -117,15 +117,15 @@ def test_a_gibibyte_holds_no_memory() -> None:
 
 
 def test_a_stray_write_harms_nobody_else() -> None:
-    stand_ins = StandIns(CPU, 4 * MIB)
-    written = stand_ins.of((MIB,), (1,), torch.float32)
+    placeholders = Placeholders(CPU, 4 * MIB)
+    written = placeholders.of((MIB,), (1,), torch.float32)
     written[0] = 1.0
     assert written[0] == 1
     assert written[1024:].isnan().all(), "neither the rest of it nor the shared chunk"
 
 
 def test_a_forked_process_may_read() -> None:
-    tensor = StandIns(CPU, 2 * MIB).of((1000,), (1,), torch.float32)
+    tensor = Placeholders(CPU, 2 * MIB).of((1000,), (1,), torch.float32)
     child = os.fork()
     if child == 0:
         os._exit(0 if tensor[0].isnan() and tensor[999].isnan() else 1)
@@ -135,10 +135,10 @@ def test_a_forked_process_may_read() -> None:
 def test_the_memory_goes_with_the_last_tensor() -> None:
     gc.collect()
     before = mappings()
-    stand_ins = StandIns(CPU, 8 * MIB)
-    tensor = stand_ins.of((2,), (1,), torch.float32)
+    placeholders = Placeholders(CPU, 8 * MIB)
+    tensor = placeholders.of((2,), (1,), torch.float32)
     assert mappings() == before + 8
-    del stand_ins
+    del placeholders
     gc.collect()
     assert mappings() == before + 8
     assert tensor.isnan().all()
@@ -217,11 +217,11 @@ def device() -> Iterator[EmulatedDevice]:
 
 
 def test_the_driver_calls_of_a_stand_in_on_a_device(device: EmulatedDevice) -> None:
-    stand_ins = StandIns(CPU, 2 * GRANULE + 1)
-    assert (stand_ins.nbytes, stand_ins.held) == (3 * GRANULE, GRANULE)
+    placeholders = Placeholders(CPU, 2 * GRANULE + 1)
+    assert (placeholders.nbytes, placeholders.held) == (3 * GRANULE, GRANULE)
     assert device.calls == MADE
-    tensor = stand_ins.of((3, GRANULE), (GRANULE, 1), torch.int8)
-    del stand_ins
+    tensor = placeholders.of((3, GRANULE), (GRANULE, 1), torch.int8)
+    del placeholders
     assert tensor.eq(-1).all()
     assert device.calls == MADE
     assert len(device.left) == 2
@@ -247,7 +247,7 @@ def test_whichever_call_fails_nothing_is_left(device: EmulatedDevice, number: in
     nth = MADE[: number + 1].count(call)
     device.fail(call, 801, nth)
     with pytest.raises(DeviceError, match=r"CUDA_ERROR_NOT_SUPPORTED, 801") as caught:
-        StandIns(CPU, 3 * GRANULE)
+        Placeholders(CPU, 3 * GRANULE)
     assert caught.value.call == call.removesuffix("_v2")
     assert "CUDA 11" in caught.value.cure
     assert device.calls[: number + 1] == MADE[: number + 1]
@@ -259,14 +259,14 @@ def test_work_that_failed_before_is_not_blamed_on_the_mapping(device: EmulatedDe
     for nth in (1, 2):
         device.fail("cuCtxSynchronize", 700, nth)
         with pytest.raises(DeviceError, match="cuCtxSynchronize"):
-            StandIns(CPU, GRANULE)
+            Placeholders(CPU, GRANULE)
     assert device.left == []
 
 
 def test_no_memory_is_a_matter_of_the_budget(device: EmulatedDevice) -> None:
     device.fail("cuMemCreate", 2)
     with pytest.raises(BudgetError, match="cuMemCreate") as caught:
-        StandIns(CPU, GRANULE)
+        Placeholders(CPU, GRANULE)
     assert "device budget" in caught.value.cure
 
 
@@ -285,7 +285,7 @@ def test_a_release_that_fails_still_releases_the_rest() -> None:
 def test_a_write_to_a_stand_in_of_a_device_is_seen() -> None:
     device = EmulatedDevice(3)
     with emulated(device.driver, device.compute):
-        tensor = StandIns(CPU, GRANULE).of((8,), (1,), torch.float32)
+        tensor = Placeholders(CPU, GRANULE).of((8,), (1,), torch.float32)
     assert device.violations == []
     tensor[1] = 0.0
     (found,) = device.violations
@@ -295,7 +295,7 @@ def test_a_write_to_a_stand_in_of_a_device_is_seen() -> None:
 def test_a_stand_in_that_is_written_to_and_gone_is_seen_too() -> None:
     device = EmulatedDevice(3)
     with emulated(device.driver, device.compute):
-        tensor = StandIns(CPU, GRANULE).of((8,), (1,), torch.float32)
+        tensor = Placeholders(CPU, GRANULE).of((8,), (1,), torch.float32)
     tensor[:] = 0.0
     del tensor
     assert device.left == []
@@ -319,8 +319,8 @@ def test_memory_that_kernels_may_still_read_is_not_unmapped(monkeypatch: pytest.
         device = EmulatedDevice(4)
         driver: Any = device.driver if wait else Hasty(device.driver)
         monkeypatch.setattr(placeholder, "driver_of", lambda _, driver=driver: driver)
-        stand_ins = StandIns(CPU, GRANULE)
+        placeholders = Placeholders(CPU, GRANULE)
         compute_uses(device, torch.zeros(4), writes=True)
-        del stand_ins
+        del placeholders
         assert device.left == []
         assert len(device.violations) == expected

@@ -39,12 +39,12 @@ def test_a_run_is_shown_as_it_is_counted(home: str, device: str, tmp_path: Path)
     model = TIED.make(device)
     with opened(model, pages, home=home) as runtime:
         train_step(model, runtime)
-        runtime._parts.updater.complete_all()
+        runtime._components.updater.complete_all()
         before = runtime.stats
         with runtime.timeline(path) as lines:
             for number in (1, 2, 3):
                 lines.annotate(loss=train_step(model, runtime, number))
-            runtime._parts.updater.complete_all()
+            runtime._components.updater.complete_all()
         after = runtime.stats
         with torch.no_grad():
             loss_of(model)
@@ -91,7 +91,7 @@ def test_a_request_is_as_long_as_the_disk_took(tmp_path: Path) -> None:
         faults.delay("read", 1, 0.002, times=None)
         with runtime.timeline(path), torch.no_grad():
             loss_of(model)
-            runtime._parts.engine.land_all()
+            runtime._components.engine.land_all()
         faults.clear()
     reads = edge_rows(load(path), Edge.NVME_TO_HOST)
     assert reads
@@ -110,10 +110,10 @@ def test_a_timeline_changes_no_bit_and_keeps_no_staging(tmp_path: Path) -> None:
                 continue
             with runtime.timeline(path):
                 losses.append([train_step(model, runtime, step) for step in range(3)])
-                runtime._parts.updater.complete_all()
-                runtime._parts.store.settle()
-                runtime._parts.engine.abandon()
-                staging = runtime._parts.store.staging
+                runtime._components.updater.complete_all()
+                runtime._components.store.settle()
+                runtime._components.engine.abandon()
+                staging = runtime._components.store.staging
                 assert staging.largest_free == staging.nbytes
     assert losses[0] == losses[1]
 

@@ -249,7 +249,7 @@ def test_what_was_found_is_used_by_all_io(tmp_path: Path) -> None:
     kept = io_settings.Profile().disk(path)
     assert kept is not None
     assert kept.facts["cpus"] == machine.cpu().allowed
-    speeds = machine_rates.measure_bandwidths({path: MIB}, torch.device("cpu"), torch.float32)
+    speeds = machine_rates.measure_rates({path: MIB}, torch.device("cpu"), torch.float32)
     assert speeds.disk_read == one.chosen.read  # nothing was probed
     assert speeds.host_stream == 10e9
 

@@ -178,7 +178,7 @@ def test_the_workspace_is_inside_the_device_budget(part: bool, kernels: None, tm
     with opened(tmp_path, part=part) as (model, runtime):
         for number in range(3):
             step(model, runtime, number)
-        store, plan = runtime._parts.store, runtime.plan
+        store, plan = runtime._components.store, runtime.plan
         assert store.pools["workspace"].nbytes == plan.workspace_bytes
         assert store.device.budget == plan.device_bytes <= plan.budgets[Tier.DEVICE]
         assert sum(pool.nbytes for pool in store.device.pools.values()) <= store.device.budget
@@ -215,7 +215,7 @@ def test_a_step_is_a_launch_a_unit_two_for_all_squares_and_one_copy(
     accumulation: int, kernels: None, tmp_path: Path
 ) -> None:
     with opened(tmp_path, accumulation=accumulation) as (model, runtime):
-        store, parts = runtime._parts.store, runtime._parts
+        store, parts = runtime._components.store, runtime._components
         units = sum(any(each.trainable for each in page.layout.parameters) for page in parts.pages)
         launched = []
         launch = store.kernels.launch
@@ -280,7 +280,7 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
     with opened(tmp_path, states=states) as (model, runtime):
         for number in range(3):
             loss_of(model, number).backward()
-            parts = runtime._parts
+            parts = runtime._components
             fresh = [torch.ones_like(each).detach().clone() for each in parts.pages[0].parameters]
             with Allocations() as made:
                 if number:
@@ -310,7 +310,7 @@ def test_copies_up_follow_the_kernels_that_write_there(kernels: None, tmp_path: 
     with opened(tmp_path) as (model, runtime):
         step(model, runtime, 0)
         state = tensors_copied(runtime.optimizer.state_dict())
-        store = runtime._parts.store
+        store = runtime._components.store
         store.link = recorded = Recorded(store.link)
         runtime.optimizer.load_state_dict(state)
         places = [at for at, call in enumerate(recorded.calls) if call == "to_device"]
@@ -345,7 +345,7 @@ def test_the_workspace_is_used_by_one_stream_after_another(monkeypatch: pytest.M
 
 def test_homes_that_the_cpu_updates_wait_for_no_kernel(kernels: None, tmp_path: Path) -> None:
     with opened(tmp_path, part=True) as (_, runtime):
-        parts, plan = runtime._parts, runtime.plan
+        parts, plan = runtime._components, runtime.plan
         for unit, page in parts.states.pages.items():
             assert page.home.computed == (unit in plan.updated_on_device)
             assert parts.pages[unit].home.computed == page.home.computed

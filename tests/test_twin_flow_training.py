@@ -119,7 +119,7 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
             runtime.optimizer.zero_grad()
             losses = [step(model, runtime, number % 2, clip=0.5) for number in range(4)]
             state = tensors_copied(runtime.optimizer.state_dict())
-            dtypes = {page.dtype(0) for page in runtime._parts.gradients.pages.values()}
+            dtypes = {page.dtype(0) for page in runtime._components.gradients.pages.values()}
             return (losses, gradients, copied(model.state_dict()), state), dtypes, set(asked)
 
     wide, single = train(None), train(1)
@@ -277,7 +277,7 @@ def test_gradients_have_the_bits_of_the_cpus(
             for micro in range(3):
                 loss_of(model, micro).backward()
             found = {name: runtime.grad(each) for name, each in model.named_parameters()}
-            return found, float(runtime._parts.gradients.norm())
+            return found, float(runtime._components.gradients.norm())
 
     there, norm = gradients()
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: False)

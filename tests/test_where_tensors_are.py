@@ -177,6 +177,6 @@ def test_a_closed_runtime_gives_the_device_its_memory_back(tmp_path: Path) -> No
     with opened(model, tmp_path, home="device") as runtime:
         train_step(model, runtime)
         open_bytes = torch.cuda.memory_allocated()
-        held = sum(tier.budget for tier in [runtime._parts.store.device])
+        held = sum(tier.budget for tier in [runtime._components.store.device])
     gc.collect()
     assert torch.cuda.memory_allocated() <= open_bytes - held

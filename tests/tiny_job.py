@@ -21,9 +21,9 @@ import pytest
 from infinity import cli
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
-from infinity.planning.cost_model import Bandwidths
+from infinity.planning.cost_model import MachineRates
 
-SPEEDS = Bandwidths(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
+SPEEDS = MachineRates(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
 PATIENCE = 120.0
 """Seconds after which something counts as hung."""
 SENTENCE = "The quick brown fox jumps over the lazy dog, and {} of them look on.\n"
@@ -63,7 +63,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
     calls = importlib.import_module("infinity.api")  # the name in the package is the function
     monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
-    monkeypatch.setattr(calls, "measure_bandwidths", lambda *_: SPEEDS)
+    monkeypatch.setattr(calls, "measure_rates", lambda *_: SPEEDS)
     monkeypatch.setattr(cli.train, "_SAMPLE_TOKENS", 3)
 
 

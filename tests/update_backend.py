@@ -1,4 +1,4 @@
-"""An infinity.optim.paged_optimizer.UpdateBackend in plain memory: the kernels' arithmetic without pages."""
+"""An infinity.optim.paged_optimizer.OptimizerCore in plain memory: the kernels' arithmetic without pages."""
 
 from __future__ import annotations
 

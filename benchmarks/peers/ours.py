@@ -13,7 +13,7 @@ import torch
 import infinity
 from infinity.activations.heap import malloc_trim
 from infinity.build import carry_out
-from infinity.planning.fake_step import estimate_step
+from infinity.planning.fake_step import run_fake_step
 from infinity.system import machine
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
@@ -110,7 +110,7 @@ def _reserved(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ..
     """Bytes of the host budget that activations take: all of them where the CPU computes in that budget."""
     if task.device != "cpu" or task.budgets["device"] is not None:
         return 0
-    estimate = estimate_step(
+    estimate = run_fake_step(
         model, inputs, precision=infinity.Precision(compute="bf16"), device=torch.device("cpu"), train=True
     )
     return 0 if estimate is None else estimate.activations

@@ -36,7 +36,7 @@ from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
 from infinity.model.paged_parameter import PagedParameter
-from infinity.model.pager import Paging
+from infinity.model.pager import Pager
 
 LossFunction = Callable[[Any], torch.Tensor]
 """Of one micro-batch: calls the model, and returns the scalar loss."""
@@ -75,7 +75,7 @@ class Group:
     def __init__(
         self,
         model: nn.Module,
-        paging: Paging,
+        pager: Pager,
         gradients: Gradients,
         add: AddGradient,
         *,
@@ -86,7 +86,7 @@ class Group:
         self._in_recomputed = False
         """Whether a part of a forward will be recomputed, but by the model itself."""
         self._model = model
-        self._paging = paging
+        self._pager = pager
         self._gradients = gradients
         self._add = add
         self._loss_fn = loss_fn
@@ -135,7 +135,7 @@ class Group:
             gradients.staged.more_to_come = False
             self._makers.clear()
             self._held.clear()
-        with self._paging.lock:
+        with self._pager.lock:
             gradients.staged.finish()
         return [each.loss for each in self._micro_batches if each.loss is not None]
 
@@ -151,7 +151,7 @@ class Group:
         self.backward_began = True
         loss.backward()
         micro.expected = set()  # what has not come by now never will
-        with self._paging.lock:
+        with self._pager.lock:
             for unit, parameter in list(self._held):
                 self._release(unit, parameter)
 

@@ -26,7 +26,7 @@ from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
 from infinity.layout.units import BLOCK_LISTS
 from infinity.model.hooks import Hook
-from infinity.model.pager import Paging
+from infinity.model.pager import Pager
 from infinity.planning.headroom import Headroom
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier
@@ -36,12 +36,12 @@ class Accumulator:
     """Accumulates gradients over the micro-batches of a step, for one runtime."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, paging: Paging, gradients: Gradients, add: AddGradient
+        self, model: nn.Module, plan: Plan, pager: Pager, gradients: Gradients, add: AddGradient
     ) -> None:
         """add: takes the gradients of micro-batches, in their order."""
         self.model = model
         self.plan = plan
-        self.paging = paging
+        self.pager = pager
         self.gradients = gradients
         self._add = add
         self._group: Group | None = None
@@ -107,7 +107,7 @@ class Accumulator:
 
     def _pays(self) -> bool:
         """Whether pages come and go at all."""
-        moving = sum(page.nbytes for page in self.paging.pages if not page.permanent)
+        moving = sum(page.nbytes for page in self.pager.pages if not page.permanent)
         return moving > self.plan.resident_bytes
 
     def _room(self) -> int | None:
@@ -127,7 +127,7 @@ class Accumulator:
         devices = [self.plan.device] if self.plan.device.type == "cuda" else []
         random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
         group = self._group = Group(
-            self.model, self.paging, self.gradients, self._add, batches=batches, loss_fn=loss_fn
+            self.model, self.pager, self.gradients, self._add, batches=batches, loss_fn=loss_fn
         )
         try:
             with self._hooked(group, blocks):
@@ -178,7 +178,7 @@ class Accumulator:
         units: dict[nn.Module, set[int]] = {}
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for path, found in self.plan.layout.module_units.items():
-            moving = (unit for unit in found if not self.paging.pages[unit].permanent)
+            moving = (unit for unit in found if not self.pager.pages[unit].permanent)
             units.setdefault(modules[path], set()).update(moving)
         for block in blocks:
             inside = [units[each] for each in block.modules() if each in units]

@@ -28,7 +28,7 @@ from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
 from infinity.layout.chunks import Piece
 from infinity.model.paged_parameter import PagedParameter, Place
-from infinity.model.pager import Paging
+from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
@@ -53,7 +53,7 @@ class Source:
     """What is exported, of one runtime. Its lock is held, and every edit is home."""
 
     model: nn.Module
-    paging: Paging
+    pager: Pager
     store: Store
     states: States | None
     compute_dtype: torch.dtype
@@ -148,7 +148,7 @@ def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
     entries = []
     for each in persistent(source.model).values():
         name, tensor = each.names[0], each.tensor
-        if isinstance(tensor, PagedParameter) and tensor._place.pager is source.paging:
+        if isinstance(tensor, PagedParameter) and tensor._place.pager is source.pager:
             entry = _of_parameter(source, name, tensor._place, as_masters)
         elif isinstance(tensor, nn.Parameter):
             raise ConfigError(

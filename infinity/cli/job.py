@@ -18,8 +18,8 @@ from infinity.api import plan
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError
 from infinity.lm.batches import Batches
+from infinity.lm.language_model import LanguageModel, language_model
 from infinity.lm.presets import PRESETS
-from infinity.lm.subject import Subject, subject
 from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
 from infinity.planning.budget_errors import format_count
@@ -102,7 +102,7 @@ def _add_memory_options(memory: Any) -> None:
 class Job:
     """A model, its text, and how and where it is to be trained."""
 
-    subject: Subject
+    language_model: LanguageModel
     text: Text
     batches: Batches
     recipe: Recipe
@@ -124,8 +124,8 @@ class Job:
                 f"infinity {__version__}",
                 _describe_device(self.device),
                 *_describe_engines(self.budget),
-                f"{format_count(self.subject.parameters)} parameters on text of {self.text.files} files "
-                f"({format_size(self.text.nbytes)})",
+                f"{format_count(self.language_model.parameters)} parameters on text of {self.text.files} "
+                f"files ({format_size(self.text.nbytes)})",
             ]
         )
 
@@ -145,7 +145,7 @@ def make_job(options: argparse.Namespace) -> Job:
     """
     _check(options)
     torch.manual_seed(options.seed)
-    model = subject(options.model)
+    model = language_model(options.model)
     precision = Precision(compute=options.compute, states=options.states)
     budget = Budget(
         device=options.budget_device, host=options.budget_host, nvme=_directories(options.budget_nvme)
@@ -170,7 +170,7 @@ def make_job(options: argparse.Namespace) -> Job:
         accumulation=options.accumulate,
     )
     return Job(
-        subject=model,
+        language_model=model,
         text=text,
         batches=batches,
         recipe=recipe,

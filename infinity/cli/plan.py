@@ -38,8 +38,8 @@ def _summary(job: Job) -> dict[str, Any]:
     plan = job.plan
     return {
         "infinity": __version__,
-        "model": job.subject.name,
-        "parameters": job.subject.parameters,
+        "model": job.language_model.name,
+        "parameters": job.language_model.parameters,
         "device": str(job.device),
         "tiers": plan.rows(),
         "smallest_budgets": {tier.value: nbytes for tier, nbytes in plan.smallest.items()},

@@ -92,23 +92,23 @@ class _Outcome:
 def _train(
     job: Job, console: Console, log: TextIO | None, export: str | None, timeline: Timeline | None
 ) -> _Outcome:
-    subject = job.subject
+    language_model = job.language_model
     machine.restart_peak()
     base = machine.process_memory().resident
     with console.status("filling the model"):
         runtime = carry_out(
-            job.plan, subject.model, job.optimizer, budget=job.budget, weights=subject.weights
+            job.plan, language_model.model, job.optimizer, budget=job.budget, weights=language_model.weights
         )
     reports: list[StepReport] = []
     with runtime:
         if export is not None:  # again: the log or pages may be there now, and all would be for nothing
             check_destination(export)
-        held_out = HeldOut(subject, job.batches, job.device)
+        held_out = HeldOut(language_model, job.batches, job.device)
         with console.status("loss on held-out text"):
             before = held_out.loss(seconds=_HELD_OUT_SECONDS)
         recording = contextlib.nullcontext() if timeline is None else runtime.timeline(timeline)
         with ProgressLine(console, job.recipe.steps) as line, recording:
-            for report in train(subject, runtime, job.batches, job.recipe):
+            for report in train(language_model, runtime, job.batches, job.recipe):
                 reports.append(report)
                 line.show(report)
                 _write_log(log, report)
@@ -150,7 +150,7 @@ def _sample(job: Job) -> str:
     lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]
     prompt = (lines or [b""])[0][:_LONGEST_PROMPT].decode("utf-8", errors="ignore")
     return generate(
-        job.subject,
+        job.language_model,
         prompt,
         tokens=_SAMPLE_TOKENS,
         seconds=_SAMPLE_SECONDS,
@@ -237,8 +237,8 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
     plan = job.plan
     return {
         "infinity": __version__,
-        "model": job.subject.name,
-        "parameters": job.subject.parameters,
+        "model": job.language_model.name,
+        "parameters": job.language_model.parameters,
         "device": str(job.device),
         "text": {"files": job.text.files, "bytes": job.text.nbytes},
         "steps": job.recipe.steps,

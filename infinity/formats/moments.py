@@ -45,7 +45,7 @@ def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]
     count = values.numel()
     codes = torch.empty(count, dtype=torch.uint8, device="cpu")
     exponents = torch.empty(-(-count // CODE_BLOCK), dtype=torch.uint8, device="cpu")
-    for place, blocks in _parts(count):
+    for place, blocks in _components(count):
         part = values[place].to(torch.float32)
         rows = torch.nn.functional.pad(part, (0, -part.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK)
         chosen, exponent = _encode_rows(rows, span)
@@ -57,7 +57,7 @@ def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]
 def decode(codes: torch.Tensor, exponents: torch.Tensor, span: int) -> torch.Tensor:
     """The float32 values (n,) of uint8 `codes` (n,) and `exponents` (ceil(n / CODE_BLOCK),)."""
     values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
-    for place, blocks in _parts(codes.numel()):
+    for place, blocks in _components(codes.numel()):
         unit = _unit(exponents[blocks].to(torch.int32), span).repeat_interleave(CODE_BLOCK)
         code = codes[place].to(torch.int32)
         if span == FIRST_SPAN:
@@ -111,7 +111,7 @@ def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
     return unit.masked_fill(exponent == _NOT_FINITE, float("nan"))
 
 
-def _parts(count: int) -> Iterator[tuple[slice, slice]]:
+def _components(count: int) -> Iterator[tuple[slice, slice]]:
     """(elements, blocks) of one part after the other."""
     for block in range(0, -(-count // CODE_BLOCK), _BLOCKS):
         yield (

@@ -63,7 +63,7 @@ class DeviceUnits:
                 else:
                     target.copy_(part)
 
-    def bring_down(self) -> None:
+    def copy_to_host(self) -> None:
         """Give the host the sums of squares of all gradients that there are, once the device has come to
         them."""
         if not self._changed:

@@ -164,7 +164,7 @@ class Gradients:
             self._ring.wait()
         self.check()
         if self._on_device is not None:
-            self._on_device.bring_down()
+            self._on_device.copy_to_host()
         squares = 0.0
         for _, unit, index in self._names:
             page = self.pages[unit]
@@ -196,7 +196,7 @@ class Gradients:
         page = self.pages.get(unit)
         if page is None or parameter not in page.content:
             return None
-        if page.spent:
+        if page.consumed:
             raise ConfigError(
                 f"The gradient of {page.layout.parameters[parameter].names[0]} is spent: an eager update had "
                 "it during the backward.",
@@ -214,10 +214,10 @@ class Gradients:
         """Whether a unit's gradients stay on the device, which updates it."""
         return self._on_device is not None and unit in self._on_device
 
-    def spend(self, unit: int) -> None:
+    def consume(self, unit: int) -> None:
         """An eager update has the unit's gradients from now on, and nobody else."""
         page = self.pages[unit]
-        page.spent = True
+        page.consumed = True
         for number, state in enumerate(page.states):
             if state.stage is not None:
                 self.staged.drop(page, number)
@@ -229,7 +229,7 @@ class Gradients:
         for page in self.pages.values():
             page.content.clear()
             page.arrivals.clear()
-            page.spent = False
+            page.consumed = False
             page.states = [ChunkState() for _ in page.layout.chunks]
             page.home.renew()
         self.staged.clear()
@@ -263,7 +263,7 @@ class Gradients:
             self.pages[unit].content.discard(parameter)
 
     def _check_addition(self, page: GradientPage, parameter: int) -> None:
-        if page.spent:
+        if page.consumed:
             raise ConfigError(
                 f"One more gradient of {page.layout.parameters[parameter].names[0]} came after its eager "
                 f"update, which was to follow number {page.arrivals[parameter]} of the step.",

@@ -80,7 +80,7 @@ class StagedChunks:
             if self._whole_bytes <= self._most_kept:
                 return
             if self._pages[unit].arrived(oldest):  # else it goes when a later one comes: nobody waits here
-                self._take_home(self._pages[unit], oldest)
+                self._write_back(self._pages[unit], oldest)
 
     def finish(self) -> None:
         """The end of a backward: stages of which a parameter was not used wait for it no longer.
@@ -95,18 +95,18 @@ class StagedChunks:
                 stage.waiting.clear()
                 self.complete(self._pages[unit], number)
 
-    def take_oldest_home(self, kept: tuple[int, int] | None) -> bool:
+    def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
         """Take the oldest stage home, but not (unit, chunk) `kept`; False if there is none.
 
         Raises StorageError.
         """
         for unit, number in self._chunks:
             if (unit, number) != kept:
-                self._take_home(self._pages[unit], number)
+                self._write_back(self._pages[unit], number)
                 return True
         return False
 
-    def put_home(self, unit: int, number: int, data: torch.Tensor) -> None:
+    def write_back_now(self, unit: int, number: int, data: torch.Tensor) -> None:
         """Write a chunk's gradient home for an update that keeps it staged, and wait.
 
         data: uint8, as the update has it; perhaps nobody else has it any more. Raises StorageError; then
@@ -130,7 +130,7 @@ class StagedChunks:
         self._whole.clear()
         self._whole_bytes = 0
 
-    def _take_home(self, page: GradientPage, number: int) -> None:
+    def _write_back(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
         if self._ring is not None:
             self._ring.wait(state.sent)  # what failed is said by `Gradients.check`

@@ -11,7 +11,7 @@ from infinity.errors import ConfigError
 from infinity.lm.text import Text
 
 if TYPE_CHECKING:
-    from infinity.lm.subject import Subject
+    from infinity.lm.language_model import LanguageModel
 
 _HELD_OUT_BATCHES = 8
 _HELD_OUT_TOKENS = 16 << 10
@@ -20,7 +20,7 @@ _HELD_OUT_TOKENS = 16 << 10
 class Batches:
     """Windows of a text, for training and for measuring."""
 
-    def __init__(self, text: Text, subject: Subject, *, batch: int, seq: int, seed: int) -> None:
+    def __init__(self, text: Text, language_model: LanguageModel, *, batch: int, seq: int, seed: int) -> None:
         """batch: windows; seq: tokens that each predicts.
 
         Raises ConfigError for numbers below 1, and for a window that is longer than the model's context, or
@@ -28,13 +28,14 @@ class Batches:
         """
         if batch < 1 or seq < 1:
             raise ConfigError(f"A batch of {batch} x {seq} tokens was asked for.", "Give numbers from 1 on.")
-        if subject.longest is not None and seq > subject.longest:
+        if language_model.longest is not None and seq > language_model.longest:
             raise ConfigError(
-                f"{subject.name} takes {subject.longest} tokens at most, and {seq} were asked for.",
-                f"Give --seq {subject.longest} or less.",
+                f"{language_model.name} takes {language_model.longest} tokens at most, and {seq} were asked "
+                "for.",
+                f"Give --seq {language_model.longest} or less.",
             )
         self._text = text
-        self._vocabulary = subject.vocabulary
+        self._vocabulary = language_model.vocabulary
         self._batch = batch
         self._length = seq + 1
         self._seed = seed

@@ -41,7 +41,7 @@ _LONGEST_REASON = 200
 """Characters of what transformers says."""
 
 
-class HuggingFaceSubject:
+class HuggingFaceModel:
     """A causal language model of transformers with the directory's tokenizer, or over bytes without one.
 
     No code from the directory runs and nothing is fetched.
@@ -72,16 +72,16 @@ class HuggingFaceSubject:
         self._choosy = "logits_to_keep" in known
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See Subject."""
+        """See LanguageModel."""
         found: torch.Tensor = self.model(**self._training(tokens)).loss
         return found.float()
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> Mapping[str, Any]:
-        """See Subject."""
+        """See LanguageModel."""
         return self._training(torch.zeros(batch, seq + 1, dtype=torch.int64, device=device))
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """See Subject."""
+        """See LanguageModel."""
         keep = {"logits_to_keep": torch.tensor([position], device=tokens.device)} if self._choosy else {}
         logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **keep).logits
         return logits[:, 0 if self._choosy else position].float()

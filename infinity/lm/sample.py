@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.config import round_up
 from infinity.errors import ConfigError
-from infinity.lm.subject import Subject
+from infinity.lm.language_model import LanguageModel
 
 _LONGEST_CONTEXT = 256
 """Tokens. Every token costs a forward over all of them: nothing is kept from one to the next."""
@@ -22,7 +22,7 @@ some 3 MiB of it for a model of 10M parameters."""
 
 
 def generate(
-    subject: Subject,
+    language_model: LanguageModel,
     prompt: str,
     *,
     tokens: int,
@@ -46,18 +46,18 @@ def generate(
             "Give at least 1 token and a temperature from 0 on.",
         )
     generator = torch.Generator().manual_seed(seed)
-    longest = min(subject.longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
-    vocabulary = subject.vocabulary
+    longest = min(language_model.longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+    vocabulary = language_model.vocabulary
     given = vocabulary.encode(prompt)
     context = given or vocabulary.encode("\n") or [0]
     made: list[int] = []
     deadline = time.monotonic() + seconds
-    with torch.no_grad(), _evaluating(subject.model):
+    with torch.no_grad(), _evaluating(language_model.model):
         while len(made) < tokens and (not made or time.monotonic() < deadline):
             seen = [*context, *made][-longest:]
             filled = seen + [0] * (min(round_up(len(seen), _LENGTHS), longest) - len(seen))
             tokens_in = torch.tensor([filled], dtype=torch.int64, device=device)
-            logits = subject.next_token_logits(tokens_in, len(seen) - 1)
+            logits = language_model.next_token_logits(tokens_in, len(seen) - 1)
             token = _choose(logits[0].cpu(), temperature, generator)
             if token is None:
                 break

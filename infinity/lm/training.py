@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.lm.batches import Batches
-from infinity.lm.subject import Subject
+from infinity.lm.language_model import LanguageModel
 from infinity.runtime import Runtime
 from infinity.telemetry.stats import Stats
 
@@ -74,16 +74,18 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
     return _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def train(subject: Subject, runtime: Runtime, batches: Batches, recipe: Recipe) -> Iterator[StepReport]:
+def train(
+    language_model: LanguageModel, runtime: Runtime, batches: Batches, recipe: Recipe
+) -> Iterator[StepReport]:
     """Train, step by step, as the reports are asked for."""
     device, optimizer = runtime.plan.device, runtime.optimizer
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
-    subject.model.train()
+    language_model.model.train()
     for step in range(recipe.steps):
         started, losses, tokens = time.perf_counter(), [], 0
         for micro in range(recipe.accumulate):
             batch = batches.training(step, micro).to(device)
-            loss = subject.loss(batch)
+            loss = language_model.loss(batch)
             (loss / recipe.accumulate).backward()
             losses.append(loss.detach())
             tokens += batch[:, 1:].numel()
@@ -109,8 +111,8 @@ def train(subject: Subject, runtime: Runtime, batches: Batches, recipe: Recipe) 
 class HeldOut:
     """The loss on text that is never trained on."""
 
-    def __init__(self, subject: Subject, batches: Batches, device: torch.device) -> None:
-        self._subject = subject
+    def __init__(self, language_model: LanguageModel, batches: Batches, device: torch.device) -> None:
+        self._subject = language_model
         self._batches = [batch.to(device) for batch in batches.held_out()]
 
     def loss(self, *, seconds: float | None = None) -> float:

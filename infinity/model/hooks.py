@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
 from infinity.gradients.loss_scale import LossScale
-from infinity.model.pager import Paging
+from infinity.model.pager import Pager
 
 
 def keep_out_of_graphs() -> None:
@@ -78,7 +78,7 @@ class ModuleHooks:
     def __init__(
         self,
         model: nn.Module,
-        paging: Paging,
+        pager: Pager,
         module_units: dict[str, tuple[int, ...]],
         compute_dtype: torch.dtype,
         scale: LossScale,
@@ -89,7 +89,7 @@ class ModuleHooks:
         """check_copy: raises where a module's state_dict cannot be held. forward_done: called after each."""
         keep_out_of_graphs()
         self._model = model
-        self._paging = paging
+        self._pager = pager
         self._dtype = compute_dtype
         self._scale = scale
         self._check_copy = check_copy
@@ -123,23 +123,23 @@ class ModuleHooks:
         wanted = list(units)
 
         def access(module: nn.Module, args: Any) -> None:
-            self._paging.access(wanted)
+            self._pager.access(wanted)
 
         return Hook(access)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._paging.refuse()
+        self._pager.refuse()
         if _tree(self._model) != self._tree:
             raise ConfigError(
                 "A module or parameter of the model was added, removed or replaced after it was offloaded.",
                 "Change the model first, then offload it (close the runtime and offload again).",
             )
-        self._paging.begin_forward(_caller())
+        self._pager.begin_forward(_caller())
         return self._scale.incoming(tree_map_only(torch.Tensor, self._cast, (args, kwargs)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._paging.end_forward()
-        if not self._paging.forwards:
+        self._pager.end_forward()
+        if not self._pager.forwards:
             self._forward_done()
         return self._scale.outgoing(output)
 
@@ -147,15 +147,15 @@ class ModuleHooks:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _before_loading(self, *_: Any) -> None:
-        self._paging.refuse()
+        self._pager.refuse()
 
     def _start_copying(self, module: nn.Module, *_: Any) -> None:
-        if not self._paging.copying:
+        if not self._pager.copying:
             self._check_copy(module)
-        self._paging.copies.begin(_caller())
+        self._pager.copies.begin(_caller())
 
     def _stop_copying(self, *_: Any) -> None:
-        self._paging.copies.end()
+        self._pager.copies.end()
 
 
 def _caller() -> FrameType:

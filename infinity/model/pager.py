@@ -27,7 +27,7 @@ from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
 
 
-class Paging:
+class Pager:
     """The parameter pages of one runtime. One lock orders all that changes where they are."""
 
     def __init__(

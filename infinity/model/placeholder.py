@@ -30,7 +30,7 @@ _MOST_MAPPINGS = 4096
 """The kernel grants a process some 65,000 mappings; the chunk grows before a stand-in takes more of them."""
 
 
-class StandIns:
+class Placeholders:
     """Tensors for evicted parameters, all over one storage.
 
     device: where they claim to be, the CPU or a CUDA device. largest: the most bytes that the elements of

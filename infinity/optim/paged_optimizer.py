@@ -24,7 +24,7 @@ _HOOKS = (
 _RETIRED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
-class UpdateBackend(Protocol):
+class OptimizerCore(Protocol):
     """What carries updates out and keeps their states. Parameters are told apart by identity.
 
     The state of a parameter is a mapping with, as torch has them, "step" (a float32 scalar; not of SGD)
@@ -64,7 +64,7 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
     parameters that have a state; as in torch, others of the optimizer read as {}.
     """
 
-    def __init__(self, rule: Rule, backend: UpdateBackend, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, rule: Rule, backend: OptimizerCore, parameters: Sequence[Tensor]) -> None:
         self._rule = rule
         self._backend = backend
         # By identity: hashing or comparing a tensor is an operation on it.
@@ -117,7 +117,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     fp32 and, for parameters that are not, the fp32 "master" beside them, which torch carries along unused.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: UpdateBackend) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
         """`rule` is Rule.of(optimizer). Nothing is moved: see `adopt` and `retire`."""
         self._replaced: Any = optimizer
         self._rule = rule
@@ -244,7 +244,7 @@ def adopt(
     write: Callable[[Tensor, Mapping[str, Tensor]], None],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> None:
-    """Gives the states that `optimizer` has gathered to `write`, as `UpdateBackend.write_state` takes them.
+    """Gives the states that `optimizer` has gathered to `write`, as `OptimizerCore.write_state` takes them.
 
     dtype_of: the dtype that a parameter has in its page, which it need not be in yet.
     """
@@ -288,7 +288,7 @@ def checked_state(
     *,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """What `UpdateBackend.write_state` takes of a state in torch's form: no copy is made.
+    """What `OptimizerCore.write_state` takes of a state in torch's form: no copy is made.
 
     dtype: of the parameter in its page, where it is not there yet.
 

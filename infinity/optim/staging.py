@@ -127,9 +127,9 @@ class Staging:
             self._put_gradient_home(holding)
             return True
         kept = None if asking is None else (asking.unit, asking.chunk_index)
-        return self._staged.take_oldest_home(kept)
+        return self._staged.write_back_oldest(kept)
 
     def _put_gradient_home(self, chain: Chain) -> None:
         """Of a DUE chain: it is read again when the chain is granted staging for it."""
-        self._staged.put_home(chain.unit, chain.chunk_index, chain.gradient)
+        self._staged.write_back_now(chain.unit, chain.chunk_index, chain.gradient)
         chain.forget_gradient()

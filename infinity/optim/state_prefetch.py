@@ -95,7 +95,7 @@ class ReadAhead:
         self._cleared = self._cleared or not self._gradients.any
         while self._next and self._cleared:
             unit = self._next[0]
-            if not self._gradients.pages[unit].spent and not self._complete(unit, self._accumulation):
+            if not self._gradients.pages[unit].consumed and not self._complete(unit, self._accumulation):
                 if not self._complete(unit, self._accumulation - 1) or pending(unit):
                     return
                 page = self._gradients.pages[unit]

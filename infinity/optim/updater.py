@@ -114,7 +114,7 @@ class Updater:
         bytes, which is then updated before this returns. Raises StorageError; some chunks are updated then
         and others not.
         """
-        later = [page.index for page in self._pages if not self._gradients.pages[page.index].spent]
+        later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
             self.complete(unit)  # which nobody used since the last step
         self._store.link.drain()
@@ -147,7 +147,7 @@ class Updater:
         seen = exposed(unit)
         self._store.link.follow_compute()  # whose kernels may still read what a copy up overwrites
         self._open(unit, group_of)
-        self._gradients.spend(unit)
+        self._gradients.consume(unit)
         if seen:
             self.complete(unit)
         self._begin_updates((unit,))

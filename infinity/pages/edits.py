@@ -64,7 +64,7 @@ class EditTracker:
                     "Edit the parameter itself, under torch.no_grad() or in runtime.full_parameters(module).",
                 )
             for index in edited:
-                self._take_home(page, index, memory)
+                self._write_back(page, index, memory)
             page.acknowledge()
         self._forget_loans(page)
 
@@ -108,9 +108,9 @@ class EditTracker:
         self._loans.clear()
         self._replaced.clear()
 
-    def _take_home(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
+    def _write_back(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
         if memory is not page.home.memory:
-            brought = self._store.brought_down(page.flat(index, memory))
+            brought = self._store.copied_to_host(page.flat(index, memory))
             self._store.patch(page.home, page.start(index), brought)
         if self._states is not None:
             self._states.edited(page.index, index)

@@ -58,7 +58,7 @@ class GradientPage:
         """Parameters that have a gradient."""
         self.arrivals: Counter[int] = Counter()
         """Parameter -> how many gradients were added for it since the last `Gradients.clear`."""
-        self.spent = False
+        self.consumed = False
         """Whether eager updates have them, so that nobody else does."""
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.states = [ChunkState() for _ in layout.chunks]

@@ -49,7 +49,7 @@ class ParameterPage:
         home: Home,
         *,
         parameters: Sequence[nn.Parameter],
-        stand_ins: Sequence[torch.Tensor],
+        placeholders: Sequence[torch.Tensor],
         addresses: dict[int, ParameterPage],
         permanent: bool = False,
     ) -> None:
@@ -69,7 +69,7 @@ class ParameterPage:
         """How many asked that it stay PRESENT."""
         self.versions = [parameter_version(each) for each in self.parameters]
         """Of each Parameter, when its page was last known to equal its home."""
-        self._stand_ins = tuple(stand_ins)
+        self._placeholders = tuple(placeholders)
         self._ghost: StorageWeakRef | None = None
         self._addresses = addresses
         self._starts = [layout.start(index) for index in range(len(layout.parameters))]
@@ -84,13 +84,13 @@ class ParameterPage:
     def convert(self) -> None:
         """Replace the Parameters' own memory by stand-ins. Once, before the first arrival."""
         with torch.inference_mode(False):
-            for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
-                if torch._has_compatible_shallow_copy_type(parameter, stand_in):
-                    parameter.data = stand_in
+            for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+                if torch._has_compatible_shallow_copy_type(parameter, placeholder):
+                    parameter.data = placeholder
                 else:
                     # From the meta device. Not torch.utils.swap_tensors: that swaps attributes as well, and
                     # refuses what has weak references, as nn.LSTM's weights do.
-                    torch._C._swap_tensor_impl(parameter, nn.Parameter(stand_in, parameter.requires_grad))
+                    torch._C._swap_tensor_impl(parameter, nn.Parameter(placeholder, parameter.requires_grad))
         self.acknowledge()
 
     def end(self) -> None:
@@ -125,7 +125,7 @@ class ParameterPage:
     def leave(self) -> None:
         """PRESENT -> AWAY. Whoever holds a view keeps the bytes; see the note on ghosts."""
         assert self.presence is Presence.PRESENT and self.residency is not None
-        self._show(self._stand_ins)
+        self._show(self._placeholders)
         self._ghost = StorageWeakRef(self.residency.untyped_storage())
         self.residency = None
         self.presence = Presence.AWAY

@@ -218,7 +218,7 @@ class Store:
         self.meter.copied(Edge.DEVICE_TO_HOST, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
-    def brought_down(self, memory: torch.Tensor) -> torch.Tensor:
+    def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
         """What compute has left in contiguous memory of the device, where the CPU can use it: as it is, or
         copied into ordinary RAM."""
         if self.link.direct:

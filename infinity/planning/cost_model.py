@@ -24,7 +24,7 @@ from infinity.tiers import Tier
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bandwidths:
+class MachineRates:
     """What this machine does, in bytes per second where not said otherwise."""
 
     disk_read: float | None = None
@@ -238,7 +238,7 @@ _FORWARD_SHARE = 1 / 3
 _RESOURCES = ("compute", "disk", "update", "link")
 
 
-def predict(moved: Traffic, speeds: Bandwidths, operations: Seconds, micro_batches: int = 1) -> Prediction:
+def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_batches: int = 1) -> Prediction:
     """The step's seconds: part by part, at the least as long as its busiest resource is.
 
     operations: seconds that those of one forward and backward take. On the CPU (without a link) compute,
@@ -270,7 +270,7 @@ def predict(moved: Traffic, speeds: Bandwidths, operations: Seconds, micro_batch
     )
 
 
-def _busy(phase: Phase, speeds: Bandwidths, *, compute: float, in_turn: bool) -> dict[str, float]:
+def _busy(phase: Phase, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
     """Seconds of every resource. in_turn: the trainer waits for what the CPU does with each gradient, which
     counts as compute."""
     if speeds.link is None:  # a copy in RAM reads and writes
@@ -293,7 +293,7 @@ def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
     return {longest: busy[longest]}
 
 
-def _disk_seconds(moved: Phase, speeds: Bandwidths) -> float:
+def _disk_seconds(moved: Phase, speeds: MachineRates) -> float:
     if speeds.disk_read is None or speeds.disk_write is None or speeds.disk_mixed is None:
         return 0.0
     both = min(moved.disk_read, moved.disk_write)

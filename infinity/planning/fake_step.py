@@ -32,7 +32,7 @@ _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention_backward")
 
 
 @dataclass(frozen=True)
-class StepEstimate:
+class FakeStep:
     """One forward, and its backward when training."""
 
     activations: int
@@ -43,14 +43,14 @@ class StepEstimate:
     """All operations on tensors, views included."""
 
 
-def estimate_step(
+def run_fake_step(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
     precision: Precision,
     device: torch.device,
     train: bool,
-) -> StepEstimate | None:
+) -> FakeStep | None:
     """Run a step under FakeTensorMode: no memory, no arithmetic, the model is left as it is.
 
     example_inputs: positional or keyword arguments of forward. Parameters and floating inputs are in the
@@ -73,7 +73,7 @@ def estimate_step(
                     _backward(output)
         except _UNKNOWABLE:
             return None
-    return StepEstimate(activations=watch.peak, operations=watch.operations)
+    return FakeStep(activations=watch.peak, operations=watch.operations)
 
 
 def _fake_state(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infinity.cpu_adam.stream_speed import stream_speed
-from infinity.planning.cost_model import Bandwidths
+from infinity.planning.cost_model import MachineRates
 from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 
@@ -34,14 +34,14 @@ _MATRIX = 1024
 _MATMUL_SECONDS = 0.2
 
 
-def measure_bandwidths(
+def measure_rates(
     nvme: Mapping[str, int],
     device: torch.device,
     compute_dtype: torch.dtype,
     *,
     clock: Callable[[], float] = time.time,
-) -> Bandwidths:
-    """Bandwidths for these directories (bytes that may be used in each), this device and this dtype.
+) -> MachineRates:
+    """MachineRates for these directories (bytes that may be used in each), this device and this dtype.
 
     What the cache does not know is probed, in about 2 s altogether, and added to it: a disk's figures for
     five minutes of `clock` (seconds), others until the file is removed. Raises StorageError for a directory
@@ -62,7 +62,7 @@ def measure_bandwidths(
     if device.type == "cuda":
         link = figures.get(_link_name(device), lambda: {"rate": _link(device)})["rate"]
     figures.save()
-    return Bandwidths(
+    return MachineRates(
         disk_read=total["read"],
         disk_write=total["write"],
         disk_mixed=total["mixed"],

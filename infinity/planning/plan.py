@@ -14,7 +14,7 @@ from infinity.config import Precision, format_size, round_up
 from infinity.device_update.workspace import workspace_of
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
-from infinity.planning.cost_model import Bandwidths, Prediction, Traffic, UpdateTime, predict, traffic
+from infinity.planning.cost_model import MachineRates, Prediction, Traffic, UpdateTime, predict, traffic
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Homes, Kind
 from infinity.planning.table import render
@@ -66,7 +66,7 @@ class Plan:
     (infinity/planning/headroom.py)."""
     prediction: Prediction | None = None
     """Of a step of one micro-batch; None: unknown."""
-    speeds: Bandwidths | None = None
+    speeds: MachineRates | None = None
     compute: Seconds | None = None
     """What the operations of one forward and backward take; None: unknown."""
     update: UpdateTime = "lazy"

@@ -18,7 +18,7 @@ from infinity.layout.chunks import build
 from infinity.layout.units import Survey, survey
 from infinity.planning import mirror, twin_flow
 from infinity.planning.budget_errors import format_count, shortage, usable_nvme
-from infinity.planning.cost_model import Bandwidths, UpdateTime
+from infinity.planning.cost_model import MachineRates, UpdateTime
 from infinity.planning.headroom import NO_HEADROOM, Headroom
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Kind, Placement, Room, line_of
@@ -58,7 +58,7 @@ def make_plan(
     precision: Precision,
     device: torch.device,
     available: Available,
-    speeds: Bandwidths | None = None,
+    speeds: MachineRates | None = None,
     activations: int | None = None,
     compute: Seconds | None = None,
     update: UpdateTime = "lazy",

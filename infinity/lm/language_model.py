@@ -11,12 +11,12 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.lm.decoder import Decoder
-from infinity.lm.huggingface import HuggingFaceSubject
+from infinity.lm.huggingface import HuggingFaceModel
 from infinity.lm.presets import PRESETS
 from infinity.lm.vocabulary import Bytes, Vocabulary
 
 
-class Subject(Protocol):
+class LanguageModel(Protocol):
     """A language model to be trained, with its vocabulary."""
 
     name: str
@@ -48,7 +48,7 @@ class Subject(Protocol):
         the model sees nothing of the tokens behind it."""
 
 
-class PresetSubject:
+class PresetModel:
     """A preset's decoder, over bytes."""
 
     def __init__(self, name: str) -> None:
@@ -64,30 +64,30 @@ class PresetSubject:
         self.vocabulary: Vocabulary = Bytes()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See Subject."""
+        """See LanguageModel."""
         found: torch.Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
         return found
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> tuple[Any, ...]:
-        """See Subject."""
+        """See LanguageModel."""
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return tokens, tokens
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """See Subject."""
+        """See LanguageModel."""
         logits: torch.Tensor = self.model(tokens)
         return logits[:, position].float()
 
 
-def subject(name: str) -> Subject:
+def language_model(name: str) -> LanguageModel:
     """A preset by its name, or a transformers model by its directory.
 
     Raises ConfigError for a name that is neither, and for a directory that cannot be used.
     """
     if name in PRESETS:
-        return PresetSubject(name)
+        return PresetModel(name)
     if os.path.isdir(name):
-        return HuggingFaceSubject(name)
+        return HuggingFaceModel(name)
     raise ConfigError(
         f"There is no model {name!r}.",
         f"Give one of {', '.join(PRESETS)}, or a directory with a config.json of transformers.",
