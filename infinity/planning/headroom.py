@@ -37,7 +37,8 @@ of what comes and goes in it), and the last piece of the pages' own."""
 
 _SHARE = 8
 """One in so many bytes of live tensors is lost between them, to rounding and to holes. A choice: a model of
-the allocator that runs the steps of decoders stays below it (tests/test_headroom.py); no GPU has said yet."""
+the allocator that runs the steps of decoders stays below it (tests/planning/test_headroom.py); no GPU has
+said yet."""
 
 _ENTRY = re.compile(r":([0-9]+):([0-9]+)")
 

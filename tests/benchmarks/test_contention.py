@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fio_benchmarks import needs_fio
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "contention.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "contention.py"
 
 
 def run(directory: Path, *more: str) -> subprocess.CompletedProcess[str]:

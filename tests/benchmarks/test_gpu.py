@@ -23,7 +23,7 @@ from infinity.planning.placement import Kind
 from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.sh"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import gpu_idle  # noqa: E402
@@ -154,7 +154,7 @@ def test_all_cuda_tests_are_asked_for(tmp_path: Path) -> None:
     )
     names = {
         f"{path.stem}::{name}"
-        for path in Path(__file__).parent.glob("test_*.py")
+        for path in Path(__file__).parents[1].rglob("test_*.py")
         for name in marked.findall(path.read_text())
     }
     assert len(names) > 10

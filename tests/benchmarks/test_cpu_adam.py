@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "cpu_adam.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu_adam.py"
 
 
 def test_quick_run_reports_every_contender() -> None:

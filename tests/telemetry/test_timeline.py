@@ -17,8 +17,9 @@ from process_resources import check_nothing_left, resources
 from timelines import Event, edge_rows, full_after, lines_of, load, rows_of
 
 from infinity.errors import ConfigError, StorageError, StorageFull
+from infinity.telemetry import timeline
 from infinity.telemetry.meter import Meter
-from infinity.telemetry.stats import Edge, Phase, Wait, timeline
+from infinity.telemetry.stats import Edge, Phase, Wait
 from infinity.telemetry.timeline import Timeline
 from infinity.tiers.copy_streams import CopyStreams, open_link
 from infinity.tiers.link import Arrived, Timing

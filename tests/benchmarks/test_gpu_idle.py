@@ -13,7 +13,7 @@ import torch
 
 import infinity
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_idle
 from gpu_idle import Interval, gaps, gpu_work, length, report, union

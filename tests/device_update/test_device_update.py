@@ -1,9 +1,8 @@
 """Updates by the device's kernels: the bits of the CPU's, for every rule and format, and how many launches.
 
-With the CPU as the device, whose kernels are the same source compiled for it (tests/test_device_kernels.py
-has the compiler); on a GPU where there is one. test_twin_flow.py and test_twin_flow_training.py have whole
-runtimes.
-"""
+With the CPU as the device, whose kernels are the same source compiled for it
+(tests/device_update/test_device_kernels.py has the compiler); on a GPU where there is one. test_twin_flow.py
+and test_twin_flow_training.py have whole runtimes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import pytest
 
 from infinity.system import machine
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import limits  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import infinity
 from infinity.gradients.device import DeviceUnits
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "bits.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bits.py"
 TWO = (
     "tied, nvme, eager, accumulate 1, unclipped, groups 1, bf16 with fp32 states, adamw",
     "custom, host, lazy, accumulate 4, clipped, groups 2, fp32 with fp32 states, adamw",
@@ -86,7 +86,7 @@ def test_a_directory_without_the_package(tmp_path: Path) -> None:
 def test_packages_of_older_commits_have_what_every_case_imports(name: str) -> None:
     """Functions may import more, where the CPU's cases do not come or another commit's lack is told."""
     found = set()
-    for statement in ast.parse((Path(__file__).parent / name).read_text()).body:
+    for statement in ast.parse((Path(__file__).parents[1] / name).read_text()).body:
         if isinstance(statement, ast.ImportFrom):
             found |= {f"{statement.module}.{each.name}" for each in statement.names}
         elif isinstance(statement, ast.Import):
