@@ -217,7 +217,7 @@ class TestAttentionScratch:
     """CUDA's kernels of attention's backward allocate what no operation shows."""
 
     def test_it_is_counted_while_the_kernel_runs(self) -> None:
-        watch = fake_step._Watch([])
+        watch = fake_step._Watch()
         watch.now = 7
         shape = (2, 4, 128, 64)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -229,7 +229,7 @@ class TestAttentionScratch:
         assert watch.peak == 7 + 3 * 4 * 2 * 4 * 128 * 64
 
     def test_the_cpu_s_kernels_have_none(self) -> None:
-        watch = fake_step._Watch([])
+        watch = fake_step._Watch()
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         watch._scratch(backward, (torch.empty(8), torch.empty(8), torch.empty(8)))
         assert watch.peak == 0
