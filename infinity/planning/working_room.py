@@ -2,8 +2,9 @@
 
 Staging has room for all chains of the largest unit, but takes at most a quarter of the host tier and at least
 two chains. Besides pages at home there, the tier that computes has room for 12 parameter pages if they take
-at most a quarter of it, else for 3 if they take at most half. Where not even that fits, there is room
-for two of each, or for one."""
+at most a quarter of it, else for 3 if they take at most half. Where not even that fits,
+there is room for three pages and two chains, or one chain, and at the least for one of each.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ WORKING_ROOMS = (
     LEAST_IN_RAM,
     WorkingRoom(AMPLE_PAGES, share=0.25),
     WorkingRoom(3, share=0.5),
-    WorkingRoom(2, chains=2, pieces=2),
+    WorkingRoom(3, chains=2, pieces=2),
+    WorkingRoom(3, chains=1, pieces=1),
+    WorkingRoom(2, chains=1, pieces=1),
     LEAST,
 )
 """The best first: what fits in RAM at all is kept there."""
