@@ -1,17 +1,24 @@
-"""Where tests run, and fixtures that need a file system of their own."""
+"""Where tests run and in how many processes, and fixtures that need a file system of their own."""
+
+import os
+
+# Before torch is imported, and for processes that tests start, too. The models of the tests are tiny: a
+# second thread computes nothing sooner, and beside another process it spins.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
-import os
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, and tests would go through its objects: see below
+import warm_python
+from alone import Machine
 from tiny_job import TinyJob, make_tiny
 
 from infinity.planning import twin_flow
@@ -25,12 +32,53 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 # A shell's background job ignores Ctrl-C, and so would all that it starts: tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The models of the tests are tiny: a second thread computes nothing sooner, and on a busy machine it spins.
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # whatever the environment said
 
 if machine.file_system(tempfile.gettempdir()) == "tmpfs":
     # Slabs refuse RAM, so `tmp_path` has to be on a disk; /var/tmp is one by convention.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
+
+
+WORKERS = 2
+"""Processes that run the tests, where somebody asks for more than a file's."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Divide whole folders of tests between workers, unless told otherwise (`-n 0`) or without pytest-xdist.
+
+    Each goes through its half in order, so that tests of a file share what its first ones made, and who is
+    done takes half of what the other has left. Not on a machine with a GPU, whose memory tests want alone.
+    """
+    options = config.option
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return
+    by_default = options.numprocesses is None and options.dist == "no" and not options.usepdb
+    few = any("::" in each or Path(each).is_file() for each in config.args)
+    room = len(os.sched_getaffinity(0)) >= WORKERS and not torch.cuda.is_available()
+    if by_default and room and not few:
+        options.numprocesses, options.dist = WORKERS, "worksteal"
+
+
+MACHINE = pytest.StashKey[Machine]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.stash[MACHINE] = Machine(Path(config.option.basetemp).parent)
+
+
+def pytest_unconfigure() -> None:
+    warm_python.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    shared = item.config.stash.get(MACHINE, None)
+    if shared is None:
+        return (yield)
+    with shared.used(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +99,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny(monkeypatch)
     return TinyJob(tmp_path)
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of Python start with torch imported."""
+    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
 
 
 @pytest.fixture(scope="session", autouse=True)

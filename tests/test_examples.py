@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("warm")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

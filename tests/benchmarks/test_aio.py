@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from fio_benchmarks import exit_code_without_fio, needs_fio, quick_run
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @needs_fio
 def test_quick_run(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import ast
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import infinity
 from infinity.gradients.device import DeviceUnits
 
+pytestmark = pytest.mark.usefixtures("warm")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bits.py"
 TWO = (
     "tied, nvme, eager, accumulate 1, unclipped, groups 1, bf16 with fp32 states, adamw",
@@ -45,9 +44,10 @@ def checkout(directory: Path, more: str = "") -> Path:
     return directory
 
 
-def run(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARK), "--steps", "2", "--directory", str(tmp_path), *arguments]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+def compared(bits: ModuleType, directory: Path, against: Path, *names: str) -> int:
+    """The exit code of the comparison of these cases; the package that is held against runs in a process."""
+    steps = ["--steps", "2", "--directory", str(directory)]
+    return int(bits.main([*steps, "--against", str(against), "--case", *names]))
 
 
 EDIT = """
@@ -62,24 +62,27 @@ def offload(model, *arguments, **options):
 """
 
 
-def test_the_same_package_has_the_same_bits(tmp_path: Path) -> None:
+def test_the_same_package_has_the_same_bits(
+    bits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = checkout(tmp_path / "other")
-    done = run(tmp_path, "--against", other, "--case", *TWO)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "2 of 2 cases have the same bits"
+    assert compared(bits, tmp_path, other, *TWO) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 of 2 cases have the same bits"
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_another_bit_is_told_by_the_case_that_has_it(tmp_path: Path) -> None:
-    done = run(tmp_path, "--against", checkout(tmp_path / "other", EDIT), "--case", *TWO)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[-2:] == [f"differs: {TWO[0]}", "1 of 2 cases have the same bits"]
+def test_another_bit_is_told_by_the_case_that_has_it(
+    bits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compared(bits, tmp_path, checkout(tmp_path / "other", EDIT), *TWO) == 1
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last == [f"differs: {TWO[0]}", "1 of 2 cases have the same bits"]
 
 
-def test_a_directory_without_the_package(tmp_path: Path) -> None:
-    done = run(tmp_path, "--against", tmp_path, "--case", TWO[1])
-    assert done.returncode == 1
-    assert "has no package infinity that works" in done.stderr
+def test_a_directory_without_the_package(bits: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no package infinity that works") as ended:
+        compared(bits, tmp_path, tmp_path, TWO[1])
+    assert isinstance(ended.value.code, str)  # which is printed, and the code is 1
 
 
 @pytest.mark.parametrize("name", ["homes.py", "parity.py", "zoo.py", "../benchmarks/bits.py"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fio_benchmarks import needs_fio
 
+pytestmark = pytest.mark.usefixtures("warm")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "contention.py"
 
 

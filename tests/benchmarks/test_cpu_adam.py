@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("warm")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cpu_adam.py"
 
 

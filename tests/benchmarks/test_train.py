@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import warm_python
 
 from infinity.system import machine
 
@@ -48,12 +50,12 @@ def one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 RUNS = {
     "in turns": [
-        "train.py",
+        "train",
         *("--peer", "deepspeed:nvme", "--peer", "torch:fused"),
         *("--ours", "host=4MiB", "--ours", "all-nvme"),
     ],
-    "fresh": ["train.py", "--ours", "host=4KiB", "--peer", "torch:plain", "--processes", "fresh"],
-    "matrix": ["matrix.py", "--pair", "10m:half"],
+    "fresh": ["train", "--ours", "host=4KiB", "--peer", "torch:plain", "--processes", "fresh"],
+    "matrix": ["matrix", "--pair", "10m:half"],
 }
 
 
@@ -72,29 +74,24 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """RUNS, two side by side: each starts its processes one after another, and most of a start is imports.
+    """RUNS, whose contenders are processes.
 
     There is no deepspeed in them that can be imported, whether or not there is one.
     """
     root = tmp_path_factory.mktemp("runs")
     (root / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
-    path = os.pathsep.join([str(root), *sys.path])
-
-    def run(name: str) -> Ran:
-        script, *more = RUNS[name]
+    found = {}
+    for name, (module, *more) in RUNS.items():
         directory = root / name
         directory.mkdir()
-        done = subprocess.run(
-            [sys.executable, str(BENCHMARKS / script), *arguments(directory, *more, "--json")],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return Ran(done.returncode, done.stdout, done.stderr, list(directory.iterdir()))
-
-    with ThreadPoolExecutor(2) as both:
-        return dict(zip(RUNS, both.map(run, RUNS), strict=True))
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(root), *sys.path]))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setattr(subprocess, "Popen", warm_python.Popen)
+            code = importlib.import_module(module).main(arguments(directory, *more, "--json"))
+        found[name] = Ran(code, out.getvalue(), err.getvalue(), list(directory.iterdir()))
+    return found
 
 
 def test_contenders_in_turns_and_one_that_does_not_start(ran: dict[str, Ran]) -> None:
@@ -268,7 +265,7 @@ class Canned:
         self._ended = True
 
 
-def test_an_early_end_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+def test_an_early_end_leaves_no_process_and_no_file(warm: None, tmp_path: Path) -> None:
     """Three, which start side by side; one is killed, and has no chance to remove its files."""
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     directories = {end: tmp_path / end.name for end in ends}

@@ -9,6 +9,8 @@ from fio_benchmarks import exit_code_without_fio, needs_fio, quick_run
 
 from infinity import aio
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @needs_fio
 def test_quick_run(tmp_path: Path) -> None:

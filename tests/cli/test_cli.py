@@ -45,7 +45,7 @@ def test_doctor_says_which_path_cannot_hold_pages(tmp_path: Path, capsys: pytest
     assert "Traceback" not in done.err + done.out
 
 
-def test_users_errors_are_one_paragraph_and_a_json_line(tmp_path: Path) -> None:
+def test_users_errors_are_one_paragraph_and_a_json_line(warm: None, tmp_path: Path) -> None:
     done = run("doctor", "--json", "--path", os.fspath(tmp_path), INFINITY_ISA="mmx")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("ConfigError: ")

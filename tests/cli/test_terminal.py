@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tiny_job import PATIENCE, TinyJob, ended
 
+pytestmark = pytest.mark.usefixtures("warm")
 ENDLESS = 1_000_000
 """Steps."""
 

@@ -161,7 +161,7 @@ def test_close_finishes_what_is_queued() -> None:
         many_updates(pool, jobs=1, n=10)
 
 
-def test_interpreter_exits_with_work_queued() -> None:
+def test_interpreter_exits_with_work_queued(warm: None) -> None:
     program = """
         import torch
         from infinity.cpu_adam import *
@@ -171,7 +171,7 @@ def test_interpreter_exits_with_work_queued() -> None:
         del x
     """
     running = {}
-    for ending in ("", "del pool", "del pool, tickets", "pool.close()"):  # side by side: each imports torch
+    for ending in ("", "del pool", "del pool, tickets", "pool.close()"):
         command = [sys.executable, "-c", textwrap.dedent(program) + ending]
         running[ending] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     for ending, process in running.items():

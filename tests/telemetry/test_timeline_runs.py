@@ -180,7 +180,7 @@ def test_a_disk_that_fills_up_does_not_end_the_run(
     load(path)
 
 
-def test_a_run_that_is_ended_leaves_its_timeline(job: TinyJob, tmp_path: Path) -> None:
+def test_a_run_that_is_ended_leaves_its_timeline(warm: None, job: TinyJob, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     process = job.start(*job.arguments("train", "--trace", path, "--steps", 1_000_000, *job.nvme()))
     try:

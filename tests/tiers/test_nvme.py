@@ -193,7 +193,7 @@ def test_a_closed_tier_holds_no_descriptor_and_says_that_it_is_closed(tmp_path: 
             use()
 
 
-def test_a_process_that_forgets_to_close_leaves_nothing(tmp_path: Path) -> None:
+def test_a_process_that_forgets_to_close_leaves_nothing(warm: None, tmp_path: Path) -> None:
     running = {}
     for number, end in enumerate(("", "raise RuntimeError", "sys.exit(3)")):
         directory = tmp_path / str(number)

@@ -270,7 +270,7 @@ def test_in_a_forked_child_a_pool_refuses_and_its_memory_is_left_alone() -> None
     assert pool.lease(PAGE).residency().fill_(2).sum() == 2 * PAGE
 
 
-def test_the_process_ends_while_a_daemon_thread_waits() -> None:
+def test_the_process_ends_while_a_daemon_thread_waits(warm: None) -> None:
     program = f"""
 import threading, time
 from infinity.tiers import HostArena

@@ -60,7 +60,7 @@ def run_owner(directory: Path, then: str) -> subprocess.Popen[str]:
     return owner
 
 
-def test_a_second_process_is_told_who_has_the_slab(tmp_path: Path) -> None:
+def test_a_second_process_is_told_who_has_the_slab(warm: None, tmp_path: Path) -> None:
     owner = run_owner(tmp_path, "time.sleep(600)")
     try:
         with pytest.raises(StorageError, match=f"in use by process {owner.pid}") as error:

@@ -303,7 +303,7 @@ def test_candidates_of_shares_are_each_tried_once() -> None:
     assert len(stripes.candidate_shares(three)) == 3  # even is what mixed says
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_nothing(warm: None, tmp_path: Path) -> None:
     program = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it

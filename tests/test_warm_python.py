@@ -1,0 +1,139 @@
+"""Processes that start with torch imported are like others: what they find, how they end, whose they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm_python
+
+FACTS = """
+import json, os, sys
+facts = {
+    "name": __name__,
+    "argv": sys.argv,
+    "path": sys.path,
+    "directory": os.getcwd(),
+    "environment": dict(os.environ),
+    "encodings": [sys.stdin.encoding, sys.stdout.encoding, sys.stdout.errors, sys.stderr.errors],
+    "lines": [sys.stdout.line_buffering, sys.stderr.line_buffering],
+    "stdin": sys.stdin.read(),
+    "parent": os.getppid(),
+    "leads a session": os.getsid(0) == os.getpid(),
+    "descriptors": sorted(int(each) for each in os.listdir("/proc/self/fd")),
+    "threads": len(os.listdir("/proc/self/task")),
+}
+print(json.dumps(facts))
+print("on stderr", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("scripts")
+    (directory / "facts.py").write_text(FACTS)
+    return directory / "facts.py"
+
+
+def facts(kind: Callable[..., Any], *arguments: str, **options: Any) -> tuple[Any, str]:
+    """What FACTS says in a process of that kind, and what it writes to stderr."""
+    process = kind(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    out, err = process.communicate("given", timeout=60)
+    assert process.returncode == 0, err
+    return json.loads(out), err
+
+
+@pytest.mark.parametrize("how", ["script", "code", "module"])
+def test_it_finds_what_a_new_interpreter_finds(how: str, script: Path, tmp_path: Path) -> None:
+    program = {"script": [str(script)], "code": ["-c", FACTS], "module": ["-m", "facts"]}[how]
+    reading, writing = os.pipe()
+    set_here = {"PYTHONPATH": str(tmp_path), "OF": "its own", "PYTHONIOENCODING": "latin-1"}
+    options: dict[str, Any] = {
+        "cwd": script.parent,
+        "env": {**os.environ, **set_here, "PYTHONUNBUFFERED": "1" if how == "code" else ""},
+        "pass_fds": [writing],
+        "start_new_session": how == "script",
+    }
+    try:
+        new, warm = (
+            facts(kind, *program, "--option", "a b", **options)
+            for kind in (subprocess.Popen, warm_python.Popen)
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert warm[1] == new[1]
+    assert {key: (warm[0][key], value) for key, value in new[0].items() if warm[0][key] != value} == {}
+    assert warm[0]["parent"] == os.getpid()
+
+
+ENDS = {
+    "": (0, "", ""),
+    "import sys; sys.exit(3)": (3, "", ""),
+    "import sys; sys.exit('a message')": (1, "", "a message"),
+    "raise ValueError('a reason')": (1, "", "ValueError: a reason"),
+    "import os; os._exit(7)": (7, "", ""),
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": (-9, "", ""),
+    "raise KeyboardInterrupt": (-2, "", "KeyboardInterrupt"),
+    "import atexit; atexit.register(lambda: print('at the end'))": (0, "at the end\n", ""),
+    "import threading; threading.Thread(target=lambda: print('a thread')).start()": (0, "a thread\n", ""),
+}
+"""Programs, and with which code, last words and last error each ends."""
+
+
+@pytest.mark.parametrize("program", ENDS)
+def test_it_ends_as_interpreters_end(program: str) -> None:
+    process = warm_python.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.strip().rpartition("\n")[2]) == ENDS[program]
+
+
+def test_signals_reach_it_and_nobody_is_left() -> None:
+    program = "import sys, time; print('ready', flush=True); time.sleep(600)"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = warm_python.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) == -number
+        assert not Path(f"/proc/{process.pid}").exists()
+        process.stdout.close()
+
+
+def test_torch_is_there_and_the_package_is_not(warm: None) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; print('torch._dynamo' in sys.modules, 'infinity' in sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True False\n"
+
+
+@pytest.mark.parametrize("arguments", [["-X", "dev", "-c", "import sys; print(sys.flags.dev_mode)"], ["-V"]])
+def test_what_needs_another_interpreter_gets_one(arguments: list[str], warm: None) -> None:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout in ("True\n", f"Python {sys.version.split()[0]}\n")

@@ -1,0 +1,201 @@
+"""Python processes that have imported torch when they start: forks of one that has done nothing else.
+
+Torch, and what it imports for its first optimizer, take 3.5 s of a CPU; a fork takes 20 ms. `Popen` here is
+that of subprocess, but that a command of this interpreter with a script, `-c` or `-m` becomes such a fork. It
+has descriptors, a directory, an environment and an import path of its own, and ends as interpreters end. The
+process that asked for it is its parent, by adoption (see prctl(2), PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+MOST_BYTES = 1 << 17
+"""Of a request: program, arguments and environment."""
+MOST_DESCRIPTORS = 16
+_FREE = 64
+"""A descriptor's number above all that somebody asks for."""
+
+_Popen = subprocess.Popen
+
+
+class Popen(_Popen[Any]):
+    """subprocess.Popen, warm where it can be."""
+
+    def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:  # type: ignore[override]
+        preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:14]
+        stdin, _, _, stdout, _, stderr = pipes
+        new_session = rest[19]
+        if preexec or shell or not _can_be_warm(args):
+            super()._execute_child(args, executable, *rest)  # type: ignore[misc]
+            return
+        standard = [number if number >= 0 else at for at, number in enumerate((stdin, stdout, stderr))]
+        request = {
+            "arguments": [os.fspath(each) for each in args[1:]],
+            "directory": os.fspath(cwd or os.getcwd()),
+            "environment": dict(os.environ if env is None else env),
+            "descriptors": [0, 1, 2, *pass_fds],
+            "new session": bool(new_session),
+        }
+        try:
+            self.pid = _server().fork(request, [*standard, *pass_fds])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _can_be_warm(args: Any) -> bool:
+    """Whether this is a command of this interpreter, without options that change how it runs."""
+    if isinstance(args, (str, bytes)) or len(args) < 2 or args[0] != sys.executable:
+        return False
+    return args[1] in ("-c", "-m") or not str(args[1]).startswith("-")
+
+
+class _Server:
+    """The process that forks, seen from the one that asks."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno())]
+            self.process = _Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """The id of a new process, a child of this one."""
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = self._socket.recv(64)
+        assert answer, "the process that forks has ended"
+        return int(answer)
+
+    def end(self) -> None:
+        self._socket.close()
+        self.process.wait()
+
+
+_starting = threading.Lock()
+_made = functools.cache(_Server)
+
+
+def _server() -> _Server:
+    with _starting:
+        return _made()
+
+
+def end() -> None:
+    """End the process that forks, if there is one."""
+    if _made.cache_info().currsize:
+        _made().end()
+        _made.cache_clear()
+
+
+# --- in the process that forks --------------------------------------------------------------------------
+
+
+def serve(asked: socket.socket) -> None:
+    """Fork for every request. Returns where a program is to be run: in a fork, and never in this process."""
+    parent = os.getppid()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(asked, MOST_BYTES, MOST_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            if os.fork() != 0:
+                os._exit(0)
+            while os.getppid() != parent:
+                time.sleep(0.0005)
+            request = json.loads(message)
+            _become(request, descriptors)
+            asked.send(str(os.getpid()).encode())
+            asked.close()
+            _run(request["arguments"])
+            return
+        for each in descriptors:
+            os.close(each)
+        os.waitpid(between, 0)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Take over what a new process is given."""
+    if request["new session"]:
+        os.setsid()
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    apart = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(apart, request["descriptors"], strict=True):
+        os.dup2(each, number, inheritable=True)
+        os.close(each)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")
+    encoding = codecs.lookup(encoding).name
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding=encoding)
+    for name, number, how in (("stdout", 1, errors or "strict"), ("stderr", 2, "backslashreplace")):
+        raw = io.FileIO(number, "w", closefd=False)
+        file = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
+            encoding=encoding,
+            errors=how,
+            line_buffering=not unbuffered and (name == "stderr" or raw.isatty()),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+
+
+def _run(arguments: list[str]) -> None:
+    """As an interpreter with these arguments would."""
+    first, *rest = arguments
+    paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    if first in ("-c", "-m"):
+        program, *rest = rest
+        sys.path[:] = ["" if first == "-c" else os.getcwd(), *paths, *_BASE]
+        sys.argv = [first, *rest]
+        if first == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+            return
+        main = ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(program, "<string>", "exec"), vars(main))
+        return
+    sys.path[:] = [os.path.dirname(os.path.abspath(first)), *paths, *_BASE]
+    sys.argv = [first, *rest]
+    runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    _BASE = [each for each in sys.path[1:] if each not in _given]
+    """What every interpreter of this installation imports from."""
+    import torch._dynamo  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import rich.console
+        import rich.progress  # noqa: F401
+    gc.collect()
+    gc.freeze()
+    serve(socket.socket(fileno=int(sys.argv[1])))
