@@ -32,7 +32,9 @@ class _Loan:
 
 
 class EditTracker:
-    """Writes edits of parameters home, and tells which pages user code sees. Called under the runtime's lock.
+    """Writes edits of parameters home, and tells which pages user code sees.
+
+    Called under the runtime's lock.
     """
 
     def __init__(self, pages: Sequence[ParameterPage], store: Store, states: States | None) -> None:

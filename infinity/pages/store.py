@@ -222,8 +222,7 @@ class Store:
         return transfer
 
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """Contiguous device memory after queued computation, for the CPU: the memory itself, or a copy in RAM.
-        """
+        """Contiguous device memory for the CPU, after queued computation: the memory itself or a copy in RAM."""
         if self.link.direct:
             return memory
         self.link.uses(User.COMPUTE, memory, writes=True, label="edit")
@@ -313,7 +312,7 @@ class Store:
 
 
 def _kinds(plan: Plan) -> set[UpdateKind]:
-    """The kinds of kernels for the plan's updates on the device, as its optimizer and dtypes determine them."""
+    """The kinds of kernels for the plan's updates on the device, by its optimizer and dtypes."""
     assert plan.rule is not None
     moments = DTYPES[plan.rule.states] if plan.rule.moments else torch.float32
     regions = {
