@@ -222,7 +222,7 @@ class Store:
         return transfer
 
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """Contiguous device memory for the CPU, after queued computation: the memory itself or a copy in RAM."""
+        """Contiguous device memory after queued computation, for the CPU: itself, or a copy in RAM."""
         if self.link.direct:
             return memory
         self.link.uses(User.COMPUTE, memory, writes=True, label="edit")
