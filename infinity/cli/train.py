@@ -226,7 +226,7 @@ def _predicted(job: Job) -> dict[str, Any]:
 
 
 def _printable(text: str) -> str:
-    """The text without control characters: terminals would obey the escape sequences that models may write."""
+    """The text without control characters: models may write escape sequences, which terminals obey."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each
         for each in text
