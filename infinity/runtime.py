@@ -62,7 +62,7 @@ class Runtime(Closing):
 
     @property
     def plan(self) -> Plan:
-        """Where states are, and the predicted time of a step; the measured one after a first step."""
+        """The plan: homes of states, and the predicted time of a step (after a first step the measured)."""
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
         if plan.activations is None and last is not None:
             return replace(

@@ -232,7 +232,10 @@ class Group:
         return self._outer_hooks is None or top[0] is not self._outer_hooks[0]
 
     def _check(self, micro: _MicroBatch, loss: torch.Tensor) -> None:
-        """See [Note: what micro-batches must not share]. Raises Mixed."""
+        """Check that micro-batches share nothing, and find the gradients to expect. Raises Mixed.
+
+        See [Note: what micro-batches must not share].
+        """
         if not self.backward_began:
             name = _changed(self._model, self._attributes)
             if name is not None:

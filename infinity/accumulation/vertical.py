@@ -148,9 +148,10 @@ class Accumulator:
         return _plain(batches, loss_fn)
 
     def _mixed(self, reason: str, *, lost: bool) -> None:
-        """Handle mixed-up micro-batches. The first time is forgiven: modules may make caches at a first call.
+        """Note that micro-batches were mixed up. From the second time on, the plain loop runs.
 
-        lost: whether a backward had begun; raises ConfigError then.
+        The first time may be a cache that a module makes at its first call. lost: whether a backward had
+        begun; raises ConfigError then, and the plain loop runs from now on.
         """
         if lost or self._mixed_before:
             self._reason = reason

@@ -27,7 +27,7 @@ def malloc_trim() -> Callable[[int], int] | None:
 
 
 class HeapGuard:
-    """Keeps this process's memory within a limit, as far as holes in the heap are what exceeds it.
+    """Keeps this process's memory within a limit, as far as returning holes in the heap is enough.
 
     It does nothing if the C library cannot return holes (it is not glibc).
     """

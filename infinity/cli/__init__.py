@@ -73,7 +73,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The error's cure; a larger budget is given as the command's option."""
+    """The error's cure; if it is a larger budget, it names the command's option."""
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):

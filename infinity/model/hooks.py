@@ -1,4 +1,4 @@
-"""Module hooks: what is hooked into a model's modules, and how a copy of the model stays free of it.
+"""Module hooks: those that the runtime adds to a model's modules, and how a copy of the model stays without.
 
 Hooks live in the modules' own dictionaries, which deepcopy and pickle follow. So each hook is an object whose
 copy is a function that does nothing: a copied model is a plain one.

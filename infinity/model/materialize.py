@@ -285,7 +285,7 @@ def _step_of(name: str, module: nn.Module, scope: nn.Module | None, own: set[int
 
 
 def _dry_run(call: Callable[[], Any], own: set[int], stage: _Stage) -> set[int]:
-    """The keys of what `call` would write. No tensor is real now, and the RNG is left as it was."""
+    """The keys of the tensors that `call` would write. No tensor is real, and the RNG's state is restored."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

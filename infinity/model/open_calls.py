@@ -1,4 +1,4 @@
-"""Open calls: those whose begin a hook saw, and whose end it may miss.
+"""Open calls: calls whose beginning a hook saw, and whose end it may miss.
 
 torch calls no hook when Ctrl-C interrupts a forward, nor when a state_dict raises.
 """
@@ -23,7 +23,7 @@ class OpenCalls:
         self._local = threading.local()
 
     def begin(self, caller: FrameType, inside: AbstractContextManager[None] | None = None) -> None:
-        """Note the begin of a call by the frame `caller`; the context `inside` is entered until its end."""
+        """Note the beginning of a call by the frame `caller`; `inside` is a context entered until its end."""
         self.prune()
         stack = ExitStack()
         if inside is not None:

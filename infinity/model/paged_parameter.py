@@ -45,7 +45,7 @@ class Pager(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a parameter lives."""
+    """The place of a parameter: its pager, its page, and its index there."""
 
     pager: Pager
     page: ParameterPage
@@ -121,7 +121,7 @@ class PagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None before a backward; after one, reading it raises ConfigError: the gradient is in a page."""
+        """The gradient: None before a backward; after one it is in a page, and this raises ConfigError."""
         place = self._place
         if place.pager.has_gradient(place):
             raise ConfigError(

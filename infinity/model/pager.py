@@ -97,7 +97,7 @@ class Pager:
         return bool(self.copies)
 
     def begin_forward(self, caller: FrameType) -> None:
-        """Note the begin of a forward of the root module, called by the frame `caller`."""
+        """Note the beginning of a forward of the root module, called by the frame `caller`."""
         if not self.forwards:
             self.saved_bytes.forward_begins()
             self.engine.meter.entered(Phase.FORWARD)

@@ -40,14 +40,14 @@ Present = tuple[torch.Tensor, Transfer]
 
 
 class ChainState(enum.Enum):
-    """Where a chain is in its life, and the staging that it holds there."""
+    """The state of a chain, and the staging that it holds in it."""
 
     IDLE = "idle"
     """There is nothing to do. Holds no staging."""
     DUE = "due"
     """The gate is open, and the chain waits for staging. Holds only that of its staged gradient."""
     READING = "reading"
-    """What is not in RAM is being read. From here on the chain holds all the staging that it needs."""
+    """Bytes that are not in RAM are being read. From here on the chain holds all the staging it needs."""
     GATED = "gated"
     """The states have arrived, and the gate is still closed."""
     COMPUTING = "computing"
@@ -91,7 +91,7 @@ class Chain:
         self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
         """The running update, while COMPUTING."""
         self.copy: Transfer = ARRIVED
-        """While WRITING: the copy of the new parameters to a device with memory of its own."""
+        """The copy of the new parameters to a device with memory of its own, while WRITING."""
         self._store = store
         self._health = health
         self._state_page = update.state_page
@@ -191,10 +191,7 @@ class Chain:
     # --- transitions ------------------------------------------------------------------------------------
 
     def open(self, decision: Decision) -> bool:
-        """Open the gate: IDLE -> DUE, or READING or GATED -> READING.
-
-        Returns whether the chain is DUE, and still needs staging.
-        """
+        """Open the gate: IDLE -> DUE, or READING or GATED -> READING. Returns whether the chain is DUE."""
         assert self.decision is None
         if self.rests:
             self.decision = decision
@@ -215,10 +212,7 @@ class Chain:
         return False
 
     def grant(self, memory: torch.Tensor, present: Present | None) -> None:
-        """DUE -> READING. memory: staging, uint8 (needed(present),).
-
-        Raises StorageError; the chain is still DUE then.
-        """
+        """DUE -> READING. memory: staging, uint8 (needed(present),). Raises StorageError, and stays DUE."""
         try:
             rest = self._read_parameter(memory, present)
             if not self._gradient.nbytes:
@@ -235,10 +229,7 @@ class Chain:
         self._to(ChainState.READING)
 
     def read_ahead(self, memory: torch.Tensor) -> None:
-        """IDLE -> READING, with the gate closed. memory: staging, uint8 (needed_ahead,).
-
-        Raises as `grant`.
-        """
+        """IDLE -> READING, the gate is closed. memory: staging, uint8 (needed_ahead,). Raises as `grant`."""
         self._version = self._state_page.version
         try:
             self._read_states(memory[: self.state_bytes])

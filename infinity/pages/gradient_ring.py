@@ -50,7 +50,7 @@ class Job:
     def __init__(self, dtype: torch.dtype, use: Use) -> None:
         self.dtype = dtype
         self.use: Use | None = use
-        """None if the part is dropped, or has been used."""
+        """The function for the part; None if the part is dropped, or has been used."""
         self.start = self.end = 0
         """The part's bytes [start, end) of the ring."""
         self.number = 0
@@ -197,7 +197,7 @@ class GradientRing:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], *, room: bool = False) -> None:
-        """Wait until `ready()` or closed. room: whether it is a wait for room, for the counters."""
+        """Wait until `ready()`, or until closed. room: whether the wait counts as one for room."""
         with self._changed:
             if ready() or self._closed:
                 return

@@ -30,7 +30,7 @@ from infinity.tiers.link import Transfer
 
 
 class Presence(enum.Enum):
-    """Where a parameter page is, besides its home."""
+    """The place of a parameter page, besides its home."""
 
     AWAY = "away"
     """At home only: it takes no device memory."""

@@ -17,7 +17,7 @@ MOST_ACCESSES = 1 << 18
 
 
 class AccessKind(IntEnum):
-    """What a unit is used for. An IntEnum, because accesses are hashed at each use and Enum hashes slowly."""
+    """The purpose of an access. An IntEnum, because accesses are hashed often and Enum hashes slowly."""
 
     FORWARD = 0
     BACKWARD = 1
