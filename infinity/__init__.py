@@ -2,9 +2,9 @@
 
 import os
 
-# Read by GNU's OpenMP when torch loads it: it helps where this package is imported before torch, as the
-# command line does. Threads that spin for long at barriers keep cores from the threads of I/O and update, and
-# a step takes up to 20 times as long where another process is busy. So many turns cost no speed alone.
+# GNU's OpenMP reads this when torch loads it, so it helps only if this package is imported before torch, as
+# on the command line. Threads that spin for long at barriers keep cores from the threads of I/O and updates,
+# and a step takes up to 20 times as long while another process is busy. 5,000 spins cost no speed otherwise.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 

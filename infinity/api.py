@@ -1,4 +1,4 @@
-"""The public calls: `plan`, which moves nothing, and `offload`."""
+"""Public calls: `plan`, which moves nothing, and `offload`."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ def offload(
 ) -> Runtime:
     """Move the states of `model` into pages, and return the runtime that moves them from now on.
 
-    model: any nn.Module, changed in place; in RAM, on the device, or built under torch.device("meta"), which
-    its own initialisers fill module by module. optimizer: torch.optim's AdamW, Adam, SGD or Adagrad over its
-    parameters, whose place `Runtime.optimizer` takes; None: inference only. device: default "cuda" where
-    there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
+    model: any nn.Module, changed in place; in RAM, on the device, or built under torch.device("meta"), in
+    which case its own initialisers fill it module by module. optimizer: torch.optim's AdamW, Adam, SGD or
+    Adagrad over its parameters, replaced by `Runtime.optimizer`; None: inference only. device: default "cuda"
+    if there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
     example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "lazy", each
-    unit before its next use, while what comes before that computes; "eager", each unit in the backward that
-    brings its last gradient (infinity/optim/eager.py says what that takes); "auto" chooses (lazy).
-    accumulation: how many backwards a step has, if that is known: eager updates need it, lazy ones then read
-    in the last what they need first. With one a plan keeps states nearer than gradients, which move less, and
-    a gradient rests in its parameter's dtype, as it comes: no bit is another, and a second one raises
-    ConfigError.
+    unit before its next use, while earlier units compute; "eager", each unit in the backward that brings its
+    last gradient (infinity/optim/eager.py says what that needs); "auto" chooses (lazy).
 
-    Raises BudgetError before anything is moved where a budget is too small (`needed`: one that would do),
+    accumulation: number of backwards in a step, if it is known. Eager updates need it; lazy ones use it to
+    read their first states during the last backward. With accumulation=1 the plan prefers optimizer states
+    to gradients for the nearer tiers, as gradients move less, and a gradient is stored in the dtype in which
+    it comes, its parameter's: results have the same bits, and a second gradient raises ConfigError.
+
+    Raises BudgetError before anything is moved if a budget is too small (`needed`: one that is enough),
     UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and
     optimizer are then as they were.
     """
@@ -80,15 +81,15 @@ def plan(
     update: str = "auto",
     accumulation: int | None = None,
 ) -> Plan:
-    """What `offload` would do with the same arguments, without moving a byte.
+    """The plan by which `offload` would move states with the same arguments; nothing is moved.
 
     model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
     knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
     most), and bandwidths are probed and kept in the cache directory (2 s; those of a disk soon expire).
-    device: default "cuda" where there is one, else "cpu". update, accumulation: as of `offload`.
+    device: default "cuda" if there is one, else "cpu". update, accumulation: as in `offload`.
 
-    Raises BudgetError (`needed`: bytes that would do), ConfigError, UnsupportedOptimizer, and StorageError
+    Raises BudgetError (`needed`: bytes that are enough), ConfigError, UnsupportedOptimizer, and StorageError
     for a directory that cannot be probed.
     """
     budget, precision = check_kinds(budget, precision)
@@ -122,7 +123,7 @@ def plan(
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises ConfigError for what cannot be paged as it is."""
+    """Raises ConfigError if the model cannot be paged, or the optimizer is not over its parameters."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"The model is a {type(model).__name__}.", "Give an nn.Module.")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)):

@@ -1,4 +1,4 @@
-"""Building a runtime by a plan: opens its tiers, fills its pages, and wires the floors together."""
+"""Builder of a runtime by its plan: opens the tiers, fills the pages, and connects the components."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
 
 _GUARD_MARGIN = 8 << 20
-"""Bytes before the budget at which holes in the heap are given back, or a twentieth of the budget if that is
-less: memory grew by 4 to 6 MiB between two looks at it, in a budget of 160 MiB."""
+"""Bytes below the budget at which holes in the heap are returned; at most a twentieth of the budget. In a
+budget of 160 MiB, memory grew by 4 to 6 MiB between two checks."""
 
 
 def carry_out(
@@ -55,7 +55,7 @@ def carry_out(
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
 ) -> Runtime:
-    """`offload` by a plan that was made, and perhaps shown, before: of this model, optimizer and budget."""
+    """`offload` by a plan that was made before, for this model, optimizer and budget."""
     heap = _guard(plan)
     with ExitStack() as cleanup:
         meter = Meter()
@@ -74,7 +74,7 @@ def carry_out(
 
 
 class _Builder:
-    """What is needed only while a runtime comes to be."""
+    """The state that is needed only while a runtime is built."""
 
     def __init__(self, model: nn.Module, plan: Plan, store: Store) -> None:
         self.model = model
@@ -91,7 +91,7 @@ class _Builder:
         self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write every parameter page, and the masters beside it. heap: looked after meanwhile."""
+        """Write every parameter page, and the masters beside it. heap: counts the values made meanwhile."""
         states = self.states
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class _Builder:
                     put(parameter, parameter)
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """See optimizer.OptimizerCore. For a parameter that is still a plain one, once its page is filled."""
+        """`OptimizerCore.write_state` for a parameter that is not converted yet, after its page is filled."""
         assert self.states is not None
         unit, index = self.places[id(parameter)]
         layout = self.plan.layout.units[unit]
@@ -124,12 +124,12 @@ class _Builder:
             self.states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
 
     def dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
-        """Of a parameter that is still a plain one."""
+        """The dtype in its page of a parameter that is not converted yet."""
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
     def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
-        """Convert the parameters and put everything together. Cannot fail for lack of anything."""
+        """Convert the parameters and connect all components. Needs no further tier memory."""
         plan, store, states = self.plan, self.store, self.states
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
@@ -172,7 +172,7 @@ class _Builder:
         return Runtime(parts)
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
-        """The parameter pages; those at home where the model computes are there from now on."""
+        """The parameter pages, converted; permanent ones have landed."""
         placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [
             ParameterPage(
@@ -198,7 +198,7 @@ class _Builder:
         return pages
 
     def _stays(self, unit: int) -> bool:
-        """Whether a unit's parameters are always where the model computes."""
+        """Whether a unit's page is permanent: its parameters are always where the model computes."""
         near = Tier.HOST if self.plan.unified else Tier.DEVICE
         return self.homes[unit].tier is near or unit in self.plan.mirrored
 
@@ -230,8 +230,10 @@ class _Builder:
 
 
 def _kept_by_others(model: nn.Module, device: torch.device) -> int:
-    """Bytes of torch's on a CUDA device that are neither the model's parameters, which give way to pages, nor
-    its buffers, which the plan knows."""
+    """Bytes that torch has allocated on a CUDA device for neither the model's parameters nor its buffers.
+
+    Parameters are replaced by pages, and the plan counts buffers.
+    """
     if device.type != "cuda":
         return 0
     here = {
@@ -243,7 +245,7 @@ def _kept_by_others(model: nn.Module, device: torch.device) -> int:
 
 
 def _guard(plan: Plan) -> HeapGuard:
-    """With the budget as its limit, where activations are in RAM."""
+    """The heap guard, with the budget as its limit if activations are in RAM, else without a limit."""
     if plan.device.type != "cpu":
         return HeapGuard(None)
     budget = plan.ram_budget

@@ -1,4 +1,4 @@
-"""What one runtime is made of: the floors below, wired together by `infinity.offload`."""
+"""Components: the parts of one runtime, which `infinity.offload` makes and connects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infinity.telemetry.meter import Meter
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The floors of one runtime, wired together. `gradients` and what follows only for training."""
+    """The parts of one runtime, connected. `gradients`, `states` and `updater` are None for inference."""
 
     model: nn.Module
     plan: Plan

@@ -1,4 +1,4 @@
-"""What `offload` returns: the public face of a paged model. Holds the floors below and owns their end."""
+"""Runtime: the public interface of a paged model, which `offload` returns and which owns its components."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Runtime(Closing):
         self._components = parts
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
-        """Gradients go through it, once there is one."""
+        """The accumulator that gradients go through; None before the first `accumulate`."""
         self._optimizer: PagedOptimizer | None = None
         self.training_step: TrainingStep | None = None
-        """What `runtime.optimizer` stands on; None for inference."""
+        """The core of `runtime.optimizer`; None for inference."""
         self._hooks = ModuleHooks(
             parts.model,
             parts.pager,
@@ -62,7 +62,7 @@ class Runtime(Closing):
 
     @property
     def plan(self) -> Plan:
-        """What lies where, and what a step should take; after a first step, what it took."""
+        """The plan: homes of states, and the predicted time of a step (after a first step the measured)."""
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
         if plan.activations is None and last is not None:
             return replace(
@@ -82,7 +82,7 @@ class Runtime(Closing):
         return self._optimizer
 
     def take(self, optimizer: PagedOptimizer) -> None:
-        """Called once by `offload`: what `optimizer` returns."""
+        """Set the optimizer that `optimizer` returns. Called once, by `offload`."""
         self._optimizer = optimizer
 
     @property
@@ -95,11 +95,12 @@ class Runtime(Closing):
 
     @contextmanager
     def timeline(self, to: str | os.PathLike[str] | Timeline) -> Iterator[Timeline]:
-        """Inside, what the runtime does is recorded, for Perfetto: in a file of that path, or a Timeline.
+        """Context in which the runtime's work is recorded for Perfetto, in a file of that path or a Timeline.
 
         infinity/telemetry/timeline.py says what is shown; `Timeline.annotate(loss=...)` adds to the last
-        step. Raises StorageError, StorageFull where the file cannot be written, ConfigError inside of
-        another."""
+        step. Raises StorageError or StorageFull if the file cannot be written, ConfigError inside of another
+        such context.
+        """
         with ExitStack() as inside:
             timeline = to if isinstance(to, Timeline) else inside.enter_context(Timeline(to))
             inside.enter_context(self._components.store.link.timed())
@@ -118,10 +119,11 @@ class Runtime(Closing):
 
         Parameters cross the link once for all micro-batches, and gradients have the bits of the plain loop's.
         loss_fn(batch): calls the model and returns the scalar loss, already divided by the number of
-        micro-batches. together: how many are under way at one time, with their activations; None: as many as
-        the budget has room for. recompute: blocks keep their inputs alone and run again in backward. Returns
-        the detached losses. infinity.accumulation.vertical.Accumulator.run says what happens where, and when
-        it warns."""
+        micro-batches. together: number of micro-batches under way at one time, with their activations; None:
+        as many as the budget has room for. recompute: blocks keep only their inputs and run again in
+        backward. Returns the detached losses. See infinity.accumulation.vertical.Accumulator.run for details
+        and warnings.
+        """
         training_step, parts = self._training(), self._components
         with parts.pager.lock:
             self._refuse()
@@ -136,7 +138,7 @@ class Runtime(Closing):
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
         The norm (float32 scalar) is summed in float64; the factor is max_norm / (norm + 1e-6), as
-        torch.nn.utils.clip_grad_norm_ has it. A norm that is not finite scales nothing: `step` decides.
+        in torch.nn.utils.clip_grad_norm_. A norm that is not finite scales nothing: `step` decides.
         Raises ConfigError with eager updates.
         """
         norm = self._training().clip(float(max_norm))
@@ -151,9 +153,9 @@ class Runtime(Closing):
 
     @contextmanager
     def full_parameters(self, module: nn.Module) -> Iterator[None]:
-        """Inside, all parameters of `module` are resident, to be read or edited in place.
+        """Context in which all parameters of `module` are resident, to be read or edited in place.
 
-        Edits reach the fp32 masters. Raises BudgetError where they do not fit together (`needed`).
+        Edits reach the fp32 masters. Raises BudgetError if they do not fit together (`needed`).
         """
         units = {
             parameter._place.page.index
@@ -164,21 +166,24 @@ class Runtime(Closing):
             yield
 
     def save(self, path: str | None = None, *, state: Mapping[str, Any] | None = None) -> NoReturn:
-        """Commits are not there yet: raises ConfigError."""
+        """Raises ConfigError: commits do not exist yet."""
         raise ConfigError(
             "Durable commits are not there yet.",
             "Save model.state_dict() and runtime.optimizer.state_dict() with torch.save, if they fit in RAM.",
         )
 
     def load(self, path: str | None = None) -> NoReturn:
-        """Commits are not there yet: raises ConfigError."""
+        """Raises ConfigError: commits do not exist yet."""
         raise ConfigError(
             "Durable commits are not there yet.",
             "Load with model.load_state_dict() and runtime.optimizer.load_state_dict().",
         )
 
     def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
-        """Write the model to the directory `path` in Hugging Face's layout; see infinity.export.export."""
+        """Write the model to the directory `path` in Hugging Face's layout.
+
+        See infinity.checkpoint.export.export.
+        """
         parts, compute = self._components, self._components.plan.precision.compute_dtype
         with parts.pager.lock:
             self._refuse()
@@ -189,9 +194,9 @@ class Runtime(Closing):
             export(source, path, dtype=dtype, shard=shard)
 
     def close(self) -> None:
-        """Wait for what is under way, give all memory and files back. Again: does nothing.
+        """Wait for what is under way, and give all memory and files back. A second call does nothing.
 
-        The model's parameters cannot be used afterwards: copy its state_dict() before, if it is wanted.
+        The model's parameters cannot be used afterwards: copy its state_dict() before, if it is needed.
         """
         parts = self._components
         with parts.pager.lock:
@@ -199,7 +204,7 @@ class Runtime(Closing):
                 return
             parts.health.closed = True
             parts.pager.forwards.prune()
-            with ExitStack() as ends:  # from the last to the first, each also if one before it is interrupted
+            with ExitStack() as ends:  # run from the last to the first, each even if another is interrupted
                 ends.callback(parts.store.close)
                 ends.callback(parts.threads.close)
                 if parts.gradients is not None:
@@ -230,7 +235,7 @@ class Runtime(Closing):
     # --- inside ----------------------------------------------------------------------------------------
 
     def _check_capacity(self, nbytes: int) -> None:
-        """See optimizer.OptimizerCore."""
+        """See OptimizerCore."""
         self._refuse()
         usable = machine.memory().usable
         if nbytes > usable:

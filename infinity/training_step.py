@@ -1,4 +1,5 @@
-"""What `runtime.optimizer` stands on: gradients that arrive, steps, and the states of single parameters."""
+"""Training step: the core of `runtime.optimizer`, which takes gradients, makes steps, and reads and writes
+states of single parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from infinity.tiers import Tier
 
 
 class TrainingStep:
-    """The training half of a runtime. See optimizer.OptimizerCore, which it is."""
+    """The training half of a runtime; it implements OptimizerCore."""
 
     def __init__(self, parts: Components, check_capacity: Callable[[int], None]) -> None:
         """check_capacity: see OptimizerCore."""
@@ -36,12 +37,12 @@ class TrainingStep:
         self._states = parts.states
         self._updater = parts.updater
         self._param_groups: Sequence[Mapping[str, Any]] = ()
-        """Live: the optimizer's own list."""
+        """The optimizer's own list, so that changes to it are seen."""
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
         self._last_step = time.perf_counter()
         self._knows_activations = parts.plan.activations is not None or parts.plan.device.type != "cpu"
-        """Or that a cap keeps them within the budget, as on CUDA."""
+        """Whether the plan knew activations, or a cap keeps them within the budget, as on CUDA."""
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
             assert parts.plan.accumulation is not None
@@ -53,7 +54,10 @@ class TrainingStep:
             )
 
     def attach(self, param_groups: Sequence[Mapping[str, Any]], groups: dict[tuple[int, int], int]) -> None:
-        """Called once by `offload`. groups: (unit, parameter) -> index of its param group."""
+        """Set the param groups. Called once, by `offload`.
+
+        groups: (unit, parameter) -> index of its param group.
+        """
         self._param_groups = param_groups
         self._groups = groups
 
@@ -83,7 +87,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             parts.meter.entered(Phase.STEP)
-            parts.store.settle()  # here a gradient that did not reach its home costs this step only
+            parts.store.settle()  # raises here if a gradient was not written home: only this step is lost
             if not gradients.any:
                 raise ConfigError(
                     "step() was called and no parameter has a gradient.",
@@ -125,7 +129,7 @@ class TrainingStep:
                 self._eager.clear()
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """See optimizer.OptimizerCore."""
+        """See OptimizerCore."""
         place = self._place(parameter)
         states = self._states
         page = states.pages.get(place.page.index)
@@ -139,7 +143,7 @@ class TrainingStep:
         )
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See optimizer.OptimizerCore."""
+        """See OptimizerCore."""
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
@@ -153,7 +157,7 @@ class TrainingStep:
             return found
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """See optimizer.OptimizerCore."""
+        """See OptimizerCore."""
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
@@ -165,13 +169,16 @@ class TrainingStep:
     # --- what hooks call -------------------------------------------------------------------------------
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a fresh gradient to a parameter's; with the last one of an eager step, update its unit."""
+        """Add a new gradient to a parameter's; an eager step's last one for a unit updates the unit."""
         self._updater.accumulate(unit, parameter, gradient)
         if self._eager is not None:
             self._update_early(unit)
 
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
-        """A parameter's gradient is complete: take it from autograd. accumulator: whom it goes through."""
+        """Take a parameter's complete gradient from autograd.
+
+        accumulator: the one through which it goes, which orders gradients of micro-batches; None: none.
+        """
         gradient = take_gradient(parameter)
         place = self._place(parameter)
         if gradient is not None:
@@ -198,7 +205,7 @@ class TrainingStep:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _check_activations(self) -> None:
-        """Warn where those of the first step came on top of a budget that pages fill."""
+        """Warn if the activations of the first step exceed the budget, which the plan filled with pages."""
         plan, saved = self._components.plan, self._pager.saved_bytes.peak
         beyond = plan.shortfall(saved)
         if beyond:
@@ -212,10 +219,10 @@ class TrainingStep:
             )
 
     def _update(self) -> None:
-        """Update all that is left to `step`."""
+        """Update all units that are not updated eagerly."""
         parts = self._components
         if not parts.store.device.shares_host:
-            parts.engine.land_all()  # what arrives now would miss the update
+            parts.engine.land_all()  # a page that arrives now would miss the update
         self._edits.sync_edits()
         order = parts.engine.next_step()
         with self._all_or_poisoned():
@@ -239,7 +246,7 @@ class TrainingStep:
 
     @contextmanager
     def _all_or_poisoned(self) -> Iterator[None]:
-        """An update that fails half way inside cannot be taken back or repeated."""
+        """Context of an update, which loses the runtime if it fails: it cannot be undone or repeated."""
         try:
             yield
         except BaseException as error:
@@ -253,7 +260,7 @@ class TrainingStep:
             raise
 
     def _group_of(self, groups: Sequence[Mapping[str, Any]]) -> GroupOf:
-        """groups: the optimizer's, or what they were."""
+        """The function from (unit, parameter) to its group. groups: the optimizer's, or copies of them."""
 
         def group_of(unit: int, parameter: int) -> Mapping[str, Any] | None:
             index = self._groups.get((unit, parameter))
@@ -262,7 +269,7 @@ class TrainingStep:
         return group_of
 
     def _values(self, place: Place) -> torch.Tensor:
-        """A parameter's values in RAM, flat, in memory order."""
+        """A parameter's values in RAM, (numel,) in memory order."""
         page = place.page
         self._edits.write_back(page)
         layout = page.layout.parameters[place.index]

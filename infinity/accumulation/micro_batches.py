@@ -1,21 +1,24 @@
-"""Micro-batches that are under way together: where they stop, who goes on, whose gradient is added next.
+"""Micro-batches that are under way together: where they stop, which goes on, whose gradient is added next.
 
 [Note: the same bits]
-Stopping is all that is done: each micro-batch runs the user's own forward, and autograd its own backward over
-one uncut graph. So every value, whatever the model is made of (residual streams, skips, tied weights), is the
-plain loop's, and a model whose order of units cannot be foreseen costs time, not correctness. A parameter's
-gradients are added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop: of those
-that have come equally far the first goes on first. Where the way depends on data (experts) a later one can
-come to a parameter before an earlier one: its gradient waits for that one's.
+Micro-batches are only stopped, not changed: each runs the user's own forward, and autograd its own backward
+over one uncut graph. So every value, whatever the model is made of (residual streams, skips, tied weights),
+is the plain loop's. A model whose order of units cannot be foreseen costs time, not correctness. A
+parameter's gradients are added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain
+loop: of the micro-batches that are equally far, the first goes on first. If the order depends on data
+(experts), a later micro-batch can reach a parameter before an earlier one: its gradient then waits for the
+earlier one's.
 
 [Note: where a backward stops]
-At the tensors that entered a module with pages of its own: the gradient of one is complete when the backward
-of that module, and of all that came after it, is done. What is recomputed in a backward stops nowhere.
+A backward stops at the tensors that entered a module with pages of its own. The gradient of such a tensor is
+complete when the backward of that module, and of all after it, is done. Recomputation in a backward does not
+stop.
 
 [Note: what micro-batches must not share]
-While one stops, another runs the same modules. A module that keeps something on itself in its forward for
-later use (an auxiliary loss) would mix them up. So before the first backward the modules' attributes are
-compared with those before the first forward, and no loss may lie on a graph of another micro-batch.
+While one micro-batch stops, another runs the same modules. A module that keeps something on itself in its
+forward for later use (an auxiliary loss) would mix them up. So before the first backward the modules'
+attributes are compared with those before the first forward, and no loss may lie on a graph of another
+micro-batch.
 """
 
 from __future__ import annotations
@@ -39,19 +42,19 @@ from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Pager
 
 LossFunction = Callable[[Any], torch.Tensor]
-"""Of one micro-batch: calls the model, and returns the scalar loss."""
+"""Function of one micro-batch that calls the model, and returns the scalar loss."""
 
 AddGradient = Callable[[int, int, torch.Tensor], None]
-"""Adds a fresh gradient to the one of (unit, parameter)."""
+"""Function that adds a new gradient to that of (unit, parameter)."""
 
 _FORWARD, _BACKWARD = 0, 1
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
-"""Attributes of every module that torch itself keeps."""
+"""Names of the attributes that torch itself keeps on every module."""
 
 
 class Mixed(Exception):
-    """Micro-batches of this model, or loss function, cannot be under way at one time. str(): why."""
+    """Micro-batches of this model, or loss function, cannot be under way at the same time. str(): why."""
 
 
 @dataclass(eq=False)
@@ -60,12 +63,12 @@ class _MicroBatch:
 
     number: int
     position: tuple[int, int] = (_FORWARD, -1)
-    """How far it has come: (phase, stage), in backward with the stage's sign changed. Grows."""
+    """Progress, which grows: (_FORWARD, stage), later (_BACKWARD, -stage)."""
     units: frozenset[int] = frozenset()
-    """That it works on now."""
+    """The units that the micro-batch uses now."""
     loss: torch.Tensor | None = None
     expected: set[tuple[int, int]] | None = None
-    """(unit, parameter) of the gradients that its backward still owes; None: not known before its loss is."""
+    """(unit, parameter) of the gradients that its backward has yet to bring; None before it has a loss."""
     task: Task = field(init=False)
 
 
@@ -84,7 +87,7 @@ class Group:
     ) -> None:
         self.backward_began = False
         self._in_recomputed = False
-        """Whether a part of a forward will be recomputed, but by the model itself."""
+        """Whether the model itself recomputes a part of its forward in backward."""
         self._model = model
         self._pager = pager
         self._gradients = gradients
@@ -93,11 +96,11 @@ class Group:
         self._course: list[frozenset[int]] = []
         """The units of every stage."""
         self._makers: dict[torch.autograd.graph.Node, int] = {}
-        """What made a tensor at which a backward stops -> the micro-batch that it is of."""
+        """Node that made a tensor at which a backward stops -> the number of the tensor's micro-batch."""
         self._attributes = _attributes(model)
         self._here = threading.local()
         self._held: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """(unit, parameter) -> micro-batch -> its gradient, which waits for those of earlier ones."""
+        """(unit, parameter) -> number of a micro-batch -> its gradient, which waits for earlier ones."""
         surroundings = Surroundings()
         self._outer_hooks = surroundings.saved_tensor_hooks
         self._micro_batches = [_MicroBatch(number) for number in range(len(batches))]
@@ -105,7 +108,7 @@ class Group:
             micro.task = Task(functools.partial(self._work, micro, batch), surroundings)
 
     def futility(self) -> str | None:
-        """Why parameters moved as often as in the plain loop; None if they did not."""
+        """Why parameters moved as often as in the plain loop, as a sentence; None if they moved less."""
         if self._in_recomputed:
             return (
                 "The model recomputes its blocks in backward (torch.utils.checkpoint): turn that off, and "
@@ -116,7 +119,7 @@ class Group:
         return None
 
     def run(self) -> list[torch.Tensor]:
-        """Forward and backward of all; their losses. Raises what one of them raises, and Mixed."""
+        """Run forward and backward of all; returns the losses. Raises what one of them raises, and Mixed."""
         gradients, last = self._gradients, self._micro_batches[-1]
         chosen = self._micro_batches[0]
         try:
@@ -125,7 +128,7 @@ class Group:
                 gradients.staged.more_to_come = chosen is not last
                 chosen.task.proceed()
         except BaseException:
-            # The one that ran goes first: it may still be running, after Ctrl-C.
+            # End the one that ran first, because after Ctrl-C it may still be running.
             for each in sorted(self._micro_batches, key=lambda each: each is not chosen):
                 each.task.break_off()
             if self.backward_began:
@@ -150,26 +153,26 @@ class Group:
         micro.loss = loss.detach()
         self.backward_began = True
         loss.backward()
-        micro.expected = set()  # what has not come by now never will
+        micro.expected = set()  # no further gradient will come
         with self._pager.lock:
             for unit, parameter in list(self._held):
                 self._release(unit, parameter)
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
-        """Take a gradient that has come in a backward, unless it is of none of these micro-batches."""
+        """Take a gradient from a backward; returns False if it is of none of these micro-batches."""
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or micro.expected is None:
             return False
         micro.expected.discard((unit, parameter))
         waiting = self._held.setdefault((unit, parameter), {})
-        if micro.number in waiting:  # in parts, as reentrant checkpoints have them
+        if micro.number in waiting:  # gradients come in parts from reentrant checkpoints
             gradient = waiting[micro.number] + gradient
         waiting[micro.number] = gradient
         self._release(unit, parameter)
         return True
 
     def _release(self, unit: int, parameter: int) -> None:
-        """Add what need not wait any more."""
+        """Add the gradients of a parameter that need not wait any more."""
         waiting = self._held[unit, parameter]
         for micro in self._micro_batches:
             if micro.number in waiting:
@@ -182,14 +185,14 @@ class Group:
     # --- inside of a forward or backward ---------------------------------------------------------------
 
     def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is about to run."""
+        """Stop this thread's micro-batch before a module with other units. units: those of the module."""
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return
         if units <= micro.units:
             return
         if self._recomputes():
-            # To stop here would let others draw random numbers that recomputation expects to draw again.
+            # A stop here would let others draw random numbers that recomputation expects to draw again.
             self._in_recomputed = True
             return
         micro.units = units
@@ -201,18 +204,18 @@ class Group:
                 self._makers[tensor.grad_fn] = micro.number
                 tensor.register_hook(functools.partial(self._return, micro, stage))
         micro.position = (_FORWARD, stage)
-        if stage:  # up to its first unit, a micro-batch has nothing to wait for
+        if stage:  # before its first unit a micro-batch has nothing to wait for
             micro.task.pause()
 
     def _return(self, micro: _MicroBatch, stage: int, _: torch.Tensor) -> None:
-        """The backward of this stage, and of all after it, is done."""
-        # Without a loss it is the backward of a gradient that the forward itself has asked for.
+        """Stop a micro-batch whose backward of this stage, and of all after it, is done."""
+        # Without a loss this is a backward inside of the forward, which computes a gradient by itself.
         if micro.loss is not None and micro.position < (_BACKWARD, -stage):
             micro.position = (_BACKWARD, -stage)
             micro.task.pause()
 
     def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
-        """The number of the stage that starts now; None for a detour that only some micro-batches take."""
+        """The number of the stage that starts now; None if not all micro-batches come to it."""
         now = micro.position[1]
         if now == len(self._course) - 1:
             self._course.append(units)
@@ -229,7 +232,10 @@ class Group:
         return self._outer_hooks is None or top[0] is not self._outer_hooks[0]
 
     def _check(self, micro: _MicroBatch, loss: torch.Tensor) -> None:
-        """See [Note: what micro-batches must not share]. Raises Mixed."""
+        """Check that micro-batches share nothing, and find the gradients to expect. Raises Mixed.
+
+        See [Note: what micro-batches must not share].
+        """
         if not self.backward_began:
             name = _changed(self._model, self._attributes)
             if name is not None:
@@ -257,7 +263,7 @@ class Group:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """What the modules keep besides parameters and what torch keeps, by name."""
+    """The modules' attributes by name, without parameters and those of torch."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in itertools.chain(module.__dict__.items(), module._buffers.items()):
@@ -267,7 +273,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _changed(model: nn.Module, before: dict[str, Any]) -> str | None:
-    """The first attribute that was set anew to something else; edits in place are not seen."""
+    """The name of the first attribute with another value; None if there is none. Ignores edits in place."""
     for name, value in _attributes(model).items():
         if name not in before:
             return name

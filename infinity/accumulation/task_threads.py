@@ -1,8 +1,8 @@
-"""Tasks that take turns: each a function that can stop anywhere and go on later, one of them at a time.
+"""Task threads: functions that can stop anywhere and go on later, only one of which runs at a time.
 
-A generator cannot stop inside of somebody else's forward, nor in the middle of autograd's backward; a thread
-can. So a task is a thread that runs only while its owner waits for it. Much of torch's state is kept by
-thread: a task starts with its owner's, and what it changes (an autocast region, say) stays its own.
+A generator cannot stop inside of another module's forward, nor in the middle of autograd's backward; a thread
+can. So a task is a thread that runs only while its owner waits for it. Torch keeps much of its state for each
+thread: a task starts with its owner's, and its changes (an autocast region, for one) stay its own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils._device import DeviceContext
 
 
 class BrokenOff(BaseException):
-    """Ends a task from inside. No Exception, so that no handler of the task's own functions takes it."""
+    """Ends a task from inside. Not an Exception, so that handlers in the task's own functions miss it."""
 
 
 class Surroundings:
-    """What torch keeps by thread, as it is in the thread that makes this."""
+    """The state that torch keeps for each thread, copied from the thread that makes this object."""
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
@@ -29,7 +29,7 @@ class Surroundings:
         self._inference = torch.is_inference_mode_enabled()
         self._default_device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
         self.saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        """(pack, unpack) of those in force, or None."""
+        """(pack, unpack): the hooks in force; None without any."""
         self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.is_initialized()
         self._device = torch.cuda.current_device() if self._cuda else -1
@@ -43,7 +43,7 @@ class Surroundings:
 
     @staticmethod
     def obstacle() -> str | None:
-        """Why a task could not be given what is in force in this thread, as a sentence; None if it can."""
+        """Why this thread's state cannot be given to a task, as a sentence; None if it can."""
         if torch._C._len_torch_dispatch_stack():
             return "A TorchDispatchMode is in force, which sees the operations of one thread only."
         depth = torch._C._len_torch_function_stack()
@@ -53,7 +53,7 @@ class Surroundings:
         return None
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call it in this thread as in the one where this was made."""
+        """Call `function` in this thread, with the copied state."""
         self._context.copy().run(self._inside, function)
 
     def _inside(self, function: Callable[[], None]) -> None:
@@ -62,14 +62,14 @@ class Surroundings:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        # OpenMP's number is the thread's own. Torch would set it in its first parallel loop here; a product
-        # may ask earlier, and with another number of threads some have other bits.
+        # OpenMP keeps the number of threads for each thread. Torch would set it in its first parallel loop
+        # here, but a matrix product may run earlier, and some have other bits with another number.
         torch.set_num_threads(self._threads)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            # Backward in the task's own thread also on CUDA. Autograd has one thread a device for all else,
-            # and a task that stops in it would stop every other task's backward with it.
+            # Backward runs in the task's own thread also on CUDA. Autograd's own thread is one for a device,
+            # and a task that stops in it would stop every other task's backward.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._cuda:
                 stack.enter_context(torch.cuda.device(self._device))
@@ -84,7 +84,7 @@ class Surroundings:
 
 
 class Task:
-    """A function in a thread of its own. `proceed` and `break_off` are its owner's, `pause` the task's."""
+    """A function in its own thread. The owner calls `proceed` and `break_off`, the function calls `pause`."""
 
     def __init__(self, function: Callable[[], None], surroundings: Surroundings) -> None:
         self.done = False
@@ -98,7 +98,7 @@ class Task:
         self._broken = False
 
     def proceed(self) -> None:
-        """Let it run to its next `pause` or its end. Raises what it raises."""
+        """Let the function run to its next `pause` or its end. Raises what it raises."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-task", daemon=True)
             self._thread.start()
@@ -115,17 +115,17 @@ class Task:
                     del error  # this frame is in its traceback
 
     def pause(self) -> None:
-        """Called by the function itself: wait for the next `proceed`. Raises BrokenOff where none comes."""
-        if not self._broken:  # else the owner waits for the end, not for this
+        """Wait for the next `proceed`; called by the function itself. Raises BrokenOff after `break_off`."""
+        if not self._broken:  # else the owner waits for the task's end, not for its pause
             self._back.release()
             self._go.acquire()
         if self._broken:
             raise BrokenOff
 
     def break_off(self) -> None:
-        """Have it end where it pauses, or at its next pause if it runs, and wait until it has.
+        """End the function where it pauses, or at its next pause if it runs, and wait for its end.
 
-        Ctrl-C does not cut the wait short: what the task does would go on behind the owner's back.
+        Ctrl-C does not end the wait, because the task would go on without its owner.
         """
         self._broken = True
         self._go.release()
@@ -137,7 +137,7 @@ class Task:
         self._error = None
 
     def _run(self) -> None:
-        function, self._function = self._function, None  # which knows its owner, and so the task
+        function, self._function = self._function, None  # it refers to its owner, and so to the task
         assert function is not None
         try:
             self._surroundings.run(function)

@@ -1,10 +1,10 @@
 """Vertical accumulation: all micro-batches of a step go through the model together, page by page.
 
-The plain loop takes the micro-batches one after the other, and a model that does not fit comes up once for
+The plain loop runs the micro-batches one after the other, and a model that does not fit is fetched once for
 each. Here each micro-batch is a task that stops wherever its forward, or its backward, is about to go from
-one unit to the next, and goes on when all others have come as far. So a page that is there serves all of them
+one unit to the next, and goes on when all others are equally far. So a resident page serves all of them
 before it leaves (the layer-major order of GreedySnake, arXiv 2512.17570).
-infinity/accumulation/micro_batches.py does that; here is when it is done, and when the plain loop runs.
+infinity/accumulation/micro_batches.py runs the tasks; this module decides between them and the plain loop.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Accumulator:
     def __init__(
         self, model: nn.Module, plan: Plan, pager: Pager, gradients: Gradients, add: AddGradient
     ) -> None:
-        """add: takes the gradients of micro-batches, in their order."""
+        """add: function that takes the gradients, in the order of the micro-batches."""
         self.model = model
         self.plan = plan
         self.pager = pager
         self.gradients = gradients
         self._add = add
         self._group: Group | None = None
-        """That is under way."""
+        """The group of micro-batches under way."""
         self._reason: str | None = None
-        """Why the plain loop runs instead, once that is known."""
+        """Why the plain loop runs from now on, as a sentence; None if it does not."""
         self._mixed_before = False
         self._told: set[str] = set()
 
@@ -58,23 +58,24 @@ class Accumulator:
 
         The gradients have the bits of the plain loop's, `for batch in batches: loss_fn(batch).backward()`;
         see [Note: the same bits] in infinity/accumulation/micro_batches.py. Random numbers that are drawn
-        before a forward comes to its second unit are the plain loop's, too; dropout inside of blocks draws
+        before a forward reaches its second unit are the plain loop's, too; dropout inside of blocks draws
         others, the same ones each time.
 
-        The activations of all micro-batches are there at one time, those of the head apart, which goes
-        backward at once. So without `together` as many go together as the budget has room for, as far as the
-        plan knows activations; all where it does not, or with `recompute`: then a block keeps its inputs
-        alone and runs again in backward, as torch.utils.checkpoint has it, with the same bits. Views of pages
-        that it makes are kept meanwhile, so BudgetError is raised where a block's pages do not fit together.
+        The activations of all micro-batches are kept at the same time, except those of the head, whose
+        backward follows at once. Without `together`, as many micro-batches go together as the budget has room
+        for. All go together if the plan does not know activations, or with `recompute`: then a block keeps
+        only its inputs and runs again in backward, as with torch.utils.checkpoint, with the same bits. Views
+        of pages that it makes are kept meanwhile, so BudgetError is raised if a block's pages do not fit
+        together.
 
-        The plain loop runs where all pages stay up anyway, or there is one micro-batch; and, with a warning
-        that says why, where the budget has no room for two, where the model recomputes by itself or keeps
-        something on itself from one call to the next, where there are no blocks to recompute, and under a
-        TorchFunctionMode or TorchDispatchMode. What is found out while micro-batches are under way is done
-        anew from the start, in the plain loop; from the first backward on it raises ConfigError instead.
+        The plain loop runs if all pages are permanent, or for one micro-batch. It also runs, with a warning
+        that says why, if the budget has no room for two, if the model recomputes by itself or keeps something
+        on itself from one call to the next, if there are no blocks to recompute, and under a
+        TorchFunctionMode or TorchDispatchMode. If such a reason shows while micro-batches are under way, they
+        start again in the plain loop; from the first backward on, ConfigError is raised instead.
 
         An exception of one micro-batch ends all. If backwards had begun, `step` raises ConfigError until
-        `zero_grad`: some gradients of the step are there and some are not.
+        `zero_grad`, because only some gradients of the step are there.
         """
         if together is not None and together < 1:
             raise ConfigError(f"together={together} was asked for.", "Give at least 1, or None.")
@@ -101,17 +102,17 @@ class Accumulator:
         return losses
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take a fresh gradient, in the order of the micro-batches."""
+        """Take a new gradient; it is added in the order of the micro-batches."""
         if self._group is None or not self._group.add(unit, parameter, gradient):
             self._add(unit, parameter, gradient)
 
     def _pays(self) -> bool:
-        """Whether pages come and go at all."""
+        """Whether some pages do not stay resident."""
         moving = sum(page.nbytes for page in self.pager.pages if not page.permanent)
         return moving > self.plan.resident_bytes
 
     def _room(self) -> int | None:
-        """Micro-batches whose activations the budget has room for; None: nobody knows."""
+        """Number of micro-batches whose activations the budget has room for; None if unknown."""
         if not self.plan.activations:
             return None
         computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
@@ -147,7 +148,11 @@ class Accumulator:
         return _plain(batches, loss_fn)
 
     def _mixed(self, reason: str, *, lost: bool) -> None:
-        """Micro-batches were mixed up: once, that may be what a module makes at its first call to keep."""
+        """Note that micro-batches were mixed up. From the second time on, the plain loop runs.
+
+        The first time may be a cache that a module makes at its first call. lost: whether a backward had
+        begun; raises ConfigError then, and the plain loop runs from now on.
+        """
         if lost or self._mixed_before:
             self._reason = reason
         self._mixed_before = True
@@ -162,7 +167,7 @@ class Accumulator:
 
     @contextmanager
     def _hooked(self, group: Group, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, the group's micro-batches stop at modules, and `blocks` are recomputed in backward."""
+        """Context in which the group's micro-batches stop at modules, and `blocks` are recomputed."""
         with ExitStack() as stack:
             for module, units in self._stops(blocks).items():
                 hook = Hook(functools.partial(group.arrive, units))
@@ -173,8 +178,10 @@ class Accumulator:
             yield
 
     def _stops(self, blocks: Sequence[nn.Module]) -> dict[nn.Module, frozenset[int]]:
-        """Modules that use pages which come and go -> the units of these: all of its modules' for a block of
-        `blocks`, its own parameters' for any other."""
+        """Module -> the units of its pages that are not permanent; modules without such are left out.
+
+        The units are those of all its modules for one of `blocks`, of its own parameters for any other.
+        """
         units: dict[nn.Module, set[int]] = {}
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for path, found in self.plan.layout.module_units.items():
@@ -195,8 +202,10 @@ class Accumulator:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that the model repeats, in order: the outermost modules that are kept in a list with others
-    of their type, and that have modules inside."""
+    """The blocks that the model repeats, in order.
+
+    They are the outermost modules that are in a list with others of their type, and have modules inside.
+    """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -213,7 +222,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _recomputed(block: nn.Module) -> Iterator[None]:
-    """Inside, the block keeps its inputs alone for its backward, which runs it again."""
+    """Context in which a block keeps only its inputs for its backward, which runs it again."""
     before = block.__dict__.get("forward")
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     try:

@@ -1,1 +1,1 @@
-"""Activations: what autograd saves, and the heap that it lies in."""
+"""Activations: the tensors that autograd saves, and the heap where they lie."""

@@ -1,15 +1,15 @@
-"""What autograd saves for backward: references to pages instead of views, aliases for all else.
+"""Saved tensors: the hooks with which autograd saves references to pages, and aliases of all other tensors.
 
 [Note: saved tensors are references]
 A view of a page in a graph would pin the page from forward to backward. So a saved tensor whose storage is a
 page's is replaced by (page, place in it, shape, strides, version), and unpacking fetches the page. PyTorch's
-own check that nothing saved was edited in place does not see through hooks, so both kinds carry the version
-that they were saved at. What is no page's is packed as a detached alias, because the tensor itself would
-keep its graph alive, or goes to the hooks that were in force before these: the user's own, or those of
-torch.utils.checkpoint, which count on seeing the same tensors in forward and in recomputation.
+own check that no saved tensor was edited in place does not see through hooks, so both kinds carry the version
+at which they were saved. Other tensors go to the hooks that were in force before these: the user's own, or
+those of torch.utils.checkpoint, which rely on seeing the same tensors in forward and in recomputation.
+Without such hooks they are packed as a detached alias, because the tensor itself would keep its graph alive.
 
-The hooks are in force in the root module's forward, for the sake of views (`w.t()`) that ordinary operations
-save, and around every single operation that takes a paged parameter; nowhere else.
+The hooks are in force in the root module's forward, because ordinary operations there save views (`w.t()`),
+and around every single operation that takes a paged parameter; nowhere else.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class PageReference:
 
     page: ParameterPage
     index: int
-    """Of the parameter that it is a view of."""
+    """Index of the parameter that the tensor is a view of."""
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
     """Elements of `dtype` from the start of the page."""
     version: int | None
-    """Of the parameter; None where the view counted its own."""
+    """Version of the parameter; None if the view had a version counter of its own."""
     conjugate: bool
     negative: bool
-    """Whether the tensor stands for the conjugates, or the negatives, of its bytes."""
+    """Whether the tensor is a lazy negative of its bytes; `conjugate`: a lazy conjugate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A tensor that is no page's, and the version that it was saved at."""
+    """A tensor that is not in a page, and the version at which it was saved."""
 
     tensor: torch.Tensor
     version: int
@@ -57,19 +57,19 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """What the hooks in force before these made of a tensor."""
+    """The result of the hooks that were in force before these, and their unpack function."""
 
     packed: Any
     unpack: Unpack
 
 
 class SavedBytes:
-    """What a forward leaves to backward: bytes of the storages that autograd saves, pages apart."""
+    """Counter of the bytes of storages that autograd saves in a forward for backward, without pages."""
 
     def __init__(self, heap: HeapGuard) -> None:
         self._heap = heap
         self.peak = 0
-        """Of all forwards so far."""
+        """Most bytes that any forward so far has saved."""
         self._seen: dict[int, int] = {}
 
     def forward_begins(self) -> None:
@@ -81,7 +81,7 @@ class SavedBytes:
         self._heap.allocated(storage.nbytes())
 
     def unpacked(self, tensor: torch.Tensor) -> None:
-        """What backward makes of it is about as large, and nothing else tells of that."""
+        """Count the gradient that backward makes next, which is about as large; no hook sees it."""
         self._heap.allocated(tensor.untyped_storage().nbytes())
 
     def forward_ends(self) -> None:
@@ -96,7 +96,7 @@ Fetch = Callable[[PageReference], torch.Tensor]
 
 
 class SavedTensors:
-    """The pair of hooks, once for every time that they come into force."""
+    """The pair of hooks; one object for each time that they come into force."""
 
     def __init__(
         self, find: Find, fetch: Fetch, tally: SavedBytes, outer: tuple[Pack, Unpack] | None
@@ -134,7 +134,7 @@ class SavedTensors:
 
 
 def check_version(name: str, saved: int, now: int) -> None:
-    """Raises RuntimeError, as PyTorch does, for a saved tensor that was edited before its backward."""
+    """Raises RuntimeError, as PyTorch does, if a saved tensor was edited before its backward."""
     if saved != now:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -144,7 +144,7 @@ def check_version(name: str, saved: int, now: int) -> None:
 
 @contextlib.contextmanager
 def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
-    """The hooks are in force inside, in this thread. Nothing happens where they are already."""
+    """Context in which the hooks are in force, in this thread. Does nothing if they are already."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     around = None if outer is None else getattr(outer[0], "__self__", None)
     if isinstance(around, SavedTensors) and around.find == find:
@@ -156,5 +156,5 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
         yield
     finally:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is not None and getattr(top[0], "__self__", None) is hooks:  # else somebody left out of turn
+        if top is not None and getattr(top[0], "__self__", None) is hooks:  # else left out of order
             torch._C._autograd._pop_saved_tensors_default_hooks()

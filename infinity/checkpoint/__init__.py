@@ -1,1 +1,1 @@
-"""The model on its way out and in: safetensors, whole directories or nothing."""
+"""Checkpoints: export to and loading from safetensors files; directories appear whole or not at all."""

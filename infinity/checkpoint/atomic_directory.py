@@ -1,13 +1,13 @@
-"""A directory of files that is there whole or not at all, written by a thread of its own.
+"""Atomic directory: a directory of files that appears whole or not at all, written by a separate thread.
 
 [Note: two threads]
-The caller's thread makes the content: the runtime's lock, CUDA's current stream and inference mode are all a
-thread's own. Files are written by an event loop in a thread of its own, so that the caller may be inside of
-another loop. One piece is being written while the next is made, and no more are alive.
+The caller's thread makes the content, because the runtime's lock, CUDA's current stream and inference mode
+belong to a thread. An event loop in a thread of its own writes the files, so that the caller may be inside of
+another loop. One piece is written while the next is made, and no more are in memory.
 
 [Note: all or nothing]
-Everything is written into a directory beside the target, synced, and renamed. An error or an interrupt before
-the end waits for what is being written, then removes it.
+Everything is written into a directory beside the target, synced, and renamed. After an error or an interrupt
+the writes under way are waited for, and the directory is removed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FULL = "Free space on that file system, or export to another one."
 
 
 class Writer:
-    """Writes files in a thread of its own; see the note on threads."""
+    """Writes files in a thread of its own; see [Note: two threads]."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,7 +41,7 @@ class Writer:
     def __enter__(self) -> Writer:
         try:
             self._thread.start()
-        except BaseException:  # Ctrl-C, while the thread starts all the same
+        except BaseException:  # Ctrl-C; the thread starts nevertheless
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
         return self
@@ -51,7 +51,7 @@ class Writer:
         self._thread.join()
 
     def write(self, path: Path, content: Iterable[bytes | memoryview]) -> None:
-        """Make a file, which is on the disk at the end. Raises OSError, and whatever `content` raises."""
+        """Write a new file, and sync it to the disk. Raises OSError, and whatever `content` raises."""
         file = self._do(_open(path))
         last: Future[Any] | None = None
         try:
@@ -64,16 +64,16 @@ class Writer:
             self._do(_flush(file))
         except BaseException:
             with contextlib.suppress(OSError):
-                self._do(file.close())  # after the write that is under way: the file has a lock
+                self._do(file.close())  # the file's lock orders it after the write under way
             raise
         self._do(file.close())
 
     def _begin(self, action: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Have the thread do it."""
+        """Submit a coroutine to the thread."""
         return asyncio.run_coroutine_threadsafe(action, self._loop)
 
     def _do(self, action: Coroutine[Any, Any, Any]) -> Any:
-        """Have the thread do it, and wait."""
+        """Run a coroutine in the thread, and wait for its result."""
         return self._begin(action).result()
 
     def _run(self) -> None:
@@ -84,7 +84,7 @@ class Writer:
             self._loop.close()
 
     async def _finish(self) -> None:
-        """Also what nobody waited for: an interrupt may have ended the wait."""
+        """Wait for all tasks, also for those whose wait an interrupt ended."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*left, return_exceptions=True)
         await self._loop.shutdown_default_executor()
@@ -100,8 +100,10 @@ async def _flush(file: Any) -> None:
 
 
 def check_destination(path: str | os.PathLike[str]) -> Path:
-    """The directory that an export to `path` would make. Raises ConfigError where something is there already,
-    StorageError where that cannot be seen."""
+    """The directory that an export to `path` would make.
+
+    Raises ConfigError if `path` cannot be used or is not empty, StorageError if it cannot be read.
+    """
     cure = "Give a directory that does not exist yet, or an empty one."
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
         raise ConfigError(f"The path to export to is {path!r}.", cure)
@@ -119,7 +121,10 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """A directory that becomes `target` at the end, and is gone after an error; see the note."""
+    """Context with a directory that becomes `target` at the end, and is removed after an error.
+
+    See [Note: all or nothing].
+    """
     made = [each for each in target.parents if not each.exists()]
     directory = target.parent / f".infinity-export-{secrets.token_hex(8)}"
     identity: os.stat_result | None = None
@@ -144,7 +149,7 @@ def published(target: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or a directory's names, last."""
+    """Sync a file's content, or a directory's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,5 +158,5 @@ def sync(path: Path) -> None:
 
 
 def storing(operation: str, path: Path) -> contextlib.AbstractContextManager[None]:
-    """`storage_errors`, with the cure of an export for a full file system."""
+    """`storage_errors`, with an export's advice for a full file system."""
     return storage_errors(operation, path, cure={errno.ENOSPC: _FULL, errno.EDQUOT: _FULL})

@@ -1,10 +1,10 @@
-"""A model on its way out: safetensors files in Hugging Face's layout, a part of one tensor in RAM at a time.
+"""Export of a model to safetensors files in Hugging Face's layout, with parts of one tensor in RAM at a time.
 
 [Note: order in a file]
-Shards are cut in the order of state_dict. Inside a file larger dtypes come first, as the safetensors library
-has it, so that every tensor is aligned to its elements; among equal ones the order stays. The header is
-written first, for sizes follow from shapes alone. Offsets leave no gap, and spaces fill the header up to 8
-bytes: https://github.com/huggingface/safetensors#format
+Shards are cut in the order of state_dict. Inside a file larger dtypes come first, as in the safetensors
+library, so that every tensor is aligned to its elements; equal dtypes keep their order. The header is
+written first, because sizes follow from shapes alone. Offsets leave no gap, and spaces pad the header to a
+multiple of 8 bytes: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
 _WINDOW = 1 << 20
-"""Elements of a part."""
+"""Most elements of a part."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.uint16: "U16",
@@ -43,14 +43,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
 """safetensors' names of torch's dtypes."""
 
 _METADATA = "__metadata__"
-"""The header's key that is no tensor."""
+"""The header's key that does not name a tensor."""
 
 _EXPORTED = ("compute", "fp32")
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported, of one runtime. Its lock is held, and every edit is home."""
+    """The model to export, with its runtime's components. The lock is held, and every edit is home."""
 
     model: nn.Module
     pager: Pager
@@ -59,9 +59,9 @@ class Source:
     compute_dtype: torch.dtype
 
     def parts(self, place: Place, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """A parameter in memory order: flat CPU tensors of up to _WINDOW elements, in memory of their own.
+        """A parameter in memory order: flat CPU tensors of up to _WINDOW elements, in their own memory.
 
-        dtype: the page's, or float32 for the fp32 master of what has one.
+        dtype: the page's, or float32 for the fp32 master of a parameter that has one.
         """
         page, index = place.page, place.index
         layout = page.layout.parameters[index]
@@ -83,7 +83,7 @@ class Source:
                     yield values.to(dtype)
 
     def _master(self, place: Place, dtype: torch.dtype) -> StatePage | None:
-        """The page with what a parameter's values lack of its master; None where they lack nothing."""
+        """The page with the part of a parameter's master that its values lack; None if they lack nothing."""
         layout = place.page.layout.parameters[place.index]
         if self.states is None or not layout.trainable or dtype == layout.dtype:
             return None
@@ -103,25 +103,26 @@ class _Entry:
     shape: tuple[int, ...]
     nbytes: int
     parts: Callable[[], Iterable[torch.Tensor]]
-    """Flat CPU tensors that are its elements in logical (row-major) order."""
+    """Function that makes flat CPU tensors of its elements, in logical (row-major) order."""
 
 
 def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size) -> None:
     """Write a model into the directory `path`, which must not exist or be empty; parents are made.
 
-    There will be model.safetensors, or, where that would be larger than `shard` (bytes of tensors a file),
+    The directory gets model.safetensors; if that would be larger than `shard` (bytes of tensors in a file),
     model-00001-of-0000N.safetensors and so on with model.safetensors.index.json. A tensor is never cut: one
     that is larger than a shard has a file of its own. Every parameter and persistent buffer is written once,
     under its first name in state_dict, contiguous. dtype: "compute" writes parameters as the model computes
     with them; "fp32" writes the fp32 masters of trainable floating parameters and all other floating ones
-    converted to fp32. Buffers keep theirs. Moments of the optimizer are not exported. A transformers model's
-    config.json and generation_config.json are written too; a config has one dtype, so that from_pretrained
-    casts what `Precision(keep=...)` kept in fp32, unless it is given dtype=torch.float32.
+    converted to fp32. Buffers keep their dtype. Moments of the optimizer are not exported. A transformers
+    model's config.json and generation_config.json are written too. A config has only one dtype, so
+    from_pretrained casts parameters that `Precision(keep=...)` kept in fp32, unless it is given
+    dtype=torch.float32.
 
-    Held in RAM: two parts of up to 2**20 elements, and, for a parameter that is not contiguous
-    (channels_last), all of it. Raises ConfigError for arguments that cannot be used and for tensors that
-    safetensors cannot hold, before anything is written; StorageFull, StorageError and BudgetError. `path` is
-    then as it was.
+    RAM holds two parts of up to 2**20 elements, and, for a parameter that is not contiguous (channels_last),
+    all of it. Raises ConfigError for arguments that cannot be used and for tensors that safetensors cannot
+    hold, before anything is written; StorageFull, StorageError and BudgetError. After an error `path` is as
+    it was.
     """
     limit = parse_size(shard, what="shard size")
     if limit == 0:
@@ -144,7 +145,7 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
 
 
 def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
-    """In the order of state_dict. Raises ConfigError for what safetensors cannot hold."""
+    """All tensors, in the order of state_dict. Raises ConfigError for those that safetensors cannot hold."""
     entries = []
     for each in persistent(source.model).values():
         name, tensor = each.names[0], each.tensor
@@ -196,7 +197,7 @@ def _check(entry: _Entry) -> None:
             f"{entry.name} is of {entry.dtype}, for which safetensors has no name.",
             f"Convert it to one of {', '.join(str(each).removeprefix('torch.') for each in _NAMES)}.",
         )
-    # Half of a surrogate pair is no Unicode.
+    # Half of a surrogate pair is not valid Unicode.
     if entry.name == _METADATA or entry.name.encode(errors="ignore").decode() != entry.name:
         raise ConfigError(
             f"A tensor is called {entry.name!r}, which safetensors cannot store.", "Register it as another."
@@ -214,7 +215,7 @@ def _in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
-    """Name of each file -> its tensors, in their order there; see the note."""
+    """Name of each file -> its tensors, in the file's order; see [Note: order in a file]."""
     shards: list[list[_Entry]] = [[]]
     used = 0
     for entry in entries:
@@ -241,7 +242,7 @@ def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
 
 
 def _header(entries: Sequence[_Entry]) -> bytes:
-    """A file's bytes before its tensors'. The metadata is what transformers asks for."""
+    """A file's bytes before those of its tensors, with the metadata that transformers requires."""
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -266,7 +267,7 @@ def _index(entries: Sequence[_Entry], files: dict[str, list[_Entry]]) -> bytes:
 
 
 def _save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """config.json and generation_config.json of a transformers model, as its save_pretrained has them."""
+    """Write config.json and generation_config.json of a transformers model, as its save_pretrained would."""
     config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return

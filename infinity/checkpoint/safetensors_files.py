@@ -1,4 +1,4 @@
-"""Weights in safetensors files, streamed into a model: one tensor in RAM at a time."""
+"""Safetensors files: their weights, streamed into a model with one tensor in RAM at a time."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names of dtypes."""
+"""Name of a dtype in safetensors -> the dtype."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Any of these fills any other. float8 does not: it comes with scales that are tensors of their own."""
+"""Dtypes any of which fills any other. float8 is not one: it comes with scales in tensors of their own."""
 
 _CONVERT = "Save the model with safetensors (save_pretrained does), and give the directory or the file."
 
@@ -51,7 +51,7 @@ class _Entry:
 
 
 class Weights:
-    """Named tensors in safetensors files. No file stays open and no tensor is kept."""
+    """The named tensors in safetensors files. No file stays open, and no tensor is kept in memory."""
 
     def __init__(self, path: Path, entries: dict[str, _Entry]) -> None:
         self.path = path
@@ -59,15 +59,15 @@ class Weights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, file by file."""
+        """The names of all tensors, file by file."""
         return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Elements along each dimension."""
+        """The shape of a tensor."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ConfigError for a type that torch has not."""
+        """The dtype of a tensor. Raises ConfigError for a type that torch does not have."""
         entry = self._entries[name]
         if entry.dtype not in DTYPES:
             raise ConfigError(
@@ -77,13 +77,13 @@ class Weights:
         return DTYPES[entry.dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, contiguous, on the CPU, over pages of the file that leave RAM with it: change a copy.
+        """A tensor, contiguous, on the CPU, mapped from the file while it lives: edit only copies of it.
 
-        Raises StorageError where the file cannot be read, or is not what it was when it was opened.
+        Raises StorageError if the file cannot be read, or has changed since it was opened.
         """
         entry = self._entries[name]
         dtype = self.dtype(name)
-        # Opened each time (some 0.1 ms): an open file keeps all that was read of it mapped.
+        # Opened each time (some 0.1 ms), because an open file keeps all that was read from it mapped.
         with _reading(entry.file), safe_open(entry.file, framework="pt", device="cpu") as file:
             tensor: torch.Tensor = file.get_tensor(name)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != dtype:
@@ -92,10 +92,12 @@ class Weights:
 
 
 def open_weights(path: str | os.PathLike[str]) -> Weights:
-    """The weights at `path`: a directory with model.safetensors.index.json, or model.safetensors, or other
-    *.safetensors; or one such file. Only headers are read.
+    """The weights at `path`; only headers are read.
 
-    Raises ConfigError for a path that holds no such thing and for an index that does not fit its files;
+    path: a directory with model.safetensors.index.json, or model.safetensors, or other *.safetensors; or one
+    such file.
+
+    Raises ConfigError for a path without such files and for an index that does not fit its files;
     StorageError for a file that cannot be read or is not safetensors.
     """
     path = Path(path)
@@ -187,7 +189,7 @@ def _headers(path: Path) -> Iterator[tuple[str, _Entry]]:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raises StorageError for what safetensors and the system raise about `path`."""
+    """Context that turns errors of safetensors and the system about `path` into StorageError."""
     try:
         with storage_errors("read", path):
             yield
@@ -201,7 +203,7 @@ def _corrupt(path: Path, what: str) -> StorageError:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which weight fills what."""
+    """Which weight fills which tensor of a model."""
 
     parameters: tuple[tuple[nn.Parameter, str], ...]
     """Each distinct parameter and the name of its weight, in the model's order."""
@@ -214,9 +216,9 @@ class Assignment:
 
 
 def match(model: nn.Module, weights: Weights) -> Assignment:
-    """Find the weight of every parameter and persistent buffer, by any of the names it is registered under.
+    """Find the weight of every parameter and persistent buffer, by any of its names in the model.
 
-    A prefix may be missing or be there in addition, as between a transformers model and its base model:
+    A prefix may be missing on either side, as between a transformers model and its base model:
     base_model_prefix, or a first component that all the names of one side share. Any float type of 16 bits
     or more fills any other; other types must be the same.
 
@@ -270,7 +272,7 @@ def persistent(model: nn.Module) -> dict[int, Registered]:
 
 
 def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str]) -> Iterator[tuple[str, str]]:
-    """(prefix that names in the model have, prefix that the weights have in its place), likeliest first."""
+    """(prefix of names in the model, prefix of the weights' names in its place), the likeliest first."""
     yield "", ""
     base = getattr(model, "base_model_prefix", "")
     prefixes = [f"{base}."] if isinstance(base, str) and base else []
@@ -285,7 +287,7 @@ def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str])
 
 
 def _assign(wanted: dict[int, Registered], known: set[str], rename: tuple[str, str]) -> dict[int, str]:
-    """The weight's name by key, where there is one; no weight goes to two tensors."""
+    """Key -> the name of its weight, for tensors that have one; no weight goes to two tensors."""
     found: dict[int, str] = {}
     for ours, theirs in dict.fromkeys((("", ""), rename)):
         taken = set(found.values())

@@ -1,4 +1,4 @@
-"""The command `infinity`: one file a subcommand. No traceback for a user's error."""
+"""Command `infinity`: one file for each subcommand. A user's error prints no traceback."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COMMANDS = (train, plan, tune, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 failed, 2 asked for something impossible."""
+    """Run the command line. Returns the exit code: 0 done, 1 failed, 2 for arguments that cannot be used."""
     parser = argparse.ArgumentParser(prog="infinity", description="Virtual memory for training.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what it cannot encode becomes "?"
+        if isinstance(stream, io.TextIOWrapper):  # characters it cannot encode become "?"
             stream.reconfigure(errors="replace")
     options = parser.parse_args(arguments)
     try:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads has enough, as `head` has
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         if sys.stdout is not None:  # Python flushes it once more at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """The exit code; an error of this package is a paragraph, and the JSON line where that is wanted."""
+    """Run a command; returns its exit code. An error of this package is printed, with --json as JSON too."""
     try:
         code: int = options.run(options)
     except InfinityError as error:
@@ -60,10 +60,10 @@ def _run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: nothing is left on disk."""
+    """Context in which SIGTERM ends the command as Ctrl-C does, so that nothing is left on disk."""
     try:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread: whoever runs us there handles signals
+    except ValueError:  # not the main thread: the caller handles signals
         yield
         return
     try:
@@ -73,7 +73,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The error's cure, in terms of the command's options where it is a larger budget."""
+    """The error's cure; if it is a larger budget, it names the command's option."""
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):
@@ -88,7 +88,7 @@ def _cure(error: InfinityError, options: argparse.Namespace) -> str:
 
 
 def _enough(nbytes: int) -> str:
-    """A size to type that is at least `nbytes`."""
+    """A size, as one types it, that is at least `nbytes`."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 8 * factor:
             return f"{-(-nbytes // factor)}{unit}"

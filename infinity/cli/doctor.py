@@ -1,4 +1,4 @@
-"""`infinity doctor`: what this machine offers; for each thing missing, what that costs and how to get it."""
+"""Command `infinity doctor`: what this machine offers, and the cost and the cure of each thing missing."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Finding:
     section: str
     name: str
     found: str
-    """What is there, for people."""
+    """Description of what is there, to be printed."""
     missing: bool = False
-    """Something better can be had; `cost` and `cure` say what it would bring and how."""
+    """Whether something is missing; `cost` says what that costs, and `cure` how to get it."""
     cost: str = ""
     cure: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
-    """The same for machines: bytes, bytes per second, flags."""
+    """The same as JSON values: bytes, bytes per second, flags."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine and print. Returns 0, for what is missing costs speed only; 1 if a path cannot hold pages."""
+    """Examine and print. Returns 1 if a path cannot hold pages, else 0: other lacks only cost speed."""
     console = Console(stderr=options.json)
     findings: list[Finding] = []
     with console.status("looking around"):

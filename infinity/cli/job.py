@@ -1,4 +1,4 @@
-"""The job that `train` and `plan` share: its options, and what they ask for, checked."""
+"""Job: the options that `train` and `plan` share, and the checked and planned job that they describe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MOST = (1 << 31) - 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a job, which `train` and `plan` take alike."""
+    """Add the options of a job, which `train` and `plan` share."""
     model = parser.add_argument_group("model and data")
     model.add_argument(
         "--model",
@@ -112,11 +112,11 @@ class Job:
     device: torch.device
     plan: Plan
     prediction: Prediction | None
-    """For a step with all its micro-batches; None where the plan cannot know."""
+    """Prediction for a step with all its micro-batches; None if the plan has none."""
 
     @property
     def header(self) -> str:
-        """The first line that a person sees."""
+        """The first line that is printed."""
         from infinity import __version__
 
         return " · ".join(
@@ -131,7 +131,7 @@ class Job:
 
 
 def show_job(options: argparse.Namespace, console: Console) -> Job:
-    """The job of these options, once its plan is printed. Raises as `make_job`."""
+    """The job of these options, after its plan is printed. Raises as `make_job`."""
     with console.status("planning"):
         job = make_job(options)
     console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}", highlight=False, soft_wrap=True)
@@ -139,9 +139,9 @@ def show_job(options: argparse.Namespace, console: Console) -> Job:
 
 
 def make_job(options: argparse.Namespace) -> Job:
-    """The job of these options, planned. Reads files' names and sizes, and moves no byte of the model.
+    """The job of these options, planned. Reads names and sizes of the text's files; moves no model bytes.
 
-    Raises ConfigError for an option that cannot be used, BudgetError for what does not fit.
+    Raises ConfigError for an option that cannot be used, BudgetError if the job does not fit.
     """
     _check(options)
     torch.manual_seed(options.seed)
@@ -185,7 +185,7 @@ def make_job(options: argparse.Namespace) -> Job:
 
 def _check(options: argparse.Namespace) -> None:
     for name, message in _LATER.items():
-        if not any(getattr(options, name) is absent for absent in (None, False)):  # 0 is no absent one
+        if not any(getattr(options, name) is absent for absent in (None, False)):  # not `in`: 0 equals False
             raise ConfigError(message, "Leave it out; --export DIR keeps the trained model.")
     for name in ("steps", "batch", "seq", "accumulate"):
         if not 1 <= getattr(options, name) <= _MOST:
@@ -223,7 +223,7 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _describe_engines(budget: Budget) -> list[str]:
-    """The I/O engine of each kind that the directories get."""
+    """The kinds of I/O engines that the budget's directories get, each once."""
     found = []
     for path in budget.nvme_bytes:
         with open_engine(path) as engine:

@@ -1,4 +1,4 @@
-"""`infinity plan`: what `infinity train` would do with the same options, without doing it."""
+"""Command `infinity plan`: prints the plan by which `infinity train` would run with the same options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan and print. Returns 0; what does not fit is a BudgetError."""
+    """Plan and print. Returns 0; raises BudgetError if the job does not fit."""
     console = Console(stderr=options.json)
     job = show_job(options, console)
     if options.json:

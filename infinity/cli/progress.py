@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line that lives on a terminal, or a line now and then elsewhere."""
+"""Progress of a run: a line that is redrawn on a terminal, and printed every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOSSES = 11
 """Bars in the curve of losses."""
 _SECONDS_BETWEEN_LINES = 5.0
 _MEMORY = 0.8
-"""How much of a rate is what it was; the rest is the last step's."""
+"""Weight of the old value in a rate's moving average; the last step has the rest."""
 _EDGES = {
     Edge.NVME_TO_HOST: "read",
     Edge.HOST_TO_NVME: "write",
@@ -28,10 +28,10 @@ _EDGES = {
 
 
 class ProgressLine:
-    """Steps, loss and its curve, tokens per second, bytes per second over each tier edge, stall, time left.
+    """The line with steps, loss and its curve, tokens per second, rates of tier edges, stall and time left.
 
-    A context manager. On a terminal the line is redrawn at every step; elsewhere it is printed at the first
-    step, the last, and every five seconds.
+    It is a context manager. On a terminal the line is redrawn at every step; elsewhere it is printed at the
+    first step, the last, and every five seconds.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -60,7 +60,7 @@ class ProgressLine:
             self._bar.stop()
 
     def show(self, report: StepReport) -> None:
-        """One more step is done."""
+        """Show one more finished step."""
         self._losses.append(report.loss)
         self._average(report)
         if self._bar is not None:
@@ -72,8 +72,8 @@ class ProgressLine:
             self._console.print(self._line(report), highlight=False, soft_wrap=True)
 
     def _average(self, report: StepReport) -> None:
-        """The first step is left out of averages as soon as there is a second: it finds out the order."""
-        step = report.stats  # of the first, since the model was filled
+        """Update the averages. The second step replaces the first, which is slower: it learns the order."""
+        step = report.stats  # the first step's begin when the model was filled
         now = {edge.value: step.edges[edge].bytes / step.seconds for edge in Edge}
         now["tokens"] = report.tokens / report.seconds
         now["stall"] = min(1.0, step.stall_seconds / step.seconds)
@@ -96,9 +96,9 @@ class ProgressLine:
 
 
 def curve(losses: list[float]) -> str:
-    """All losses as at most 11 bars, each the mean of its share, from the lowest to the highest of them.
+    """All losses as at most 11 bars, each the mean of its share, scaled from the lowest to the highest mean.
 
-    A mean that is NaN or infinite, as fp16 may have, is as high as the highest.
+    A mean that is NaN or infinite, as with fp16, is drawn as high as the highest.
     """
     count = min(_LOSSES, len(losses))
     cuts = [len(losses) * index // count for index in range(count + 1)]
@@ -112,12 +112,12 @@ def curve(losses: list[float]) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """Three digits or so: "5.1k", "812"."""
+    """A rate in two to four characters: "5.1k", "812"."""
     return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Minutes and seconds, "1:58", or hours before them."""
+    """A duration in minutes and seconds, "1:58", with hours before them if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""`infinity train`: a language model on real text, wherever its states fit."""
+"""Command `infinity train`: trains a language model on real text, wherever its states fit."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _SAMPLE_SECONDS = 10.0
 _SAMPLE_TOKENS = 200
 _TEMPERATURE = 0.7
 _LONGEST_PROMPT = 60
-"""Bytes."""
+"""Most bytes of a sample's prompt."""
 _WARM_UP = 2
-"""Steps that are not measured: the first learns the order of pages, and moments are not read yet."""
+"""First steps, which are not measured: the order of pages is unknown, and there are no moments to read."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,23 +70,23 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What a run comes to."""
+    """The results of a run."""
 
     before: float
     """Held-out loss before training, in nats per token."""
     after: float
     losses: list[float]
     step_seconds: float
-    """The median, without the first two."""
+    """Median of the steps' seconds, without the first two steps."""
     tokens_per_second: float
     peak: int
-    """Bytes of RAM above what the process had before the model."""
+    """Peak bytes of RAM above those that the process had before the model."""
     moved: dict[str, int]
-    """Bytes over every tier edge."""
+    """Tier edge -> bytes moved."""
     sample: str
     exported: str | None
     timeline: str | None
-    """What became of it, for people."""
+    """Sentence about the timeline's file, to be printed; None without one."""
 
 
 def _train(
@@ -101,7 +101,7 @@ def _train(
         )
     reports: list[StepReport] = []
     with runtime:
-        if export is not None:  # again: the log or pages may be there now, and all would be for nothing
+        if export is not None:  # checked again before the long run: the log or pages may be there now
             check_destination(export)
         held_out = HeldOut(language_model, job.batches, job.device)
         with console.status("loss on held-out text"):
@@ -144,7 +144,7 @@ def _fate(timeline: Timeline) -> str:
 
 
 def _sample(job: Job) -> str:
-    """The model goes on from a line of held-out text."""
+    """A sample of the model, which continues a line of held-out text."""
     text = job.text
     stretch = text.read(text.held_out.start, min(4096, len(text.held_out)))
     lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]
@@ -162,7 +162,7 @@ def _sample(job: Job) -> str:
 
 @contextlib.contextmanager
 def _open_log(path: str | None) -> Iterator[TextIO | None]:
-    """A run's log, begun anew. Raises StorageError where it cannot be written."""
+    """Context with a run's log, emptied; None without a path. Raises StorageError if it cannot be written."""
     if path is None:
         yield None
         return
@@ -171,12 +171,12 @@ def _open_log(path: str | None) -> Iterator[TextIO | None]:
     try:
         yield log
     finally:
-        with contextlib.suppress(OSError):  # of a line that could not be written, which was said then
+        with contextlib.suppress(OSError):  # a line that could not be written has raised already
             log.close()
 
 
 def _write_log(log: TextIO | None, report: StepReport) -> None:
-    """One line, which is in the file when this returns: whoever follows the run sees whole steps."""
+    """Write one line and flush it, so that a reader of the file sees whole steps."""
     if log is None:
         return
     line = {
@@ -195,7 +195,7 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
 
 
 def _finite(number: float) -> float | None:
-    """None for NaN and infinity (fp16 has steps with them), which JSON has no words for."""
+    """The number; None for NaN and infinity (fp16 has such steps), which JSON cannot express."""
     return number if math.isfinite(number) else None
 
 
@@ -218,7 +218,7 @@ def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> Non
 
 
 def _predicted(job: Job) -> dict[str, Any]:
-    """Seconds of a step: the middle of what was predicted, and its range. None where it is unknown."""
+    """Predicted seconds of a step: the middle of the range, and the range. None if unknown."""
     found = job.prediction
     if found is None:
         return {"predicted": None, "range": None}
@@ -226,7 +226,7 @@ def _predicted(job: Job) -> dict[str, Any]:
 
 
 def _printable(text: str) -> str:
-    """Without control characters: a model of bytes writes escape sequences too, which terminals obey."""
+    """The text without control characters: models may write escape sequences, which terminals obey."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each
         for each in text

@@ -1,4 +1,4 @@
-"""`infinity tune`: how the disks of this machine are best spoken to, found once and kept."""
+"""Command `infinity tune`: finds the best I/O settings for this machine's disks, and keeps them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tune and print. Returns 0; what cannot be tried is an error."""
+    """Tune and print. Returns 0; raises a typed error for a directory that cannot be tried."""
     if options.plot is not None:
         check_plot(options.plot)
     console = Console(stderr=options.json)
@@ -96,7 +96,7 @@ def _print(console: Console, found: Tuning) -> None:
 
 
 def _table(disk: DiskSweep) -> Table:
-    """The choice, and what would be best for each mode alone."""
+    """The table of the chosen settings of a disk, and of those that are best for each mode alone."""
     how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
     title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)

@@ -1,1 +1,1 @@
-"""Gradients: taken from autograd, brought down, added, measured."""
+"""Gradients: taken from autograd, copied to the host, added and measured."""

@@ -1,7 +1,7 @@
 """Units that the device updates: their gradients are accumulated, measured and used where they rest.
 
-Nothing is measured before somebody asks: then the sums of squares of all gradients are taken, over the same
-blocks and in the same order as on the CPU, and one copy of a float64 for each parameter brings them down.
+Gradients are measured only on request: then the sums of squares of all are computed, over the same blocks and
+in the same order as on the CPU, and one copy brings a float64 for each parameter to the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.tiers.link import User
 
 
 class DeviceUnits:
-    """The units that the plan has updated on the device. Called under the runtime's lock."""
+    """The units whose updates the plan gives to the device. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class DeviceUnits:
         states: States,
         store: Store,
     ) -> None:
-        """All of the runtime's, by unit; those that the device updates are taken. There is at least one."""
+        """pages, gradients: those of all units. The device updates at least one of them."""
         self._pages = pages
         self._gradients = {unit: gradients[unit] for unit in sorted(store.plan.updated_on_device)}
         self._states = states
         self._store = store
         self._changed = True
-        """Whether gradients may be others than those that were measured."""
+        """Whether gradients may have changed since they were measured."""
         assert store.workspace is not None and store.kernels is not None
         chunks = [
             self._chunk(unit, number)
@@ -50,7 +50,7 @@ class DeviceUnits:
         return unit in self._gradients
 
     def add(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
-        """Queue the addition of a fresh gradient, flat in memory order, to a parameter's."""
+        """Queue the addition of a new gradient, (numel,) in memory order, to a parameter's."""
         page = self._gradients[unit]
         self._changed = True
         self._updates.order()
@@ -64,8 +64,7 @@ class DeviceUnits:
                     target.copy_(part)
 
     def copy_to_host(self) -> None:
-        """Give the host the sums of squares of all gradients that there are, once the device has come to
-        them."""
+        """Copy the sums of squares of all gradients to the host, after the device's queued work."""
         if not self._changed:
             return
         assert self._store.workspace is not None
@@ -86,9 +85,9 @@ class DeviceUnits:
                     page.states[number].blocks[piece.parameter, piece.start] = totals[place]
 
     def update(self, unit: int, turns: Mapping[int, Turn], scale: float) -> None:
-        """Queue the update of these parameters of a unit: what is queued on the device later sees it.
+        """Queue the update of these parameters of a unit; work queued on the device later sees it.
 
-        turns: by parameter. scale: from gradients as they are stored to what the rules see.
+        turns: parameter -> its update. scale: factor from the stored gradients to those that the rule sees.
         """
         if not turns:
             return
@@ -98,7 +97,7 @@ class DeviceUnits:
         self._updates.update({(unit, parameter): turn for parameter, turn in turns.items()}, scale)
 
     def _note_uses(self, unit: int) -> None:
-        """What an update of the unit reads and writes where it rests."""
+        """Note the memory that an update of the unit reads and writes."""
         homes = (self._pages[unit].home, self._states.pages[unit].home)
         written = [home.memory for home in homes if home.memory is not None]
         gradient = self._gradients[unit].home.memory
@@ -107,7 +106,7 @@ class DeviceUnits:
         self._store.link.uses(User.COMPUTE, *written, writes=True, label="update")
 
     def _prepare(self, unit: int, parameter: int) -> None:
-        """Moments that begin now, and masters that follow an edit."""
+        """Fill the moments that begin now, and set the masters of edited parameters."""
         state = self._states.pages[unit]
         for number, piece in self._gradients[unit].layout.pieces(parameter):
             if not state.begun[number]:
@@ -122,7 +121,7 @@ class DeviceUnits:
                     arrays["master"][place] = self._parameters(unit, number)[place]
 
     def _chunk(self, unit: int, number: int) -> Chunk:
-        """A chunk's arrays where they rest, and the pieces in it."""
+        """A chunk's arrays where they rest, and its pieces."""
         page = self._gradients[unit]
         arrays = self._states.pages[unit].arrays(number, self._content(unit, number))
         parameter = self._parameters(unit, number)

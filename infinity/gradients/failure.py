@@ -1,4 +1,4 @@
-"""Gradient failure: what lost the gradients of a step, until they are forgotten."""
+"""Gradient failure: the error that lost the gradients of a step, until they are forgotten."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class GradientFailure:
-    """The latest error with which a gradient was left half added, or half way home."""
+    """The latest error that left a gradient partly added, or partly written home."""
 
     def __init__(self) -> None:
         self.error: InfinityError | None = None
 
     def lose(self, error: BaseException) -> None:
-        """No gradient of this step counts any more."""
+        """Note an error after which no gradient of this step is valid."""
         if isinstance(error, InfinityError):
             self.error = error.again()
         else:
@@ -22,5 +22,5 @@ class GradientFailure:
             )
 
     def forget(self) -> None:
-        """The gradients are forgotten."""
+        """Forget the error, together with the gradients."""
         self.error = None

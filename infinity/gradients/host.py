@@ -1,11 +1,11 @@
-"""Gradients as pages: what backward adds is taken from autograd, accumulated and measured.
+"""Gradients in pages: each gradient of a backward is taken from autograd, accumulated and measured.
 
-A gradient page is a run of chunks, as its unit's layout has them. A chunk that is at home in host RAM is
-accumulated in place. Any other is staged while its parameters' gradients arrive
-(infinity/gradients/staged_chunks.py), in memory that the caller brings (infinity/optim/staging.py grants it).
+A gradient page is a run of chunks, in its unit's layout. A chunk that is at home in host RAM is accumulated
+in place. Any other is staged while its parameters' gradients arrive (infinity/gradients/staged_chunks.py), in
+memory that the caller provides (infinity/optim/staging.py grants it).
 
-The sums of squares are taken in the pass that stores: in fp64 over blocks counted from each parameter's
-first element, combined in the order of names. So the norm depends on no unit, chunk or thread.
+The sums of squares are computed in the pass that stores: in fp64 over blocks counted from each parameter's
+first element, combined in the order of names. So the norm does not depend on units, chunks or threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_SUMS = np.zeros(0)
 
 
 class Gradients:
-    """All gradient pages, and the factor that belongs to them."""
+    """All gradient pages, and the factor that turns them into the optimizer's gradients."""
 
     def __init__(
         self,
@@ -47,8 +47,10 @@ class Gradients:
         on_device: DeviceUnits | None = None,
         ring: GradientRing | None = None,
     ) -> None:
-        """on_device: the units that the device updates, where there are any. ring: through which gradients
-        come down, where the CPU does not see them as they are."""
+        """on_device: the units that the device updates, if any.
+
+        ring: the ring through which gradients leave a device with its own memory; None without one.
+        """
         self.pages = pages
         self._ring = ring
         self._store = store
@@ -57,7 +59,7 @@ class Gradients:
         self._stored_at = 1.0
         """The loss scale that the stored gradients have."""
         self._clipping: float | None = None
-        """The factor of clip_grad_norm_, once it was called in this step."""
+        """Factor of clip_grad_norm_; None if it was not called in this step."""
         self._failure = GradientFailure()
         self.staged = StagedChunks(pages, store, self._failure, ring=ring)
         self._on_device = on_device
@@ -70,19 +72,19 @@ class Gradients:
 
     @property
     def unscale(self) -> float:
-        """The factor from what is stored to what the optimizer is to see."""
+        """Factor from the stored gradients to those that the optimizer sees."""
         return (1.0 if self._clipping is None else self._clipping) / self._stored_at
 
     @property
     def any(self) -> bool:
         """Whether any parameter has a gradient."""
-        # A backward begins with the last ones: as a rule the first look ends it.
+        # A backward begins with the last pages, so the first comparison usually decides.
         return any(page.content for page in reversed(self.pages.values()))
 
     def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
-        """Wait until a fresh gradient finds room on its way down, without the runtime's lock.
+        """Wait, without the runtime's lock, until the ring has room for a new gradient.
 
-        What ends the wait loses the gradients of this step, as in `adding`.
+        An exception in the wait loses the gradients of this step, as in `adding`.
         """
         if self._ring is None or self.on_device(unit):
             return
@@ -95,10 +97,10 @@ class Gradients:
 
     @contextmanager
     def adding(self, unit: int, parameter: int, dtype: torch.dtype) -> Iterator[GradientPage]:
-        """Inside, one fresh gradient of this dtype is added to a parameter's, piece by piece.
+        """Context in which one new gradient of this dtype is added to a parameter's, piece by piece.
 
-        Raises ConfigError after clipping. Whatever is raised inside loses the gradients of this step, which
-        `check` says until `clear`; so does the ConfigError for one that cannot rest as it comes.
+        Raises ConfigError after clipping, and as `GradientPage.check_single`. The latter, and every exception
+        inside, loses the gradients of this step: `check` raises it until `clear`.
         """
         page = self.pages[unit]
         self._check_addition(page, parameter)
@@ -113,28 +115,30 @@ class Gradients:
         page.arrivals[parameter] += 1
 
     def pieces(self, page: GradientPage, parameter: int) -> list[tuple[int, Piece]]:
-        """(chunk, piece) of a parameter in the order to add them: staged chunks first, for the others might
-        need their room before this gradient completes them."""
+        """(chunk, piece) of a parameter in the order to add them.
+
+        Staged chunks come first: the others might need their room before this gradient completes them.
+        """
         found = page.layout.pieces(parameter)
         if page.home.in_place:
             return list(found)
         return sorted(found, key=lambda each: page.states[each[0]].stage is None)
 
     def add_in_place(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
-        """Add a whole fresh gradient, (numel,) in memory order, to one in host RAM, where both are.
+        """Add a whole new gradient, (numel,) in memory order, to a stored one, both in host RAM.
 
-        The chunks of a region follow each other without a gap, so as a rule that is one pass.
+        The chunks of a region follow each other without a gap, so one pass is usually enough.
         """
         again = parameter in page.content
         for start, target, places in page.runs(parameter):
             sums = self._accumulate(fresh[start : start + target.numel()], target, again=again)
             first, *others = places
             page.states[first[0]].blocks[parameter, first[1]] = sums
-            for number, begin in others:  # all of it is the first one's
+            for number, begin in others:  # the first piece has the sums of the whole run
                 page.states[number].blocks[parameter, begin] = _NO_SUMS
 
     def add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
-        """Add one piece of a fresh gradient, (piece.count,), to a chunk that is in RAM."""
+        """Add one piece of a new gradient, (piece.count,), to a chunk that is in RAM."""
         state = page.states[number]
         data = page.memory(number)
         assert data is not None
@@ -154,12 +158,12 @@ class Gradients:
                 self.staged.complete(page, number)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
-        """Add a fresh gradient (numel,) in memory order to one that rests on the device, `on_device`."""
+        """Add a new gradient, (numel,) in memory order, to one of a unit that is `on_device`."""
         assert self._on_device is not None
         self._on_device.add(unit, parameter, flat)
 
     def norm(self) -> float:
-        """The 2-norm of all gradients as the optimizer would see them now. Raises as `check`."""
+        """The 2-norm of all gradients, as the optimizer would see them. Raises as `check`."""
         if self._ring is not None:
             self._ring.wait()
         self.check()
@@ -177,13 +181,13 @@ class Gradients:
         return math.isfinite(self.norm())
 
     def clip(self, max_norm: float, norm: float) -> None:
-        """Have `unscale` bring gradients of this norm down to `max_norm`. Finite norms only."""
+        """Change `unscale` so that gradients of this norm get at most `max_norm`. Ignores infinite norms."""
         if math.isfinite(norm):
             before = 1.0 if self._clipping is None else self._clipping
             self._clipping = before * min(1.0, max_norm / (norm + 1e-6))
 
     def check(self) -> None:
-        """Raises the error that lost gradients of this step, if one did."""
+        """Raises the error that lost gradients of this step, if there is one."""
         on_the_way = None if self._ring is None else self._ring.failure
         at_home = (page.home.failure for page in self.pages.values())
         for failure in (on_the_way, self._failure.error, *at_home):
@@ -191,7 +195,10 @@ class Gradients:
                 raise failure.again()
 
     def read(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """A copy of a gradient as the optimizer would see it, in the accumulation dtype; None without one."""
+        """A copy of a gradient as the optimizer would see it, in the accumulation dtype; None without one.
+
+        Raises as `check`, and ConfigError if an eager update has used the gradient.
+        """
         self.check()
         page = self.pages.get(unit)
         if page is None or parameter not in page.content:
@@ -215,7 +222,7 @@ class Gradients:
         return self._on_device is not None and unit in self._on_device
 
     def consume(self, unit: int) -> None:
-        """An eager update has the unit's gradients from now on, and nobody else."""
+        """Give the unit's gradients to an eager update; no other code may use them any more."""
         page = self.pages[unit]
         page.consumed = True
         for number, state in enumerate(page.states):
@@ -223,7 +230,7 @@ class Gradients:
                 self.staged.drop(page, number)
 
     def clear(self) -> None:
-        """Forget every gradient, and what went wrong with them."""
+        """Forget every gradient, and the failures."""
         if self._ring is not None:
             self._ring.renew()
         for page in self.pages.values():
@@ -237,7 +244,7 @@ class Gradients:
         self._clipping = None
 
     def close(self) -> None:
-        """Forget every gradient, and let go of all memory."""
+        """Forget every gradient, and drop all memory."""
         if self._ring is not None:
             self._ring.close()
         self.clear()
@@ -245,7 +252,7 @@ class Gradients:
             page.forget_runs()
 
     def break_off(self) -> None:
-        """Micro-batches ended half way: what there is counts no more until `clear`, as `check` says."""
+        """Note that micro-batches ended early: the gradients are lost, and `check` raises until `clear`."""
         self._failure.lose(
             ConfigError(
                 "The micro-batches of a step were broken off in their backwards.",
@@ -293,7 +300,10 @@ class Gradients:
         *,
         again: bool,
     ) -> int:
-        """`_accumulate` once the fresh gradient is in RAM, with its sums in `blocks`; the job's number."""
+        """Send a new gradient through the ring, to `_accumulate` it in RAM; returns the last job's number.
+
+        blocks: gets the sums of squares.
+        """
         number = 0
         for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):
             sums = blocks[start // cpu_adam.BLOCK : -(-end // cpu_adam.BLOCK)]
@@ -322,7 +332,7 @@ class Gradients:
             else:
                 target.copy_(fresh)
             work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
-        # Who waits for it helps, but for the ring's worker: torch's threads are the trainer's.
+        # A waiting trainer thread helps; the ring's worker must not, as torch's threads are the trainer's.
         return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
 
     def _copy(self, page: GradientPage, number: int, piece: Piece) -> torch.Tensor:

@@ -4,9 +4,9 @@ The scale is a power of two, so scaling is exact where nothing over- or underflo
 are not all finite is skipped and the scale halved; after 2,000 good steps it is doubled (Micikevicius et al.,
 Mixed Precision Training, arXiv:1710.03740, section 3.2; the constants are torch.amp.GradScaler's).
 
-The loss is not the runtime's to multiply. What leaves the root module is marked instead: the gradient that
-comes back for it is multiplied, and what goes on to tensors that came in from outside is divided again. So
-are parameters marked that are used outside of it.
+The runtime has no hold of the loss, so it scales at the root module's borders instead: gradients that come
+back for its outputs are multiplied, and those that go on to its inputs are divided again. Parameters that are
+used outside of the root module are treated like its outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LossScale:
         self._good_steps = 0
 
     def step_was(self, *, finite: bool) -> None:
-        """Adapt to whether the step's gradients were all finite."""
+        """Adapt the scale after a step. finite: whether all its gradients were."""
         if not self.dynamic:
             return
         if not finite:
@@ -47,15 +47,15 @@ class LossScale:
             self._good_steps = 0
 
     def incoming(self, inputs: Any) -> Any:
-        """Tensors that enter the root module: their gradients leave unscaled."""
+        """The root module's inputs, marked so that their gradients leave it unscaled."""
         return _map_tensors(self._enter, inputs) if self.dynamic else inputs
 
     def outgoing(self, outputs: Any) -> Any:
-        """Tensors that leave the root module: their gradients enter scaled."""
+        """The root module's outputs, marked so that their gradients enter it scaled."""
         return _map_tensors(self._leave, outputs) if self.dynamic else outputs
 
     def borrowed(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter that is used outside of the root module: its gradients arrive scaled as all others."""
+        """A parameter that is used outside of the root module, marked so that its gradients arrive scaled."""
         return self._leave(parameter)
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) 
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by scale ** power as the scale is in backward."""
+    """The identity; its gradient is multiplied by scale ** power, with the scale at the time of backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, scale: LossScale, power: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Staged chunks: which chunks of gradient pages are in staging, and when they go home.
+"""Staged chunks: the chunks of gradient pages that are in staging, and when they are written home.
 
-A chunk is staged while its parameters' gradients arrive, and goes home when later ones need the room: the
-last of a backward stay, for their updates come first. A second micro-batch stages a chunk again with what it
-holds.
+A chunk is staged while its parameters' gradients arrive, and is written home when later ones need the room.
+The last chunks of a backward stay, because they are updated first. A second micro-batch reads a chunk's sums
+back into staging.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ class StagedChunks:
         *,
         ring: GradientRing | None,
     ) -> None:
-        """ring: through which gradients come down, where they do."""
+        """ring: the ring through which gradients leave a device with its own memory; None without one."""
         self.more_to_come = False
-        """Whether another micro-batch's gradients of the same parameters come next: a chunk that is complete
-        then stays staged as long as nobody needs the room."""
+        """Whether another micro-batch's gradients of the same parameters come next; complete chunks then stay
+        staged until their room is needed."""
         self._pages = pages
         self._store = store
         self._failure = failure
         self._ring = ring
         self._chunks: dict[tuple[int, int], None] = {}
-        """(unit, chunk) of every stage, oldest first."""
+        """(unit, chunk) of every staged chunk, oldest first."""
         self._whole: dict[tuple[int, int], int] = {}
-        """(unit, chunk) of every stage that waits for nothing, oldest first -> its bytes."""
+        """(unit, chunk) of every staged chunk that waits for no gradient, oldest first -> its bytes."""
         self._whole_bytes = 0
         self._most_kept = store.plan.staging_bytes // 2
-        """Bytes of stages that wait for nothing and stay all the same; the rest keeps things moving."""
+        """Most bytes of chunks that wait for no gradient but stay staged; the other half is for new ones."""
 
     def missing(self, page: GradientPage, number: int) -> int:
-        """Bytes that `add` has to be given before a piece can be added to a chunk; 0: it is in RAM."""
+        """Bytes of staging that `add` needs before a piece can be added to a chunk; 0 if it is in RAM."""
         if page.states[number].stage is not None or page.home.in_place:
             return 0
         return page.nbytes(number)
 
     def add(self, page: GradientPage, number: int, memory: torch.Tensor) -> None:
-        """Stage a chunk, with what it holds, in staging, uint8 (missing,). Raises StorageError."""
+        """Stage a chunk, and read its content, if it has any. memory: staging, uint8 (missing,).
+
+        Raises StorageError.
+        """
         waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
         state = page.states[number]
         if state.stored:
@@ -62,7 +65,7 @@ class StagedChunks:
         self._chunks[page.index, number] = None
 
     def complete(self, page: GradientPage, number: int) -> None:
-        """A stage waits for no gradient of this backward. Such stages go home, but for the latest.
+        """Note that a staged chunk waits for no gradient of this backward; the oldest such are written home.
 
         Raises StorageError.
         """
@@ -79,11 +82,11 @@ class StagedChunks:
         for unit, oldest in [*self._whole]:
             if self._whole_bytes <= self._most_kept:
                 return
-            if self._pages[unit].arrived(oldest):  # else it goes when a later one comes: nobody waits here
+            if self._pages[unit].arrived(oldest):  # else a later call writes it, so that none waits
                 self._write_back(self._pages[unit], oldest)
 
     def finish(self) -> None:
-        """The end of a backward: stages of which a parameter was not used wait for it no longer.
+        """Complete all staged chunks at the end of a backward, also those with unused parameters.
 
         Raises StorageError.
         """
@@ -96,7 +99,7 @@ class StagedChunks:
                 self.complete(self._pages[unit], number)
 
     def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
-        """Take the oldest stage home, but not (unit, chunk) `kept`; False if there is none.
+        """Write the oldest staged chunk home, but not (unit, chunk) `kept`; False if there is none.
 
         Raises StorageError.
         """
@@ -109,8 +112,8 @@ class StagedChunks:
     def write_back_now(self, unit: int, number: int, data: torch.Tensor) -> None:
         """Write a chunk's gradient home for an update that keeps it staged, and wait.
 
-        data: uint8, as the update has it; perhaps nobody else has it any more. Raises StorageError; then
-        nothing has happened.
+        data: the gradient, uint8; the update may have the only copy. Raises StorageError; then nothing has
+        changed.
         """
         page = self._pages[unit]
         self._store.write(page.home, page.offset(number), data).wait()
@@ -119,13 +122,13 @@ class StagedChunks:
             page.states[number].stored = True
 
     def drop(self, page: GradientPage, number: int) -> None:
-        """A chunk is staged no longer."""
+        """Remove a chunk from staging, without writing it."""
         page.states[number].stage = None
         del self._chunks[page.index, number]
         self._whole_bytes -= self._whole.pop((page.index, number), 0)
 
     def clear(self) -> None:
-        """No chunk of any page is staged any more."""
+        """Forget every staged chunk."""
         self._chunks.clear()
         self._whole.clear()
         self._whole_bytes = 0
@@ -133,7 +136,7 @@ class StagedChunks:
     def _write_back(self, page: GradientPage, number: int) -> None:
         state = page.states[number]
         if self._ring is not None:
-            self._ring.wait(state.sent)  # what failed is said by `Gradients.check`
+            self._ring.wait(state.sent)  # `Gradients.check` raises its failure
         stage = state.stage
         assert stage is not None
         self.drop(page, number)

@@ -1,4 +1,4 @@
-"""The main job: a language model, real text for it, and what shows that it learned.
+"""The main job: a language model, real text to train it on, and measures of what it learned.
 
 Everything here is code that a user could have written on top of `infinity.offload`.
 """

@@ -1,4 +1,4 @@
-"""The data of a run as a pure function of (seed, step, micro-batch): resuming needs nothing else."""
+"""Batches: the data of a run, a pure function of (seed, step, micro-batch), so resuming needs no state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HELD_OUT_TOKENS = 16 << 10
 
 
 class Batches:
-    """Windows of a text, for training and for measuring."""
+    """Batches of windows of a text, for training and for held-out loss."""
 
     def __init__(self, text: Text, language_model: LanguageModel, *, batch: int, seq: int, seed: int) -> None:
-        """batch: windows; seq: tokens that each predicts.
+        """batch: windows in a batch. seq: tokens that each window predicts.
 
         Raises ConfigError for numbers below 1, and for a window that is longer than the model's context, or
         than the held-out part of the text.
@@ -39,24 +39,26 @@ class Batches:
         self._batch = batch
         self._length = seq + 1
         self._seed = seed
-        # The smaller part: raises if it is too small.
+        # Raises if the held-out part, the smaller one, is too small.
         self._vocabulary.window(text, text.held_out.start, self._length)
 
     def training(self, step: int, micro: int) -> torch.Tensor:
-        """int64 (batch, seq + 1), on the CPU: windows that begin at random positions of `text.train`.
+        """Windows that begin at random positions of `text.train`: int64 (batch, seq + 1), on the CPU.
 
-        The same on every machine with the same text. Raises StorageError as Text.read does.
+        They are the same on every machine with the same text. Raises StorageError as Text.read does.
         """
         part = self._text.train
-        # A token of a tokenizer may be any number of bytes; `window` steps back where it must.
+        # A tokenizer's token may have any number of bytes; `window` begins earlier if it must.
         room = max(1, len(part) - self._length + 1)
         return self._windows(
             [part.start + _draw(self._seed, step, micro, row) % room for row in range(self._batch)]
         )
 
     def held_out(self) -> list[torch.Tensor]:
-        """Batches like `training`'s, spread evenly over `text.held_out`, whatever the seed: at most 8, with
-        at most 16 Ki tokens, but at least one."""
+        """Batches like `training`'s, spread evenly over `text.held_out`, independent of the seed.
+
+        At most 8 batches with at most 16 Ki tokens in all, but at least one.
+        """
         part = self._text.held_out
         tokens = self._batch * (self._length - 1)
         count = max(1, min(_HELD_OUT_BATCHES, _HELD_OUT_TOKENS // tokens))
@@ -70,5 +72,5 @@ class Batches:
 
 
 def _draw(*key: int) -> int:
-    """64 random bits that follow from `key` alone: no generator's state, nor its version, counts."""
+    """64 random bits that depend on `key` alone, not on a generator's state or version."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")

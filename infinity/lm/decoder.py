@@ -1,4 +1,4 @@
-"""A decoder-only transformer as they are built now: RMSNorm before each half, rotary positions, SwiGLU."""
+"""Decoder: a decoder-only transformer with RMSNorm before each half of a block, rotary positions, SwiGLU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class DecoderConfig:
     """Elements of a token's vector."""
     layers: int
     heads: int
-    """Of attention; `width` is a multiple, by an even number."""
+    """Attention heads; `width` is an even multiple of their number."""
     hidden: int
     """Elements inside the feed-forward half."""
     vocabulary: int = 256
-    """Tokens; 256 are the bytes."""
+    """Number of distinct tokens; 256 for bytes."""
 
     @property
     def parameters(self) -> int:
-        """How many the decoder has."""
+        """Number of the decoder's parameters."""
         layer = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
         return self.layers * layer + 2 * self.vocabulary * self.width + self.width
 
@@ -69,7 +69,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to what passes by."""
+    """Attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Its call gives the loss, or logits where there are no targets."""
+    """The whole model. A call returns the loss, or logits without targets."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal, with what is added to the residual stream scaled by its depth, as GPT-2 has it."""
+        """Draw normal weights; as in GPT-2, those that add to the residual stream are scaled by the depth."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=_INIT_STD)
         elif isinstance(module, nn.RMSNorm):
@@ -115,8 +115,8 @@ class Decoder(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """tokens, targets: int64 (batch, seq). The mean cross-entropy (float32 scalar, in nats per token),
-        or without targets logits (batch, seq, vocabulary)."""
+        """The mean cross-entropy (float32 scalar, in nats per token); without targets, the logits, which are
+        (batch, seq, vocabulary). tokens, targets: int64 (batch, seq)."""
         x = self.embedding(tokens)
         rotation = self.rotation(tokens.shape[1], x)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""A language model of transformers, from a directory as save_pretrained writes it."""
+"""Hugging Face model: a language model of transformers, from a directory that save_pretrained wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-"""A directory with any of these has a tokenizer."""
+"""Files that show that a directory has a tokenizer."""
 
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "consolidated*.pth", "*.gguf")
 """Files of weights that cannot be streamed."""
@@ -38,19 +38,22 @@ _OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "
 _BYTES = 256
 
 _LONGEST_REASON = 200
-"""Characters of what transformers says."""
+"""Most characters that are quoted from an error of transformers."""
 
 
 class HuggingFaceModel:
-    """A causal language model of transformers with the directory's tokenizer, or over bytes without one.
+    """A causal language model of transformers, over the tokens of the directory's tokenizer, else over bytes.
 
-    No code from the directory runs and nothing is fetched.
+    No code from the directory runs, and nothing is downloaded.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Raises ConfigError where transformers is not installed, or the directory has no config.json of a
-        causal language model, weights but not as safetensors, a tokenizer that cannot be read, or none for
-        fewer than 256 tokens."""
+        """directory: one with a config.json.
+
+        Raises ConfigError if transformers is not installed, or the directory has no config.json of a causal
+        language model, weights but not as safetensors, a tokenizer that cannot be read, or no tokenizer and a
+        vocabulary of fewer than 256 tokens.
+        """
         path = Path(directory)
         with _quiet():
             config = _configuration(path)
@@ -64,10 +67,10 @@ class HuggingFaceModel:
         self.weights = _weights(path)
         self.learning_rate = _TRAINING_RATE if self.weights is None else _FINE_TUNING_RATE
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        # The forward that `loss` runs gets the last target too.
+        # One less, because `loss` also passes the last target to the forward.
         self.longest: int | None = positions - 1 if isinstance(positions, int) and positions > 1 else None
         known = inspect.signature(self.model.forward).parameters
-        # A cache would only keep what autograd keeps; one position's logits are all that a sample needs.
+        # A cache would only duplicate what autograd keeps. A sample needs the logits of one position only.
         self._always = {"use_cache": False} if "use_cache" in known else {}
         self._choosy = "logits_to_keep" in known
 
@@ -91,7 +94,7 @@ class HuggingFaceModel:
 
 
 def _configuration(path: Path) -> Any:
-    """The configuration of a causal language model."""
+    """The configuration in `path`. Raises ConfigError if it is not a causal language model's."""
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{path} has no config.json.", "Give a directory that save_pretrained of transformers wrote."
@@ -103,12 +106,12 @@ def _configuration(path: Path) -> Any:
             f"{path} needs transformers, which is not installed.", "Install transformers, or give a preset."
         ) from error
     try:
-        # False, not the default: that asks on the terminal whether to run what the directory brings.
+        # False, because the default asks on the terminal whether to run the directory's code.
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise _broken(path / "config.json", error) from error
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
-    # BERT and its like see what they are to predict, unless they are told otherwise.
+    # BERT and its like see the token that they are to predict, unless is_decoder is set.
     masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
     if not causal or (masked and not getattr(config, "is_decoder", False)):
         raise ConfigError(
@@ -150,7 +153,7 @@ def _weights(path: Path) -> str | None:
 
 
 def _broken(what: object, error: Exception) -> ConfigError:
-    """For whatever transformers raises: its errors have no base in common."""
+    """The ConfigError for an error of transformers; these have no common base class."""
     reason = " ".join(str(error).split()) or type(error).__name__
     short = textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...").rstrip(".")
     return ConfigError(f"{what} cannot be used: {short}.", "Fetch or save the directory again, or mend it.")
@@ -158,7 +161,7 @@ def _broken(what: object, error: Exception) -> ConfigError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without advice from transformers that is meant for who calls it."""
+    """Context without warnings of transformers, which are meant for its direct callers."""
     try:
         from transformers.utils import logging as theirs
     except ImportError:

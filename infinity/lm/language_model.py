@@ -1,4 +1,4 @@
-"""What is trained: a model with its loss and its tokens, by name."""
+"""Language model: a model with its loss and its vocabulary, found by name."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ class LanguageModel(Protocol):
     """A language model to be trained, with its vocabulary."""
 
     name: str
-    """For people."""
+    """The name that is printed."""
     vocabulary: Vocabulary
-    """Of the tokens that it takes."""
+    """The vocabulary of the model's tokens."""
     parameters: int
-    """How many; tied ones count once."""
+    """Number of parameters; tied ones count once."""
     model: nn.Module
-    """On the meta device until `infinity.offload` fills it."""
+    """The module, on the meta device until `infinity.offload` fills it."""
     weights: str | None
-    """Directory of safetensors to fill the model from. None: its own initialisers do."""
+    """Directory of safetensors files that fill the model. None: its own initialisers fill it."""
     learning_rate: float
-    """Where nobody gives one."""
+    """The default learning rate."""
     longest: int | None
     """Most tokens of context. None: no limit."""
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: int64 (batch, seq + 1), on the model's device. The mean cross-entropy of each next token,
-        in nats: a float32 scalar."""
+        """The mean cross-entropy of the next tokens, in nats: a float32 scalar.
+
+        tokens: int64 (batch, seq + 1), on the model's device.
+        """
 
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str
     ) -> tuple[Any, ...] | Mapping[str, Any]:
-        """Arguments like those with which `loss` calls the model, for infinity.plan and infinity.offload."""
+        """Example arguments of the model's call in `loss`, for infinity.plan and infinity.offload."""
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """tokens: int64 (batch, seq). float32 (batch, vocabulary), for what comes after `position` (from 0);
-        the model sees nothing of the tokens behind it."""
+        """Logits of the token after `position` (from 0): float32 (batch, vocabulary).
+
+        tokens: int64 (batch, seq); those after `position` do not affect the result.
+        """
 
 
 class PresetModel:
-    """A preset's decoder, over bytes."""
+    """The decoder of a preset, over bytes."""
 
     def __init__(self, name: str) -> None:
         """name: one of PRESETS."""
@@ -80,7 +84,7 @@ class PresetModel:
 
 
 def language_model(name: str) -> LanguageModel:
-    """A preset by its name, or a transformers model by its directory.
+    """The language model of a preset's name, or of a transformers model's directory.
 
     Raises ConfigError for a name that is neither, and for a directory that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Decoders of given sizes over bytes: the models of the command line and of the benchmarks."""
+"""Presets: decoders of fixed sizes over bytes, the models of the command line and of the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infinity.lm.decoder import DecoderConfig
 
 @dataclass(frozen=True)
 class Preset:
-    """A decoder and the learning rate that it is trained with where nobody gives one."""
+    """A decoder and its default learning rate."""
 
     decoder: DecoderConfig
     learning_rate: float
@@ -29,4 +29,4 @@ PRESETS = {
     "7b": _preset(4096, 34, 32, 11008, 1.5e-4),
     "14b": _preset(5120, 44, 40, 13824, 1e-4),
 }
-"""By name. 309m and 926m have the shapes of the models that DeepSpeed was measured with."""
+"""Name -> preset. 309m and 926m have the shapes of the models with which DeepSpeed was measured."""

@@ -1,4 +1,4 @@
-"""Text that a model writes: what shows, to the eye, that it learned."""
+"""Sample: text that a model writes, from which a reader sees what it learned."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from infinity.errors import ConfigError
 from infinity.lm.language_model import LanguageModel
 
 _LONGEST_CONTEXT = 256
-"""Tokens. Every token costs a forward over all of them: nothing is kept from one to the next."""
+"""Most tokens of context. Every new token costs a forward over all of them, because there is no cache."""
 
 _LENGTHS = 64
-"""A context is filled up to a multiple: operations on the CPU keep memory for every length that they met,
-some 3 MiB of it for a model of 10M parameters."""
+"""Contexts are padded to a multiple of this many tokens: operations on the CPU keep memory for every length
+they have seen, some 3 MiB for a model of 10M parameters."""
 
 
 def generate(
@@ -31,12 +31,12 @@ def generate(
     seed: int,
     device: torch.device | str,
 ) -> str:
-    """The prompt and how the model goes on, by at most `tokens` tokens.
+    """The prompt and the model's continuation, of at most `tokens` tokens.
 
-    It stops after `seconds`, for a model whose weights come from disk for every token, but makes at least one
-    token. temperature: what logits are divided by; 0 takes the likeliest token. The same seed gives the same
+    seconds: time after which it stops, after at least one token, because a model may be read from disk for
+    every token. temperature: divisor of the logits; 0 takes the likeliest token. The same seed gives the same
     text from the same logits, on any device. Training modes and the global random state stay as they were.
-    A model that has come to give NaN or infinity writes no further.
+    The text ends where the model's logits are NaN or infinite.
 
     Raises ConfigError for a number below 1 token or a temperature below 0.
     """
@@ -62,24 +62,24 @@ def generate(
             if token is None:
                 break
             made.append(token)
-    # Together, for a tokenizer may write a token otherwise at the beginning than inside.
+    # Decoded together, because a tokenizer may write a token differently at the beginning of a text.
     return prompt + vocabulary.decode([*given, *made])[len(vocabulary.decode(given)) :]
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int | None:
-    """logits: float32 (vocabulary,). None: the largest is NaN or infinite."""
+    """The next token; None if the largest logit is NaN or infinite. logits: float32 (vocabulary,)."""
     if not logits.max().isfinite():
         return None
     if temperature == 0:
         return int(logits.argmax())
-    # float64, and the largest at 0: no temperature makes them overflow.
+    # In float64, with the largest at 0, so that no temperature makes them overflow.
     shifted = (logits.double() - logits.max()) / temperature
     return int(torch.multinomial(shifted.softmax(dim=0), 1, generator=generator))
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module has its own mode again."""
+    """Context in evaluation mode; afterwards every module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Real text to train on: the bytes of many files as one run, read where they are wanted."""
+"""Text to train on: the bytes of many files as one sequence, read on demand."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from infinity.config import format_size
 from infinity.errors import ConfigError, StorageError, storage_errors
 
 SEPARATOR = b"\n"
-"""Stands between two files."""
+"""The bytes between two files."""
 
 _SNIFFED = 8 << 10
-"""Bytes at a file's beginning that tell whether it is text."""
+"""Bytes at a file's beginning that decide whether it is text."""
 
 _HELD_OUT = 20
-"""One in so many bytes is never trained on."""
+"""A twentieth of the bytes is never trained on."""
 
 _LEAST_HELD_OUT = 2 << 10
 
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Folders in the standard library's that hold other people's code, tests, or no text."""
+"""Folders inside the standard library's folder that hold third-party code, tests, or no text."""
 
 _OTHER_DATA = "Give files or folders of text with --data."
 
 
 class Text:
-    """Files one after another, with SEPARATOR between them. Names and sizes are kept, no contents."""
+    """A sequence of files with SEPARATOR between them. Only names and sizes are in memory."""
 
     def __init__(self, roots: Sequence[str], paths: Sequence[str], sizes: Sequence[int]) -> None:
         """paths: regular files of `sizes` bytes, in order, none empty. roots: where they were found."""
@@ -44,11 +44,11 @@ class Text:
         for size in sizes:
             self._starts.append(self._starts[-1] + size + len(SEPARATOR))
         self.nbytes = max(0, self._starts[-1] - len(SEPARATOR))
-        """Bytes of the run, separators included."""
+        """Bytes of the sequence, separators included."""
 
     @property
     def files(self) -> int:
-        """How many there are."""
+        """Number of files."""
         return len(self._paths)
 
     @property
@@ -64,8 +64,8 @@ class Text:
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from position `start` on, across files.
 
-        Raises ValueError outside the run, and StorageError for a file that cannot be read any more, or has
-        become shorter than it was.
+        Raises ValueError outside the sequence, and StorageError for a file that cannot be read any more, or
+        has become shorter.
         """
         if start < 0 or count < 0 or start + count > self.nbytes:
             raise ValueError(f"{count} bytes at {start} are not within 0 .. {self.nbytes}")
@@ -85,17 +85,17 @@ class Text:
 
 
 def find_text(paths: Sequence[str] | None) -> Text:
-    """The text in `paths`: files, which are taken as they are, and folders with all that is text in them.
+    """The text in `paths`: files, which are always taken, and folders, with all text files in them.
 
-    Text is a regular file without a NUL byte in its first 8 KiB. Hidden files and folders, empty files, and
-    what another name has led to already are left out; links are followed. None: the modules of this Python's
-    standard library.
+    A text file is a regular file without a NUL byte in its first 8 KiB. Hidden files and folders, empty
+    files, and files that were already found by another name are left out; links are followed. None: the
+    modules of this Python's standard library.
 
-    The order follows from a hash of each file's name relative to its root: the same on every machine, and
-    every folder has its share in the part that is held out.
+    Files are in the order of a hash of their names relative to their roots: it is the same on every machine,
+    and every folder has its share in the held-out part.
 
-    Raises ConfigError for a path that does not exist or is neither file nor folder, and where less than
-    40 KiB are found; StorageError (errno) for what cannot be read.
+    Raises ConfigError for a path that does not exist or is neither file nor folder, and if less than 40 KiB
+    are found; StorageError (errno) for a file or folder that cannot be read.
     """
     if paths is None:
         roots = [_standard_library()]
@@ -127,20 +127,23 @@ def _order(name: str) -> tuple[bytes, str]:
 
 
 _File = tuple[str, str, int]
-"""Name relative to the root, path, bytes."""
+"""(name relative to the root, path, size in bytes)."""
 
 
 class _Walk:
-    """Finds files, each once, whatever links lead to it: one in both parts would be no longer held out."""
+    """Finds each file once, however many links lead to it, so that none is in both parts."""
 
     def __init__(self, takes: Callable[[str], bool], without: frozenset[str]) -> None:
-        """takes: whether a file in a folder is wanted. without: names of folders to leave out."""
+        """takes: path -> whether a file in a folder is wanted. without: names of folders to leave out."""
         self._takes = takes
         self._without = without
         self._seen: set[tuple[int, int]] = set()
 
     def files(self, root: str) -> Iterator[_File]:
-        """Those of a file or folder that exist and were not found before."""
+        """The files of `root`, a file or a folder, that were not found before.
+
+        Raises ConfigError if `root` does not exist or is neither; StorageError.
+        """
         try:
             with _reading(root):
                 found = os.stat(root)
@@ -162,7 +165,7 @@ class _Walk:
             with _reading(folder):
                 if not self._is_new(os.stat(folder)):
                     continue
-                # In order of names, for it decides by which name a file is known that has several.
+                # In the order of names, because a file with several names gets the first.
                 inside = sorted(name for name in os.listdir(folder) if not name.startswith("."))
             below = []
             for name in inside:
@@ -187,7 +190,7 @@ class _Walk:
 
 
 def _stat(path: str) -> os.stat_result | None:
-    """None for a link that leads nowhere or to itself, and for what has gone meanwhile."""
+    """The status of a path; None for a link that leads nowhere or to itself, and for a removed file."""
     try:
         with _reading(path):
             return os.stat(path)
@@ -206,9 +209,9 @@ def _is_text(path: str) -> bool:
 
 
 def _read(path: str, offset: int, count: int, *, short: bool = False) -> bytes:
-    """`count` bytes at `offset`; fewer only where the file ends and `short` says that it may."""
+    """`count` bytes at `offset`. If the file ends before: fewer with `short`, else raises StorageError."""
     found = bytearray()
-    # Opened each time (some 10 us): there may be more files than a process can have open.
+    # Opened each time (some 10 us), because there may be more files than a process can have open.
     with _reading(path, offset), open(path, "rb", buffering=0) as file:
         file.seek(offset)
         while len(found) < count and (piece := file.read(count - len(found))):

@@ -1,4 +1,4 @@
-"""The loop: what any user of `infinity.offload` would write, with a report of every step."""
+"""Training loop, as any user of `infinity.offload` would write it, with a report of every step."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from infinity.telemetry.stats import Stats
 _WEIGHT_DECAY = 0.1
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
-"""The learning rate rises over one in so many steps, and over a hundred at the most."""
+"""The learning rate rises during the first tenth of the steps, but at most during a hundred."""
 _FLOOR = 0.1
-"""Of the learning rate, at the end of its cosine."""
+"""Fraction of the learning rate that is left at the end of its cosine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a run trains."""
+    """The numbers by which a run trains."""
 
     steps: int
     accumulate: int
-    """Micro-batches a step."""
+    """Micro-batches in a step."""
     learning_rate: float
-    """The highest."""
+    """The highest learning rate of the run."""
     clip: float
-    """The largest 2-norm of all gradients."""
+    """Largest global 2-norm of the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One finished step."""
+    """The report of one finished step."""
 
     step: int
-    """From 1 on."""
+    """Number of the step, from 1 on."""
     loss: float
     """Mean over the step's micro-batches, in nats per token."""
     norm: float
-    """Of all gradients, before clipping."""
+    """Global 2-norm of the gradients, before clipping."""
     learning_rate: float
     tokens: int
-    """That were predicted."""
+    """Number of tokens that were predicted."""
     seconds: float
-    """Wall time, data included."""
+    """Wall time, including reading the data."""
     stats: Stats
-    """What the runtime measured in it."""
+    """The runtime's measurements of the step."""
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices alone, as language models are trained."""
+    """AdamW with weight decay on matrices only, as is usual for language models."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -77,7 +77,7 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
 def train(
     language_model: LanguageModel, runtime: Runtime, batches: Batches, recipe: Recipe
 ) -> Iterator[StepReport]:
-    """Train, step by step, as the reports are asked for."""
+    """Train, one step for each report that is taken from the iterator."""
     device, optimizer = runtime.plan.device, runtime.optimizer
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
     language_model.model.train()
@@ -116,8 +116,11 @@ class HeldOut:
         self._batches = [batch.to(device) for batch in batches.held_out()]
 
     def loss(self, *, seconds: float | None = None) -> float:
-        """In nats per token. seconds: stop after so long, at a model that is read from disk each time, and
-        take no more batches from then on, so that later figures are of the same text."""
+        """The mean loss, in nats per token.
+
+        seconds: time after which it stops, because a model may be read from disk for each batch. Later calls
+        then use only the batches of this one, so that their figures are of the same text.
+        """
         model, found = self._subject.model, []
         training = model.training
         started = time.perf_counter()

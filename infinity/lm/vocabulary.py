@@ -1,4 +1,4 @@
-"""What tokens are: bytes, or what a tokenizer makes of text."""
+"""Vocabulary: the tokens of a model, which are bytes or those of a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from infinity.errors import ConfigError
 from infinity.lm.text import Text
 
 _BYTES_PER_TOKEN = 6
-"""First guess, rather too many: too few cost a second pass."""
+"""First guess of the bytes to read for a token; rather too many, because too few cost a second pass."""
 
 _LONGEST_STRETCH = 16 << 20
-"""Bytes that are searched for a window's tokens before giving up."""
+"""Most bytes that are searched for a window's tokens."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
-"""The bytes of UTF-8 that no character begins with."""
+"""The bytes with which no character of UTF-8 begins."""
 
 
 class Vocabulary(Protocol):
-    """Tokens of text and text of tokens."""
+    """Conversion of text to tokens and back."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """int64 (length,): the tokens from byte position `start` on, or from further back where the part of
-        the text that `start` is in (to train on, or held out) would end too soon: no window leaves its part.
+        """`length` tokens from byte position `start` on: int64 (length,).
 
-        Raises ConfigError where the part has too few tokens, StorageError as Text.read does.
+        No window leaves the part of the text (to train on, or held out) that `start` is in: a window begins
+        earlier if its part would end too soon. Raises ConfigError if the part has too few tokens,
+        StorageError as Text.read does.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Its tokens."""
+        """The tokens of `text`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text, with U+FFFD for what is no text."""
+        """The text of `tokens`, with U+FFFD for those that are not valid text."""
 
 
 class Bytes:
-    """256 tokens, the bytes."""
+    """The vocabulary of 256 tokens, the bytes."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
         """See Vocabulary."""
@@ -55,17 +56,20 @@ class Bytes:
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Vocabulary. Tokens beyond the bytes, which a model may have, are no text."""
+        """See Vocabulary. Tokens above 255, which a model may have, are not valid text."""
         return b"".join(bytes([each]) if each < 256 else b"\xff" for each in tokens).decode(
             "utf-8", errors="replace"
         )
 
 
 class Tokens:
-    """What a transformers tokenizer makes. Windows hold no special tokens: text goes on at both ends."""
+    """The vocabulary of a transformers tokenizer.
+
+    Windows have no special tokens, because the text goes on at both ends.
+    """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
-        """size: how many tokens the model knows."""
+        """size: number of tokens that the model knows."""
         self._tokenizer = tokenizer
         self._size = size
 
@@ -78,7 +82,7 @@ class Tokens:
             begin = min(start, part.stop - stretch)
             tokens = self.encode(decode_stretch(text.read(begin, stretch)))
             if len(tokens) >= length:
-                # Where it had to begin further back, the text from `start` on is at the end.
+                # If the stretch had to begin before `start`, the text from `start` on is at its end.
                 found = tokens[:length] if begin == start else tokens[-length:]
                 return torch.tensor(found, dtype=torch.int64)
             if stretch == most:
@@ -102,12 +106,12 @@ class Tokens:
 
 
 def part_of(text: Text, start: int) -> range:
-    """The part that `start` is in."""
+    """The part of the text, to train on or held out, that byte `start` is in."""
     return text.train if start in text.train else text.held_out
 
 
 def too_short(part: range, length: int, found: int) -> ConfigError:
-    """For a window that does not fit."""
+    """The error for a window that does not fit its part."""
     return ConfigError(
         f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found}.",
         "Give more text with --data, or a smaller --seq.",
@@ -115,6 +119,9 @@ def too_short(part: range, length: int, found: int) -> ConfigError:
 
 
 def decode_stretch(data: bytes) -> str:
-    """UTF-8 cut anywhere: half a character at either end is dropped, other broken ones are U+FFFD."""
+    """The text of UTF-8 bytes cut anywhere.
+
+    An incomplete character at either end is dropped; other invalid bytes become U+FFFD.
+    """
     head = data[:3].lstrip(_CONTINUATION)
     return codecs.getincrementaldecoder("utf-8")("replace").decode(head + data[3:])

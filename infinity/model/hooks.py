@@ -1,7 +1,7 @@
-"""What is hooked into a model's modules, and how a copy of the model stays free of it.
+"""Module hooks: those that the runtime adds to a model's modules, and how a copy of the model stays without.
 
-Hooks live in the modules' own dictionaries, which deepcopy and pickle follow. So each is an object that
-copies itself as a function that does nothing: a copied model is a plain one.
+Hooks live in the modules' own dictionaries, which deepcopy and pickle follow. So each hook is an object whose
+copy is a function that does nothing: a copied model is a plain one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infinity.model.pager import Pager
 def keep_out_of_graphs() -> None:
     """Have torch.compile break its graphs where this package is called, and never trace or compile it.
 
-    What hooks and faults do to data would be wrong in a graph, which runs without them.
+    A traced graph would run without the hooks and page faults, and use wrong data.
     """
     import torch._dynamo.trace_rules as rules  # torch loads it late, when the first optimizer is made
 
@@ -33,7 +33,7 @@ def keep_out_of_graphs() -> None:
 
 
 def inert(*_: Any, **__: Any) -> None:
-    """What a hook of a paged model is in a copy of the model."""
+    """The function that takes a hook's place in a copy of the model: it does nothing."""
 
 
 class Hook:
@@ -57,7 +57,7 @@ def _inert() -> Callable[..., None]:
 
 
 class RefuseDDP:
-    """DistributedDataParallel asks a module what to leave alone: here it learns that it cannot."""
+    """The list of parameters for DistributedDataParallel to ignore; reading it raises ConfigError."""
 
     def __iter__(self) -> Any:
         raise ConfigError(
@@ -86,7 +86,10 @@ class ModuleHooks:
         check_copy: Callable[[nn.Module], None],
         forward_done: Callable[[], None],
     ) -> None:
-        """check_copy: raises where a module's state_dict cannot be held. forward_done: called after each."""
+        """check_copy: raises if a module's state_dict does not fit in RAM.
+
+        forward_done: called after each forward of the model.
+        """
         keep_out_of_graphs()
         self._model = model
         self._pager = pager
@@ -102,7 +105,8 @@ class ModuleHooks:
         self._before(model, Hook(self._enter), with_kwargs=True)
         self._handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         for module in model.modules():
-            # Not taken out again: a closed model says so, instead of listing every parameter.
+            # Never removed, so that loading into a closed model raises that it is closed, instead of an error
+            # that lists every parameter.
             module.register_load_state_dict_pre_hook(Hook(self._before_loading))
             self._handles.append(module.register_state_dict_pre_hook(Hook(self._start_copying)))
             self._handles.append(module.register_state_dict_post_hook(Hook(self._stop_copying)))
@@ -159,7 +163,7 @@ class ModuleHooks:
 
 
 def _caller() -> FrameType:
-    """The frame of torch's that called the hook whose function calls this."""
+    """The frame of torch that called the hook, seen from the hook's function."""
     return sys._getframe(3)
 
 
@@ -174,7 +178,7 @@ def _tree(model: nn.Module) -> list[int]:
 
 
 def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """`method`, without keeping its object alive: torch's hooks on gradients are outside of gc's sight."""
+    """`method` as a hook that does not keep its object alive: gc cannot see torch's hooks on gradients."""
     reference = weakref.WeakMethod(method)
 
     def call(parameter: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Models built under torch.device("meta") get their values, a module at a time.
+"""Materialization of models built under torch.device("meta"): their values are made one module at a time.
 
-Which tensors an initialiser writes is found out first, by running it while everything is still on the meta
-device: so a tensor that nobody fills is named before anything is filled, and a module's values are handed
+First each initialiser runs while everything is still on the meta device, to find out which tensors it writes.
+So an error names the tensors that no initialiser fills before any is filled, and a module's values are handed
 over as soon as no later initialiser will write them.
 """
 
@@ -24,22 +24,24 @@ from infinity.errors import ConfigError
 Fill = Callable[[nn.Parameter, torch.Tensor], None]
 
 _NAMED = 5
-"""Names that an error lists."""
+"""Most names that an error lists."""
 
 
 @dataclass(eq=False)
 class Registered:
-    """A parameter or buffer and every place that it is registered in."""
+    """A parameter or buffer, and every place where it is registered."""
 
     tensor: torch.Tensor
     places: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
     """The `_parameters` or `_buffers` of a module, and the key there. More than one: tied."""
     names: list[str] = field(default_factory=list)
-    """As state_dict() would name it; the first is the canonical one."""
+    """Its names in state_dict(); the first is the canonical one."""
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Have every place hold `tensor`. Module.__setattr__ is left out on purpose: nn.LSTM's would
-        rebuild what it keeps beside its parameters."""
+        """Set every place to `tensor`.
+
+        Module.__setattr__ is bypassed: nn.LSTM's would rebuild what it keeps beside its parameters.
+        """
         for place, key in self.places:
             place[key] = tensor
 
@@ -67,18 +69,18 @@ def materialize(
     Each module's `reset_parameters` (`_reset_parameters`), or `_init_weights(module)` of the nearest model
     around it that has one (transformers), runs on real tensors on the CPU. Children come before their
     parents, in order of registration, which is the order of construction: with the same seed, a stack of
-    torch.nn modules gets the same bits as on the CPU. Held in RAM at a time: one module's own tensors, and
+    torch.nn modules gets the same bits as on the CPU. At any time RAM holds one module's own tensors, and
     those of its descendants that its initialiser writes as well (out_proj of nn.MultiheadAttention; all of
     nn.Transformer).
 
-    `fill(parameter, values)` is called once for each parameter that is on the meta device, tied or not:
-    with the Parameter itself, which stays registered and on the meta device (though while `fill` runs, a
-    twin is in its place), and a tensor of its shape, strides and dtype that is dropped afterwards. Buffers
-    on the meta device are replaced by real ones on `device`. Whatever is real already keeps its values.
-    only: the tensors to do this for; the others stay as they are.
+    `fill(parameter, values)` is called once for each parameter that is on the meta device, tied or not. It
+    gets the Parameter itself, which stays registered and on the meta device (though while `fill` runs, a
+    substitute is in its place), and a tensor of its shape, strides and dtype that is dropped afterwards.
+    Buffers on the meta device are replaced by real ones on `device`. Real tensors keep their values.
+    only: the tensors to do this for; None: all.
 
-    Raises ConfigError, before the first `fill`, naming tensors that no initialiser writes; and where an
-    initialiser fails.
+    Raises ConfigError before the first `fill` if no initialiser writes some tensors, which it names, and
+    later if an initialiser fails.
     """
     tensors = registered(model)
     chosen = tensors.keys() if only is None else {id(tensor) for tensor in only}
@@ -104,8 +106,11 @@ def materialize(
 
 
 class _Stage:
-    """The model's tensors replaced, while this is up, by some that initialisers may do as they like with:
-    on the meta device, where writing costs nothing and is lost, but for those that `open` made real."""
+    """Substitutes for the model's tensors, which initialisers may write, until `clear`.
+
+    They are on the meta device, where writing costs nothing and is lost, except for those that `open` made
+    real.
+    """
 
     def __init__(self, tensors: dict[int, Registered]) -> None:
         self.tensors = tensors
@@ -115,30 +120,30 @@ class _Stage:
             self.shut(key)
 
     def open(self, key: int) -> None:
-        """A real tensor for `key`. NaN where there is one, so that what an initialiser leaves out shows."""
+        """Make the substitute for `key` real; filled with NaN if its dtype has it, so that omissions show."""
         self._place(key, "cpu")
         tensor = self._placed[key][0]
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
 
     def shut(self, key: int) -> None:
-        """A tensor on the meta device for `key`."""
+        """Put the substitute for `key` on the meta device again."""
         self._place(key, "meta")
 
     def clear(self) -> None:
-        """The model gets its own tensors back."""
+        """Give the model its own tensors back."""
         for entry in self.tensors.values():
             entry.put(entry.tensor)
 
     def run(self, call: Callable[[], Any], own: Iterable[int]) -> set[int]:
-        """Run an initialiser; the keys of what it wrote, or replaced if among `own`."""
+        """Run an initialiser; returns the keys of the tensors that it wrote, or, among `own`, replaced."""
         with _Writes() as writes:
             call()
         written = {self._keys[storage] for storage in writes.storages & self._keys.keys()}
         return written | {key for key in own if self._replaced(key)}
 
     def values(self, key: int) -> torch.Tensor:
-        """What initialisers left for `key`, of the shape, strides and dtype that it was opened with."""
+        """The values that initialisers left for `key`, in its original shape, strides and dtype."""
         placed = self._placed[key][0]
         for place, name in self.tensors[key].places:
             left = place[name]
@@ -166,7 +171,7 @@ class _Stage:
 
 
 class _Writes(TorchDispatchMode):
-    """Sees which storages are written, whichever alias (`.data`, views) that happens through."""
+    """Records which storages are written, through whichever alias (`.data`, views)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,7 +192,7 @@ class _Writes(TorchDispatchMode):
 
 
 class _AsIfReal(TorchFunctionMode):
-    """Denies `is_meta`: trunc_normal_ and others of torch.nn.init do nothing where it holds."""
+    """Makes `is_meta` False, because trunc_normal_ and others of torch.nn.init do nothing if it is True."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -201,7 +206,7 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The storage's identity; unlike the address of its data it exists on the meta device too."""
+    """The identity of a tensor's storage; unlike its data's address it exists on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -213,11 +218,11 @@ class _Step:
     own: set[int]
     calls: list[Callable[[], Any]]
     writes: set[int]
-    """Keys; not only of the module's own."""
+    """Keys of the tensors that the calls write, also of other modules."""
 
 
 def _steps(model: nn.Module, stage: _Stage, wanted: set[int]) -> list[_Step]:
-    """What to run, in order, to have `wanted` written."""
+    """The steps that write `wanted`, in the order to run them."""
     owned: dict[int, set[int]] = {}
     for key in wanted:
         for place, _ in stage.tensors[key].places:
@@ -235,7 +240,10 @@ def _steps(model: nn.Module, stage: _Stage, wanted: set[int]) -> list[_Step]:
 def _children_first(
     name: str, module: nn.Module, scope: nn.Module | None, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """(name, module, the nearest module from it upwards that has an `_init_weights(module)`), once each."""
+    """(name, module, the nearest module from it upwards that has an `_init_weights(module)`), once each.
+
+    Children come before their parents.
+    """
     if module in seen:
         return
     seen.add(module)
@@ -264,8 +272,9 @@ def _step_of(name: str, module: nn.Module, scope: nn.Module | None, own: set[int
         step.writes |= _dry_run(step.calls[0], own, stage)
         if own <= step.writes:
             return step
-    # What construction itself ran. A parent without tensors of its own need not have run reset_parameters,
-    # which often serves users to start over; _reset_parameters (nn.Transformer) is never anything else.
+    # The method that construction itself ran. A parent without tensors of its own need not have run
+    # reset_parameters, which is often there for users to start over; _reset_parameters (nn.Transformer) is
+    # only ever run by construction.
     method = getattr(module, "_reset_parameters", None)
     if method is None and own:
         method = getattr(module, "reset_parameters", None)
@@ -276,15 +285,15 @@ def _step_of(name: str, module: nn.Module, scope: nn.Module | None, own: set[int
 
 
 def _dry_run(call: Callable[[], Any], own: set[int], stage: _Stage) -> set[int]:
-    """What `call` would write. Nothing is real now, and the RNG is left as it was."""
+    """The keys of the tensors that `call` would write. No tensor is real, and the RNG's state is restored."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with _AsIfReal():
                 return stage.run(call, own)
         except Exception:
-            # Not everything runs without values (item(), for one). It is taken to write what is its
-            # module's own; the real run shows whether it does, and why it fails if it fails there too.
+            # Not every initialiser runs without values (item() does not). It is assumed to write its module's
+            # own tensors; the real run shows whether it does, and why it fails if it fails there too.
             return set(own)
         finally:
             for key in own:
@@ -311,13 +320,13 @@ def _unwritten(names: list[str]) -> ConfigError:
 
 
 def listed(names: list[str]) -> str:
-    """The first five of `names` for an error, and how many more there are."""
+    """The first five of `names`, and how many more there are, for an error."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + rest
 
 
 def _run(steps: list[_Step], stage: _Stage, wanted: set[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Run the steps; each key of `wanted` with its values once the last step that writes it has run."""
+    """Run the steps; yields each key of `wanted` with its values after the last step that writes it."""
     last = {key: index for index, step in enumerate(steps) for key in step.writes}
     order = {key: index for index, key in enumerate(stage.tensors)}
     written: set[int] = set()
@@ -342,6 +351,6 @@ def _run(steps: list[_Step], stage: _Stage, wanted: set[int]) -> Iterator[tuple[
             opened.discard(key)
             stage.shut(key)
             yield key, values
-    for key in wanted - last.keys():  # without elements: nothing to write
+    for key in wanted - last.keys():  # tensors without elements, which no step writes
         stage.open(key)
         yield key, stage.values(key)

@@ -1,6 +1,6 @@
-"""Calls that hooks see begin, and whose end they may miss.
+"""Open calls: calls whose beginning a hook saw, and whose end it may miss.
 
-torch calls no hook when Ctrl-C breaks off a forward, nor when a state_dict raises.
+torch calls no hook when Ctrl-C interrupts a forward, nor when a state_dict raises.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from types import FrameType
 
 
 class OpenCalls:
-    """The calls that each thread is in, innermost last, each with what is to be undone at its end.
+    """The calls that each thread is in, innermost last, each with a context to leave at its end.
 
-    Kept with the frame that made the call. Once that is off the thread's stack the call is over, whether its
-    end was seen or not.
+    Each is kept with the frame that made the call. Once that frame is off the thread's stack the call is
+    over, whether its end was seen or not.
     """
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def begin(self, caller: FrameType, inside: AbstractContextManager[None] | None = None) -> None:
-        """`caller` is under way, in whose frame the thread is; `inside` is entered until its end."""
+        """Note the beginning of a call by the frame `caller`; `inside` is a context entered until its end."""
         self.prune()
         stack = ExitStack()
         if inside is not None:
@@ -31,7 +31,7 @@ class OpenCalls:
         self._calls.append((caller, stack))
 
     def end(self) -> None:
-        """The innermost call is over. Where none is open nothing happens."""
+        """Note the end of the innermost call; does nothing if none is open."""
         if self._calls:
             self._calls.pop()[1].close()
 
@@ -45,7 +45,7 @@ class OpenCalls:
             self.end()
 
     def __bool__(self) -> bool:
-        """Whether this thread is in such a call, as far as its ends were seen (`prune` sees the others)."""
+        """Whether this thread is in a call whose end was not seen; `prune` first ends those that are over."""
         return bool(self._calls)
 
     @property
@@ -57,7 +57,11 @@ class OpenCalls:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """This frame and those below. Not the one that keeps them: it would keep itself, and their variables."""
+    """This frame and its callers.
+
+    The caller passes its own caller's frame: a frame in a list of its own would keep itself alive, with all
+    variables.
+    """
     while frame is not None:
         yield frame
         frame = frame.f_back

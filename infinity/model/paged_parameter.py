@@ -1,8 +1,8 @@
-"""The Parameter of a paged model: any operation on it brings its page first; asking what it is does not.
+"""Paged parameter: a Parameter whose page is fetched before any operation on it, but not for its metadata.
 
-A Parameter is converted in place (`adopt`): its identity is what optimizers, tied weights and nn.LSTM's list
-of flat weights hold. Operations reach `__torch_function__` with the arguments that they take, also those
-inside of lists; all paged ones are brought together, then the operation runs as if they were plain.
+A Parameter is converted in place (`adopt`), because optimizers, tied weights and nn.LSTM's list of flat
+weights hold its identity. An operation reaches `__torch_function__` with its arguments, also those inside of
+lists. The pages of all paged ones are fetched together; then the operation runs as if they were plain.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from infinity.pages.parameter_page import ParameterPage
 
 
 class Pager(Protocol):
-    """What a paged parameter asks of its runtime."""
+    """The part of the runtime that a paged parameter calls."""
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
         """Run an operation with the pages of `places` present."""
 
     def copy(self, place: Place) -> torch.Tensor:
-        """The parameter's values, in memory of the copy's own."""
+        """A copy of the parameter's values, in its own memory."""
 
     def lend_data(self, place: Place) -> torch.Tensor:
-        """A view whose edits are seen although it counts versions of its own (`p.data`)."""
+        """A view with a version counter of its own (`p.data`), whose edits are seen nevertheless."""
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
-        """Take other values over (`p.data = value`)."""
+        """Copy other values into the parameter (`p.data = value`)."""
 
     def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient as it is without the loss scale."""
+        """The gradient divided by the loss scale."""
 
     def has_gradient(self, place: Place) -> bool:
         """Whether the parameter has a gradient in its page."""
@@ -45,12 +45,12 @@ class Pager(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a parameter lives."""
+    """The place of a parameter: its pager, its page, and its index there."""
 
     pager: Pager
     page: ParameterPage
     index: int
-    """Of the parameter in its unit."""
+    """Index of the parameter in its unit."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Place:
 
 
 _TENSOR: Any = torch.Tensor
-"""The class for its descriptors, which its type stubs do not have."""
+"""torch.Tensor, untyped: for its descriptors, which its type stubs do not have."""
 
 
 _ATTRIBUTES = (
@@ -82,7 +82,7 @@ _METADATA: frozenset[Any] = frozenset(
     + [getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name)]
     + [_TENSOR._backward_hooks.__set__]
 )
-"""What a stand-in answers as the parameter would."""
+"""Functions for which a placeholder gives the same result as the parameter."""
 
 _GET_DATA = _TENSOR.data.__get__
 _SET_DATA = _TENSOR.data.__set__
@@ -91,7 +91,7 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad_
 
 
 class PagedParameter(nn.Parameter):
-    """A Parameter whose bytes are in a page. Made by `adopt` only."""
+    """A Parameter whose bytes are in a page. Only `adopt` makes one."""
 
     _place: Place
 
@@ -116,12 +116,12 @@ class PagedParameter(nn.Parameter):
         return pager.run(func, taken, args, kwargs)
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused. Not in `_SPECIAL`: torch does not ask subclasses about this one."""
+        """Raises ConfigError. Not in `_SPECIAL`, because torch does not call __torch_function__ for it."""
         _no_other_storage(self)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None before a backward; the gradient is in a page after one: reading it here raises ConfigError."""
+        """The gradient: None before a backward; after one it is in a page, and this raises ConfigError."""
         place = self._place
         if place.pager.has_gradient(place):
             raise ConfigError(
@@ -159,20 +159,20 @@ class PagedParameter(nn.Parameter):
 
 
 def adopt(parameter: nn.Parameter, place: Place) -> None:
-    """Convert a Parameter in place."""
+    """Convert a Parameter to a PagedParameter, in place."""
     parameter.__class__ = PagedParameter
     parameter._place = place  # type: ignore[attr-defined]
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What autograd itself keeps in `.grad`."""
+    """The gradient that autograd itself keeps in `.grad`."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         return gradient
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """`raw_gradient`, which autograd then no longer keeps."""
+    """`raw_gradient`, taken away from autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         _TENSOR.grad.__set__(parameter, None)
@@ -190,8 +190,8 @@ def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
 
 
 def _run_in_all(function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-    """Run an operation on parameters of several runtimes: in each one's `run`, inside of the others'."""
-    pager = min((place.pager for place in places), key=id)  # in one order, for each holds a lock
+    """Run an operation on parameters of several runtimes, with their `run` calls nested."""
+    pager = min((place.pager for place in places), key=id)  # always in the same order, as each takes a lock
     others = [place for place in places if place.pager is not pager]
 
     def inside(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def _get_data(parameter: PagedParameter, *_: Any) -> torch.Tensor:
 
 def _set_data(parameter: PagedParameter, value: torch.Tensor) -> None:
     if value is parameter:
-        return  # what Module.to does where there is nothing to convert
+        return  # Module.to does this if there is nothing to convert
     if isinstance(value, PagedParameter):
         value = value._place.pager.copy(value._place)
     same = (
@@ -218,7 +218,10 @@ def _set_data(parameter: PagedParameter, value: torch.Tensor) -> None:
 
 
 def _can_be_replaced(parameter: torch.Tensor, other: torch.Tensor) -> bool:
-    """What Module.to and its like ask before they put another tensor in the parameter's place."""
+    """The check of Module.to and its like before they put another tensor in the parameter's place.
+
+    Raises ConfigError if they would.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         if not torch._has_compatible_shallow_copy_type(parameter, other):
             paged = parameter if isinstance(parameter, PagedParameter) else other
@@ -273,8 +276,11 @@ def _backward(parameter: PagedParameter, *args: Any, **kwargs: Any) -> None:
 
 
 def _roots(outputs: Any) -> list[Any]:
-    """`outputs` without paged parameters, to start a backward from: it needs none of their pages, and must
-    not run as one operation, for what it calls in other threads (hooks, recomputation) has to bring pages."""
+    """`outputs` to start a backward from, with plain views in place of paged parameters.
+
+    A backward needs none of their pages. It must not run as one operation, because hooks and recomputation,
+    which it calls in other threads, have to fetch pages.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return [each.view_as(each) if isinstance(each, PagedParameter) else each for each in _listed(outputs)]
 
@@ -305,7 +311,7 @@ def _no_other_storage(parameter: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
 
 
 def _keep_weights_apart(*_: Any, **__: Any) -> None:
-    """nn.LSTM and its like would move their weights into one storage on a GPU, to save cuDNN a copy."""
+    """Leave weights where they are; nn.LSTM would move its weights into one storage to save cuDNN a copy."""
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

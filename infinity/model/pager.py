@@ -1,4 +1,4 @@
-"""Parameters as pages: brings them before they are used, tells edits from reads, and hooks into the model."""
+"""Pager: fetches parameter pages before operations and modules use them, and notes the views it gives out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from infinity.telemetry.stats import Phase
 
 
 class Pager:
-    """The parameter pages of one runtime. One lock orders all that changes where they are."""
+    """The parameter pages of one runtime. One lock orders all changes of where they are."""
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class Pager:
         health: Health,
         heap: HeapGuard,
     ) -> None:
-        """gradients: None for inference. scale: of the gradients that arrive at parameters."""
+        """gradients: None for inference. scale: the loss scale of the gradients that arrive at parameters."""
         self.pages = pages
         self.addresses = addresses
-        """Address of a residency -> its page. Entries of memory let go are overwritten, not removed."""
+        """Address of a residency -> its page. Entries of freed memory are overwritten, not removed."""
         self.engine = engine
         self.edits = edits
         self.lock = threading.RLock()
         self.saved_bytes = SavedBytes(heap)
         self.forwards = OpenCalls()
-        """Of the root module."""
+        """The open forwards of the root module."""
         self.copies = OpenCalls()
-        """Of state_dict: `p.detach()` copies inside, into RAM."""
+        """The open calls of state_dict; inside, `p.detach()` returns a copy in RAM."""
         self.scale = scale
         self.refuse = health.check
         self._gradients = gradients
@@ -61,7 +61,7 @@ class Pager:
     # --- what modules and operations ask for -----------------------------------------------------------
 
     def access(self, units: Sequence[int]) -> None:
-        """A module is about to run: bring the pages of its own parameters."""
+        """Fetch the pages of a module's own parameters, before it runs."""
         with self.lock:
             self.refuse()
             self.engine.demand(units, _kind_now())
@@ -97,14 +97,14 @@ class Pager:
         return bool(self.copies)
 
     def begin_forward(self, caller: FrameType) -> None:
-        """The root module's forward begins, called in the frame `caller`."""
+        """Note the beginning of a forward of the root module, called by the frame `caller`."""
         if not self.forwards:
             self.saved_bytes.forward_begins()
             self.engine.meter.entered(Phase.FORWARD)
         self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes))
 
     def end_forward(self) -> None:
-        """The innermost forward of the root module is over."""
+        """Note the end of the innermost forward of the root module."""
         self.forwards.end()
         if not self.forwards:
             self.saved_bytes.forward_ends()
@@ -112,9 +112,9 @@ class Pager:
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
-        """All `units` stay present inside, and what is edited is seen at the end.
+        """Context in which all `units` stay present; edits are written home at its end.
 
-        Without the lock: threads that are waited for inside, as autograd's are, take pages too.
+        The lock is not held inside, because threads that are waited for there, as autograd's, take pages too.
         """
         with self.lock:
             self.refuse()
@@ -129,9 +129,9 @@ class Pager:
                 self.engine.let_go(units)
 
     def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
-        """A parameter's values in memory of their own, with its shape and strides; by default on its device.
+        """A copy of a parameter's values, with its shape and strides; by default on its device.
 
-        Raises BudgetError where a CUDA device has no room for it.
+        Raises BudgetError if a CUDA device has no room for it.
         """
         with self.lock:
             self.refuse()
@@ -164,7 +164,7 @@ class Pager:
             return data
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
-        """`p.data = value`: the values are taken over, not the storage."""
+        """`p.data = value`: the values are copied, and the storage stays."""
         with self.lock:
             self.refuse()
             page = place.page
@@ -177,7 +177,7 @@ class Pager:
                 self.edits.replaced(page, place.index)
 
     def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient as it is without the loss scale."""
+        """The gradient divided by the loss scale."""
         return gradient / self.scale.value if self.scale.dynamic else gradient
 
     def has_gradient(self, place: Place) -> bool:
@@ -188,7 +188,7 @@ class Pager:
             self._gradients.drop(place.page.index, place.index)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
-        """Keep track of results that are views of pages; copies while a state_dict is made."""
+        """Keep loans of results that are views of pages; in a state_dict, return a copy instead."""
         for place in places:
             base = place.page.residency
             if base is None:
@@ -205,7 +205,7 @@ class Pager:
         return result
 
     def forget(self) -> None:
-        """Let go of every alias."""
+        """Drop every alias."""
         self.edits.forget()
         self.addresses.clear()
 
@@ -263,5 +263,5 @@ def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False  # torch.func's transforms make no views that outlive them
+        return False  # views made by torch.func's transforms do not outlive them
     return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""What a parameter points at while its page is away: memory of any size that holds next to none.
+"""Placeholder: the tensor that a parameter points at while its page is away, which takes almost no memory.
 
-One chunk of bytes 0xff, mapped again and again over a range of addresses: every element is there to be
-read (NaN, so that a leak shows), every shape and stride works, and all that is held is the chunk.
+One chunk of bytes 0xff is mapped repeatedly over a range of addresses. Every element can be read (as NaN, so
+that a wrong use shows), every shape and stride works, and only the chunk takes memory.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from infinity.tiers.driver import Driver, current, driver_of
 from infinity.tiers.region import adopt, tensor_over
 
 _NAN_BYTE = 0xFF
-"""All bits one is a NaN in every IEEE-like float type, bfloat16 and OCP's float8 types included."""
+"""All bits one: repeated, it is a NaN in every IEEE-like float type, bfloat16 and OCP's float8 included."""
 
 _CPU_CHUNK = 1 << 20
-"""Bytes of RAM a CPU stand-in holds."""
+"""Bytes of RAM that the placeholders on the CPU take."""
 
 _MOST_MAPPINGS = 4096
-"""The kernel grants a process some 65,000 mappings; the chunk grows before a stand-in takes more of them."""
+"""Most mappings for placeholders; larger ones get a larger chunk. Linux allows a process some 65,000."""
 
 
 class Placeholders:
     """Tensors for evicted parameters, all over one storage.
 
-    device: where they claim to be, the CPU or a CUDA device. largest: the most bytes that the elements of
-    one of them span. The memory is unmapped once this object and the last tensor are gone. A stray write
-    is lost: on the CPU it stays with the 4 KiB pages written, on CUDA it shows wherever the chunk does.
+    device: the CPU or the CUDA device that they are on. largest: the most bytes that the elements of one of
+    them span. The memory is unmapped once this object and the last tensor are gone. A stray write is lost: on
+    the CPU it changes only the 4 KiB pages written, on CUDA every repetition of the chunk.
 
-    Raises BudgetError where not even the chunk is to be had, InfinityError (of the CUDA driver DeviceError)
-    where the kernel or the driver refuses the mapping.
+    Raises BudgetError if there is no memory for the chunk, and InfinityError (from the CUDA driver
+    DeviceError) if the kernel or the driver refuses the mapping.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
@@ -57,17 +57,17 @@ class Placeholders:
         region = adopt(mapping.address, mapping.nbytes, self.device, mapping)
         self._storage = tensor_over(region).untyped_storage()
         self.nbytes = mapping.nbytes
-        """Bytes of addresses; at least `largest`."""
+        """Bytes of the range of addresses; at least `largest`."""
         self.held = mapping.chunk
-        """Bytes of memory."""
+        """Bytes of memory that the range takes: the chunk's."""
 
     def of(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of exactly this shape, these strides (elements, none negative) and this dtype.
 
-        Reads as NaN for the float types, as all bits one for the others. The elements span at most
+        Its elements read as NaN in the float types, as all bits one in the others. They may span at most
         `largest` bytes.
         """
-        # param.data refuses a tensor born in inference mode.
+        # param.data refuses a tensor that was made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty(0, dtype=dtype, device=self.device).set_(
                 self._storage, 0, tuple(shape), tuple(stride)
@@ -80,7 +80,10 @@ def _chunk_bytes(largest: int, granule: int) -> int:
 
 
 class CpuMapping:
-    """One memfd of 0xff, mapped privately side by side over `nbytes` (whole chunks, at least `largest`)."""
+    """One memfd of bytes 0xff, mapped privately again and again over `nbytes` of addresses.
+
+    nbytes: whole chunks, at least `largest`.
+    """
 
     def __init__(self, largest: int) -> None:
         self.chunk = _chunk_bytes(largest, _CPU_CHUNK)
@@ -102,7 +105,7 @@ class CpuMapping:
             raise
 
     def _fill(self, libc: ctypes.CDLL) -> None:
-        # Private: a stray write gets a page of its own, it neither crashes nor reaches the chunk.
+        # Private, so that a stray write gets a page of its own: it neither crashes nor reaches the chunk.
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         with os.fdopen(os.memfd_create("infinity-standin", os.MFD_CLOEXEC), "wb") as file:
@@ -140,8 +143,10 @@ def _mapped(address: int | None, nbytes: int) -> int:
 
 
 class DeviceMapping:
-    """One allocation of device memory of 0xff, mapped side by side over `nbytes` (whole chunks, at least
-    `largest`). Before `release` nothing that is queued may use it any more."""
+    """One allocation of device memory of bytes 0xff, mapped again and again over `nbytes` of addresses.
+
+    nbytes: whole chunks, at least `largest`. No queued work may use it when `release` is called.
+    """
 
     def __init__(self, driver: Driver, largest: int) -> None:
         try:
@@ -160,13 +165,13 @@ class DeviceMapping:
 
 
 def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapping:
-    """Its memory goes with the last that holds it."""
+    """A mapping on a device, whose memory is freed with its last reference."""
     with current(device):
-        # What has failed before is raised here, and is not blamed on the mapping.
+        # Earlier failures are raised here, so that they are not blamed on the mapping.
         driver.synchronize()
         mapping = DeviceMapping(driver, largest)
         _with_the_last(mapping, functools.partial(_release, device, driver, mapping.release))
-        # The fill runs on the default stream, for which torch's other streams do not wait.
+        # The fill runs on the default stream, and torch's other streams do not wait for it.
         driver.synchronize()
     return mapping
 
@@ -178,6 +183,5 @@ def _release(device: torch.device, driver: Driver, release: Callable[[], None]) 
 
 
 def _with_the_last(mapping: object, release: Callable[[], object]) -> None:
-    # At exit the kernel, or the driver, unmaps; tensors that die later than that must not find their memory
-    # gone.
+    # Not at exit, when the kernel or the driver unmaps: tensors that are freed later still need their memory.
     weakref.finalize(mapping, release).atexit = False

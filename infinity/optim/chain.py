@@ -1,18 +1,19 @@
-"""A chain: the update of one chunk, from the bytes that it takes to where its outcome rests.
+"""Chain: the update of one chunk, from reading its inputs to writing its results home.
 
-A chunk's parameter slice, gradient and optimizer states are used where they are, if that is host RAM; the
-rest comes into staging, which is granted in bytes, all or nothing. On a device that shares the host's RAM the
-parameters are updated in the page that the model computes with, resident or still arriving, so that they are
-read once for both.
+A chunk's parameter slice, gradient and optimizer states are used in place where they are in host RAM. The
+others are read into staging, which is granted for all of them or for none. On a device that shares the host's
+RAM the parameters are updated in the page that the model computes with, resident or still arriving, so that
+they are read once for both.
 
 [Note: the gate] A chain computes once two things have happened, in any order: its bytes have arrived, and its
-gate is open. The gate opens when somebody decides the update: `step()` for a lazy one, the unit's last
-gradient for an eager one. Before that only states are read, for nothing else is sure to stay as it is. Such a
-chain is given up for whoever needs its staging now, and nothing has happened.
+gate is open. The gate opens when the update is decided: by `step()` for a lazy update, by the unit's last
+gradient for an eager one. Before that only states are read, because only they are sure not to change. A chain
+with a closed gate gives up its staging when another needs it; nothing has been changed by then.
 
 [Note: back and lost] A read that fails changes nothing: the chain is due again (or idle, if its gate was
 closed), and is read again when somebody waits for its unit. A write that fails loses the only copy: the chain
-is LOST, and the runtime ends."""
+is LOST, and the runtime ends.
+"""
 
 from __future__ import annotations
 
@@ -32,32 +33,32 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.link import ARRIVED, Transfer, User
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Of memory: where a chain has none, or needs none."""
+"""Empty uint8 tensor: the memory of a chain that has none, or needs none."""
 
 Present = tuple[torch.Tensor, Transfer]
-"""A parameter page's bytes where the model computes, and what brings them."""
+"""(bytes of a parameter page where the model computes, the transfer that brings them)."""
 
 
 class ChainState(enum.Enum):
-    """Where a chain is in its life. The staging that it holds is said of each."""
+    """The state of a chain, and the staging that it holds in it."""
 
     IDLE = "idle"
-    """Nothing is to be done. Holds none."""
+    """There is nothing to do. Holds no staging."""
     DUE = "due"
-    """Its gate is open, and it waits for staging. Holds none but its staged gradient's."""
+    """The gate is open, and the chain waits for staging. Holds only that of its staged gradient."""
     READING = "reading"
-    """What is not in RAM is on its way. Holds all that it takes from here on."""
+    """Bytes that are not in RAM are being read. From here on the chain holds all the staging it needs."""
     GATED = "gated"
-    """Its states have arrived before the gate opened."""
+    """The states have arrived, and the gate is still closed."""
     COMPUTING = "computing"
     """The kernel runs, or is queued."""
     WRITING = "writing"
-    """The outcome is decided and on its way home. The transfers hold the staging until they are done."""
+    """The results are on their way home. The transfers hold the staging until they are done."""
     LOST = "lost"
-    """A write failed: nobody has these parameters any more."""
+    """A write failed: the only copy of these parameters is gone."""
 
     __hash__ = object.__hash__
-    """By identity, without a call of Enum's."""
+    """Hash by identity, which is faster than Enum's own."""
 
 
 _NEXT = {
@@ -69,7 +70,7 @@ _NEXT = {
     ChainState.WRITING: (ChainState.IDLE, ChainState.LOST),
     ChainState.LOST: (ChainState.IDLE,),
 }
-"""The transitions that there are. To IDLE also when the runtime ends."""
+"""The allowed transitions. When the runtime ends, any state may also become IDLE."""
 
 
 class Chain:
@@ -77,55 +78,53 @@ class Chain:
 
     def __init__(self, update: ChunkUpdate, store: Store, health: Health) -> None:
         self.update = update
-        """What is computed."""
+        """The computation of the chunk's new parameters and states."""
         self.page = update.page
         self.unit = update.page.index
         self.chunk_index = update.chunk_index
         self.chunk = update.chunk
         self.rests = update.rests
-        """Whether all that it takes rests in host RAM, so that it never needs staging."""
+        """Whether all its memory is at home in host RAM, so that it never needs staging."""
         self.state = ChainState.IDLE
         self.decision: Decision | None = None
-        """The gate: open while there is one."""
+        """The decided update; the gate is open while there is one."""
         self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
-        """While COMPUTING."""
+        """The running update, while COMPUTING."""
         self.copy: Transfer = ARRIVED
-        """While WRITING: of the outcome up to a device with memory of its own."""
+        """The copy of the new parameters to a device with memory of its own, while WRITING."""
         self._store = store
         self._health = health
         self._state_page = update.state_page
         self._gradient_page = update.gradient_page
         self._has_copy = not store.device.shares_host and self.page.home.tier is not Tier.DEVICE
-        """Whether the model computes with a copy of the page, where there is one."""
+        """Whether a resident page is a copy in device memory, which must be updated too."""
         self._start = self.page.layout.chunk_start(self.chunk_index)
         self._state_offset = self._state_page.offset(self.chunk_index)
         self.parameter_bytes = round_up(self.chunk.count * update.dtype.itemsize, PAGE_ALIGNMENT)
-        """Of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
+        """Bytes of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
         self.gradient_bytes = self._gradient_page.nbytes(self.chunk_index)
-        """Of the chunk's part of the gradient page."""
+        """Bytes of the chunk's part of the gradient page."""
         self.state_bytes = self._state_page.formats[self.chunk_index].nbytes
-        """Of the chunk's part of the optimizer page."""
+        """Bytes of the chunk's part of the optimizer page."""
         self._reads: list[Transfer] = []
         self._parameter = self._gradient = self._states = NOTHING
-        """uint8: the slice of the parameter page, the chunk's gradient and states. Nothing while not known.
-        """
+        """uint8: the slice of the parameter page, the chunk's gradient and states. NOTHING while unknown."""
         self._kept = NOTHING
-        """The gradient as it was when the gate opened, where that was in RAM: whoever forgets the gradients
-        forgets it not."""
+        """The gradient when the gate opened, if it was in RAM; it stays here when zero_grad() forgets it."""
         self._room = NOTHING
-        """Staging for a parameter slice that is read when the gate opens."""
+        """Staging, uint8, for the parameter slice, which is read only when the gate opens."""
         self._version = 0
-        """Of the states that were read before the gate opened."""
+        """Version of the states that were read before the gate opened."""
         self.was_ahead = False
         """Whether the states were read before the gate opened."""
         self._at_home: Memory | None = None
-        """Of a chain that `rests`, once it was asked for."""
+        """Memory of a chain that `rests`, from its first update on."""
 
     def present(self) -> Present | None:
         """The page's bytes where the model computes with them, if that is host RAM and not their home.
 
-        They may go with their last view at any moment, and another thread may have it: whoever asks for
-        staging by what is there holds it until the chain does.
+        Another thread may drop their last view at any moment, and they are freed then. So a caller that asks
+        for staging according to this result keeps it until the chain has it.
         """
         if self.page.home.in_place or not self._store.device.shares_host:
             return None
@@ -133,7 +132,7 @@ class Chain:
         return self.page.incoming if living is None else (living, ARRIVED)
 
     def needed(self, present: Present | None) -> int:
-        """Bytes of staging that it takes, while DUE."""
+        """Bytes of staging that the chain needs, while DUE."""
         nbytes = 0 if self._state_page.home.in_place else self.state_bytes
         if not self._gradient.nbytes:
             nbytes += self.gradient_bytes
@@ -143,25 +142,25 @@ class Chain:
 
     @property
     def needed_ahead(self) -> int:
-        """Bytes of staging that it takes to read its states before the gate opens."""
+        """Bytes of staging that the chain needs to read its states before the gate opens."""
         apart = not (self._store.device.shares_host or self.page.home.in_place)
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 
     @property
     def in_place(self) -> bool:
-        """While DUE: whether all that it takes is in host RAM."""
+        """Whether all that the chain needs is in host RAM, while DUE."""
         if self.rests:
             return True
         return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
 
     @property
     def gradient(self) -> torch.Tensor:
-        """While DUE: the chunk's gradient, uint8, as the decision has it; empty where it is at home."""
+        """The chunk's gradient, uint8, as when the gate opened, while DUE; empty if it must be read."""
         return self._gradient
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it holds staging while its gate is closed."""
+        """Whether the chain holds staging while its gate is closed."""
         return self.decision is None and self.state in (ChainState.READING, ChainState.GATED)
 
     @property
@@ -170,7 +169,7 @@ class Chain:
 
     @property
     def has_moments(self) -> bool:
-        """Whether there is anything to read before the gate opens."""
+        """Whether the chunk has moments, which can be read before the gate opens."""
         return self._state_page.begun[self.chunk_index]
 
     @property
@@ -181,19 +180,18 @@ class Chain:
 
     @property
     def arrived(self) -> bool:
-        """Whether every read has ended, well or not."""
+        """Whether every read has ended, successfully or not."""
         return not self._reads or all([each.done() for each in self._reads])
 
     @property
     def holds_gradient(self) -> bool:
-        """While DUE: whether its gradient takes staging."""
+        """Whether the chain's gradient is in staging, while DUE."""
         return bool(self._gradient.nbytes) and not self._gradient_page.home.in_place
 
     # --- transitions ------------------------------------------------------------------------------------
 
     def open(self, decision: Decision) -> bool:
-        """The gate opens: IDLE -> DUE, or READING or GATED -> READING. Returns whether it still needs
-        staging."""
+        """Open the gate: IDLE -> DUE, or READING or GATED -> READING. Returns whether the chain is DUE."""
         assert self.decision is None
         if self.rests:
             self.decision = decision
@@ -214,10 +212,7 @@ class Chain:
         return False
 
     def grant(self, memory: torch.Tensor, present: Present | None) -> None:
-        """DUE -> READING. memory: staging, uint8 (needed,), by what was `present` when it was asked for.
-
-        Raises StorageError: then it is still DUE.
-        """
+        """DUE -> READING. memory: staging, uint8 (needed(present),). Raises StorageError, and stays DUE."""
         try:
             rest = self._read_parameter(memory, present)
             if not self._gradient.nbytes:
@@ -234,10 +229,7 @@ class Chain:
         self._to(ChainState.READING)
 
     def read_ahead(self, memory: torch.Tensor) -> None:
-        """IDLE -> READING, with the gate closed. memory: staging, uint8 (needed_ahead,).
-
-        Raises as `grant`.
-        """
+        """IDLE -> READING, the gate is closed. memory: staging, uint8 (needed_ahead,). Raises as `grant`."""
         self._version = self._state_page.version
         try:
             self._read_states(memory[: self.state_bytes])
@@ -249,12 +241,12 @@ class Chain:
         self._to(ChainState.READING)
 
     def arrive(self) -> None:
-        """READING -> GATED: the states have arrived, or failed to, and the gate is closed."""
+        """READING -> GATED: the reads of the states have ended, in whatever way; the gate is closed."""
         assert self.decision is None
         self._to(ChainState.GATED)
 
     def gather(self) -> None:
-        """While READING with an open gate: wait until all is there. Raises StorageError; see `put_back`."""
+        """Wait for all reads, while READING with an open gate. Raises StorageError; see `put_back`."""
         failure: InfinityError | None = None
         for read in self._reads:
             try:
@@ -266,27 +258,27 @@ class Chain:
         self._reads.clear()
 
     def put_back(self) -> None:
-        """READING -> DUE: a read failed, and nothing is changed."""
+        """READING -> DUE: a read failed, and nothing was changed."""
         self.end()
         self._let_go()
         self._to(ChainState.DUE)
 
     def revoke(self) -> None:
-        """READING or GATED, with the gate closed -> IDLE: somebody needs the staging more."""
+        """READING or GATED, with the gate closed -> IDLE: the staging is needed elsewhere."""
         assert self.decision is None
         self.end()
         self._let_go()
         self._to(ChainState.IDLE)
 
     def forget_gradient(self) -> None:
-        """While DUE: its gradient is at home now, from where it is read again."""
+        """Drop the gradient, while DUE: it was written home, and will be read from there."""
         assert self.state is ChainState.DUE
         self._gradient = self._kept = NOTHING
 
     def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """READING, or DUE where all is in place, -> COMPUTING. All reads have ended well.
+        """READING, or DUE where all is in place, -> COMPUTING. All reads have succeeded.
 
-        awaited: the caller is about to wait for it. Raises the ring's failure.
+        awaited: the caller is about to wait for the update. Raises the gradient ring's failure.
         """
         if self.rests:
             self._take_at_home()
@@ -301,7 +293,7 @@ class Chain:
         return self.ticket
 
     def write(self) -> None:
-        """COMPUTING -> WRITING: send the outcome on its way. Raises StorageError; the chain is LOST then."""
+        """COMPUTING -> WRITING: begin to write the results. Raises StorageError; the chain is LOST then."""
         store, page = self._store, self.page
         try:
             if not self._state_page.home.in_place and self._states.nbytes:
@@ -321,13 +313,13 @@ class Chain:
         self._to(ChainState.WRITING)
 
     def finish(self) -> Transfer:
-        """WRITING -> IDLE: whatever the model computes from now on sees the outcome. Returns the copy up."""
+        """WRITING -> IDLE: later computation uses the new parameters. Returns the copy to the device."""
         copy, self.copy = self.copy, ARRIVED
         self._to(ChainState.IDLE)
         return copy
 
     def abandon(self) -> None:
-        """Any -> IDLE, once nothing touches the memory any more, whatever becomes of it."""
+        """Any state -> IDLE: wait until nothing touches the memory, and drop the update and its failures."""
         self.end()
         self._at_home = None
         self.update.forget_addresses()
@@ -338,7 +330,7 @@ class Chain:
         self.state = ChainState.IDLE
 
     def end(self) -> None:
-        """Wait until nothing is under way in its memory, whatever becomes of it."""
+        """Wait until nothing is under way in the chain's memory. Failures of reads are ignored."""
         for read in self._reads:
             with contextlib.suppress(InfinityError):
                 read.wait()
@@ -357,13 +349,13 @@ class Chain:
         self.state = ChainState.LOST
 
     def _still_right(self, present: Present | None) -> bool:
-        """Whether what was read before the gate opened can be used, and is all that staging is needed for."""
+        """Whether the states that were read ahead are current, and the chain needs no further staging."""
         if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
             return False
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None
 
     def _read_parameter(self, memory: torch.Tensor, present: Present | None) -> torch.Tensor:
-        """Find or start to read the parameter slice; returns what is left of `memory`."""
+        """Find the parameter slice or begin to read it; returns the unused rest of `memory`."""
         home, start, nbytes = self.page.home, self._start, self.parameter_bytes
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
@@ -378,7 +370,7 @@ class Chain:
         return memory
 
     def _take_at_home(self) -> None:
-        """Of a chain that `rests`: find its memory. Raises the ring's failure."""
+        """Find the memory of a chain that `rests`. Raises the gradient ring's failure."""
         self._gradient_page.settle(self.chunk_index)
         if self._at_home is None:
             offset = self._gradient_page.offset(self.chunk_index)
@@ -398,7 +390,7 @@ class Chain:
             self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
 
     def _let_go(self) -> None:
-        """Of all memory but a gradient that is kept, whoever keeps this object."""
+        """Drop all references to memory but the one to a kept gradient."""
         self._reads = []
         self._parameter = self._states = self._room = NOTHING
         self._gradient = self._kept

@@ -1,4 +1,4 @@
-"""Chunk update: what the threads of updates compute of one chunk, once all of its bytes are at hand."""
+"""Chunk update: what the update threads compute for one chunk, once all of its bytes are in host RAM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
 Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""uint8: a chunk's slice of the parameter page, its gradient and its states."""
+"""(a chunk's slice of the parameter page, its gradient, its states), each uint8."""
 
 
 class ChunkUpdate:
-    """The work on one chunk, described in full the first time, and by what changes from then on."""
+    """The work on one chunk: described in full the first time, then only by what changes."""
 
     def __init__(
         self,
@@ -33,22 +33,22 @@ class ChunkUpdate:
         self.chunk_index = chunk_index
         self.chunk = page.layout.chunks[chunk_index]
         self.dtype = page.layout.regions[self.chunk.region].dtype
-        """Of the parameters."""
+        """Dtype of the parameters."""
         self.rests = all([home.in_place for home in (page.home, gradients.home, self.state_page.home)])
-        """Whether all of its memory is where the pages are at home, in host RAM."""
+        """Whether all its memory is at home in host RAM."""
         self.numel = 0
-        """Elements that the latest one changes."""
+        """Elements that the latest update changes."""
         self._states = states
         self._threads = threads
         self._form: cpu_adam.UpdateForm | None = None
-        """Once there was an update."""
+        """The description of the first update, which later ones reuse; None before."""
         self._addresses: Sequence[int] | None = None
-        """Of the arrays, where all of it rests, once there was an update."""
+        """Addresses of the arrays of a chunk that `rests`, after its first update."""
 
     def submit(
         self, decision: Decision, memory: Memory, *, awaited: bool
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """Hand the update to the threads. awaited: the caller is about to wait for it."""
+        """Submit the update to the threads. awaited: the caller is about to wait for it."""
         if self.chunk_index in decision.fresh:
             self._states.fill(self.state_page, self.chunk_index, memory[2])
         if decision.edited:
@@ -80,18 +80,21 @@ class ChunkUpdate:
             self._form = cpu_adam.UpdateForm.of(work, memory)
             self._addresses = self._form.addresses(memory) if self.rests else None
         except BaseException:
-            ticket.wait()  # nobody else knows of it
+            ticket.wait()  # no caller gets the ticket
             raise
         return ticket
 
     def forget_addresses(self) -> None:
-        """The pages leave their homes."""
+        """Forget the arrays' addresses: the pages leave their homes."""
         self._addresses = None
 
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]
     ) -> cpu_adam.Update:
-        """The update in full. segments: (start, count, hyper, index, seed) of the pieces that it changes."""
+        """The update described in full.
+
+        segments: (start, count, hyper, index, seed) of the pieces that it changes.
+        """
         parameter, gradient, state = memory
         arrays = self.state_page.arrays(self.chunk_index, state)
         return cpu_adam.Update(
@@ -104,7 +107,7 @@ class ChunkUpdate:
         )
 
     def _follow_edits(self, decision: Decision, memory: Memory) -> None:
-        """Masters become the parameters that were edited."""
+        """Set the masters of edited parameters to the parameters' values."""
         parameter, arrays = memory[0], self.state_page.arrays(self.chunk_index, memory[2])
         for piece in self.chunk.pieces:
             if piece.parameter in decision.edited:

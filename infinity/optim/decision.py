@@ -1,4 +1,4 @@
-"""Decision: what one unit's update in a step is to do, settled once, and counted as done."""
+"""Decision: what one unit's update in a step will do, fixed before it runs and counted at once."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
-"""The live param group of (unit, parameter), or None where the optimizer does not have it."""
+"""(unit, parameter) -> its live param group, or None if the optimizer does not have the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One unit's update, as `step()` or an eager update decided it: nothing that changes later has a say."""
+    """One unit's update, as `step()` or an eager update decided it. Later changes do not affect it."""
 
     hypers: Sequence[cpu_adam.Hyper]
     native: Sequence[cpu_adam.NativeHyper]
-    """Of each of them."""
+    """The native form of each of `hypers`."""
     parameters: Mapping[int, tuple[int, int]]
-    """Parameter that is updated -> (index among the hypers, seed of its roundings)."""
+    """Updated parameter -> (index into `hypers`, seed of its stochastic roundings)."""
     scale: float
-    """From the gradient as stored to the one that the rule sees."""
+    """Factor from the stored gradient to the one that the rule sees."""
     fresh: frozenset[int]
-    """Chunks whose moments begin with this update."""
+    """Chunks whose moments this update creates."""
     edited: frozenset[int]
-    """Parameters whose master is their value as it is now."""
+    """Edited parameters: their masters are set to their present values first."""
 
 
 def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -> Decision | None:
-    """The update of every parameter of a unit that has a gradient and a group, as they are now; None without.
+    """The update of a unit's parameters that have a gradient and a group; None if none has both.
 
     Raises as `Rule.hyper`.
     """
@@ -66,7 +66,7 @@ def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -
 
 
 def count_step(page: ParameterPage, states: States, decision: Decision, group_of: GroupOf) -> None:
-    """Every count of the unit says from here on that its update was, however late it runs."""
+    """Count a unit's update as done (steps, moments, versions), however late it runs."""
     state, touched = states.pages[page.index], decision.parameters.keys()
     if not all(state.begun):
         for number, chunk in enumerate(page.layout.chunks):

@@ -1,12 +1,14 @@
 """Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
 
-Gradients then need not leave the memory that they arrive in, and the disk has the backward to move states,
-not the next forward alone. What has not ended when the backward has goes on under the next forward.
-A unit that the device updates is left to `step()`: it takes no staging, and whether its
-gradients are finite would have to be waited for.
-Nobody can know which gradient is a step's last, so the trainer declares how many backwards a step has. What
-needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. Nothing takes
-an update back: zero_grad() without step() leaves those that began, each with its parameters' counts of steps.
+Gradients then need not leave the memory that they arrive in, and the disk can move states during the backward
+too, not only during the next forward. Updates that outlast the backward go on during the next forward.
+
+A unit that the device updates is left to `step()`: it needs no staging, and the check that its gradients are
+finite would have to wait for the device.
+
+The runtime cannot tell which gradient is a step's last, so the trainer declares how many backwards a step
+has. What needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. An
+update cannot be undone: after zero_grad() without step(), those that began remain, and count as steps.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from infinity.gradients.host import Gradients
 from infinity.pages.parameter_page import ParameterPage
 
 Options = dict[str, Any]
-"""Of a param group, without its parameters."""
+"""The options of a param group, without its parameters."""
 
 
 class EagerStep:
-    """What eager updates of one step have to agree on: its gradients, and the optimizer's options."""
+    """The state that the eager updates of one step share: its gradients, and the optimizer's options."""
 
     def __init__(
         self,
@@ -43,17 +45,17 @@ class EagerStep:
         self._rule = rule
         self._accumulation = accumulation
         self._options: list[Options] = []
-        """As they were when the step's first unit was updated; none before."""
+        """The groups' options when the step's first unit was updated; empty before."""
         self._updated = 0
-        """Units of this step."""
+        """Number of units that this step has updated."""
         self._broken = False
-        """A gradient was not finite: no further unit is updated."""
+        """Whether a gradient was not finite; no further unit is updated then."""
         self._stepped = False
 
     def admits(self, unit: int) -> bool:
         """Whether the unit should be updated now: it has all gradients of the step, and they are finite.
 
-        Asked after every gradient.
+        Called after every gradient.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
         if self._gradients.on_device(unit):
@@ -64,7 +66,7 @@ class EagerStep:
         return not self._broken
 
     def options(self, groups: Sequence[Mapping[str, Any]]) -> list[Options]:
-        """Of every group, for one more unit's update. Raises as `Rule.check`."""
+        """The options of every group, for one more unit's update. Raises as `Rule.check`."""
         if not self._options:
             self._rule.check(groups)
             self._options = _frozen(groups)
@@ -72,7 +74,7 @@ class EagerStep:
         return self._options
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """`step()` was called: raises ConfigError where it cannot be the one that the updates were for."""
+        """Check a call of `step()`: raises ConfigError if it cannot be the one that the updates were for."""
         if self._stepped:
             raise ConfigError(
                 "step() was called again for gradients that eager updates have used.",
@@ -86,18 +88,18 @@ class EagerStep:
             )
 
     def stepped(self) -> None:
-        """The step is over; its gradients are there until `clear`."""
+        """Note that the step is over; its gradients stay until `clear`."""
         self._stepped = True
 
     def clear(self) -> None:
-        """Gradients are forgotten: the next step begins."""
+        """Begin the next step: the gradients were forgotten."""
         self._options = []
         self._updated = 0
         self._broken = self._stepped = False
 
     @property
     def done(self) -> str:
-        """What of the step has been done, for an error that ends it."""
+        """How much of the step is done, for the message of an error that ends it."""
         return f"{self._updated} of {len(self._pages)} units were updated before it came"
 
 

@@ -1,4 +1,5 @@
-"""`runtime.optimizer`: a torch.optim.Optimizer whose states are pages and whose groups are the user's own."""
+"""Paged optimizer: the torch.optim.Optimizer behind `runtime.optimizer`, with the user's param groups and
+states in pages."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ _RETIRED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_gro
 
 
 class OptimizerCore(Protocol):
-    """What carries updates out and keeps their states. Parameters are told apart by identity.
+    """The part of the runtime that updates parameters and keeps their states. Parameters compare by identity.
 
-    The state of a parameter is a mapping with, as torch has them, "step" (a float32 scalar; not of SGD)
-    and the rule's moments (float32, in the parameter's shape and strides), and "master" (float32,
-    likewise) if the parameter itself is not float32. An SGD buffer without content is left out.
+    The state of a parameter is a mapping. As in torch, it has "step" (a float32 scalar; not for SGD) and the
+    rule's moments (float32, in the parameter's shape and strides). It has "master" too (float32, likewise) if
+    the parameter itself is not float32. An SGD buffer without content is left out.
     """
 
     def step(self) -> None:
@@ -49,8 +50,8 @@ class OptimizerCore(Protocol):
     def write_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
         """Replaces the state; {} makes the next update the first.
 
-        The moments may have any strides, device and floating dtype. A master counts only where it rounds
-        to the parameter's present value: loading an optimizer's state never changes a parameter.
+        The moments may have any strides, device and floating dtype. Elements of a master are used only where
+        they round to the parameter's present value: loading an optimizer's state never changes a parameter.
         """
 
     def check_capacity(self, nbytes: int) -> None:
@@ -60,8 +61,8 @@ class OptimizerCore(Protocol):
 class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
     """`PagedOptimizer.state`: parameter -> copies of its state, read at every access.
 
-    Editing a copy changes nothing; assigning it does: `optimizer.state[p] = edited`. It contains the
-    parameters that have a state; as in torch, others of the optimizer read as {}.
+    Editing a copy changes nothing; assigning it does: `optimizer.state[p] = edited`. The mapping contains the
+    parameters that have a state; as in torch, the optimizer's other parameters read as {}.
     """
 
     def __init__(self, rule: Rule, backend: OptimizerCore, parameters: Sequence[Tensor]) -> None:
@@ -94,7 +95,7 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a copy of everything."""
+        """Bytes of a copy of all states."""
         return sum(self._nbytes(each) for each in self)
 
     def _nbytes(self, parameter: Tensor) -> int:
@@ -113,8 +114,8 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 class PagedOptimizer(torch.optim.Optimizer):
     """Takes an optimizer's place: shares its `param_groups`, `defaults` and hooks, and pages its states.
 
-    Schedulers may hold either of the two. `state_dict()` is torch's of the same optimizer, with moments in
-    fp32 and, for parameters that are not, the fp32 "master" beside them, which torch carries along unused.
+    Schedulers may hold either of the two. `state_dict()` has the form of the replaced optimizer's, with
+    moments in fp32. Parameters that are not fp32 also have an fp32 "master", which torch carries unused.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
@@ -135,7 +136,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns what `closure` does, if there is one.
+        """Updates every parameter that has a gradient; returns the result of `closure`, if there is one.
 
         A group whose options cannot be used raises (ConfigError, UnsupportedOptimizer) before anything is
         updated, and so does a gradient that is not finite (NonFiniteGradient).
@@ -152,7 +153,7 @@ class PagedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._rule.check(self.param_groups)
         self._backend.step()
-        # What a scheduler that was made for the optimizer before looks for.
+        # A scheduler made for the replaced optimizer checks this.
         self._replaced._opt_called = True
         return loss
 
@@ -178,7 +179,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         groups = self._loaded_groups(state_dict["param_groups"])
         states = self._loaded_states(state_dict)
         for group, loaded in zip(self.param_groups, groups, strict=True):
-            # In place: schedulers, the backend and the optimizer before hold these very dicts.
+            # In place: schedulers, the backend and the replaced optimizer hold these very dicts.
             group.clear()
             group.update(loaded)
         for parameter in _parameters(self):
@@ -189,7 +190,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the pages were laid out for the groups there are."""
+        """Raises ConfigError: the pages were laid out for the present groups."""
         raise ConfigError(
             "A parameter group cannot be added once the optimizer's states are in pages.",
             "Close the runtime, build the optimizer with all its groups, and offload again.",
@@ -202,7 +203,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         )
 
     def _loaded_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The groups as they will be: the saved options with these parameters."""
+        """The groups to install: the saved options with this optimizer's parameters."""
         if len(saved) != len(self.param_groups):
             raise ConfigError(
                 f"The state dict has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}.",
@@ -225,7 +226,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loaded
 
     def _loaded_states(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-        """id(parameter) -> its state, of the parameters that have one."""
+        """id(parameter) -> its state, for the parameters that have one."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owners = dict(zip(saved, _parameters(self), strict=True))
         states = {}
@@ -244,9 +245,9 @@ def adopt(
     write: Callable[[Tensor, Mapping[str, Tensor]], None],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> None:
-    """Gives the states that `optimizer` has gathered to `write`, as `OptimizerCore.write_state` takes them.
+    """Passes each state that `optimizer` has gathered to `write`, in the form of `OptimizerCore.write_state`.
 
-    dtype_of: the dtype that a parameter has in its page, which it need not be in yet.
+    dtype_of: parameter -> its dtype in its page, also before it is there.
     """
     rule = Rule.of(optimizer)
     known = {id(each) for each in _parameters(optimizer)}
@@ -275,7 +276,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
             f"Call runtime.optimizer.{name}().",
         )
 
-    # Without it a scheduler would warn that step() was overridden, or wrap this one.
+    # Without this attribute a scheduler would warn that step() was overridden, or wrap this function.
     refuse.__dict__["_wrapped_by_lr_sched"] = True
     return refuse
 
@@ -288,9 +289,9 @@ def checked_state(
     *,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """What `OptimizerCore.write_state` takes of a state in torch's form: no copy is made.
+    """The entries of a state in torch's form that `OptimizerCore.write_state` takes; no copy is made.
 
-    dtype: of the parameter in its page, where it is not there yet.
+    dtype: the parameter's dtype in its page, if the parameter is not there yet.
 
     Entries that the rule does not know are left out. Raises ConfigError, naming `what`, if one is missing
     or of another shape.

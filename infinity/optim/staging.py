@@ -1,10 +1,11 @@
-"""Staging: who is granted room in it, and who gives it up.
+"""Staging: how chains and staged gradients get room in the pool, and in which order they lose it.
 
 [Note: room]
-Staging is granted here and nowhere else: to chains, and to the gradients that are staged for them. Who needs
-room waits for what ends by itself before anything is undone: writes and copies under way, then chains that
-compute, then (`Chain.revoke`) chains whose gate is closed, then gradients that can go home. A chain whose
-gate is closed never gets the last bytes that one with an open gate might need. So whoever asks gets them.
+Staging is granted here and nowhere else: to chains, and to the gradients that are staged for them. A request
+that finds no room first waits for what ends by itself: writes and copies under way, then chains that compute.
+Only then is something undone: chains whose gate is closed (`Chain.revoke`), then gradients that can go home.
+A chain with a closed gate never gets the last bytes that one with an open gate might need. So every request
+is granted in the end.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.store import Store
 
 _SPARED = 4
-"""One in so many bytes of staging is left to gradients for which nothing is read ahead. With every second
-one the disk waited for room (309M parameters, all on NVMe: 3.7 s a step, now 2.9)."""
+"""A quarter of staging is kept free when states are read ahead, for gradients whose states are not. With a
+half the disk waited for room (309M parameters, all on NVMe: 3.7 s a step, now 2.9)."""
 
 
 class Staging:
@@ -36,8 +37,11 @@ class Staging:
         self._queue = queue
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Staging, uint8 (nbytes,), for a gradient; see the note. Raises StorageError of what it had to wait
-        for, and BudgetError where code outside keeps what is missing."""
+        """Staging, uint8 (nbytes,), for a gradient; see [Note: room].
+
+        Raises StorageError if something that it waits for fails, and BudgetError if user code holds the
+        missing bytes.
+        """
         while (memory := self._try_take(nbytes)) is None:
             if not self._make_room():
                 return self._take_or_raise(nbytes)
@@ -61,7 +65,7 @@ class Staging:
         while not self.try_grant(chain):
             if self._make_room(chain):
                 continue
-            if chain.holds_gradient:  # alone it may lie where the rest finds no room beside it
+            if chain.holds_gradient:  # it may lie so that no free range is large enough for the rest
                 self._put_gradient_home(chain)
                 continue
             present = chain.present()
@@ -69,9 +73,9 @@ class Staging:
             return
 
     def read_ahead(self, candidates: Iterator[Sequence[Chain]]) -> None:
-        """Read states of chains whose gate is closed, as far as there is room; see the note.
+        """Read states of chains whose gate is closed, as far as there is room; see [Note: room].
 
-        candidates: as of `ReadAhead.candidates`.
+        candidates: the result of `ReadAhead.candidates`.
         """
         spared = max(self._pool.nbytes // _SPARED, self._store.plan.chain_bytes)
         for chains in candidates:
@@ -84,7 +88,7 @@ class Staging:
                 memory = self._try_take(nbytes)
                 if memory is None:
                     return
-                with contextlib.suppress(InfinityError):  # once its gate is open, it says what is wrong
+                with contextlib.suppress(InfinityError):  # with an open gate the read is repeated, and raises
                     self._queue.read_ahead(chain, memory)
 
     def _grant(self, chain: Chain, memory: torch.Tensor, present: Present | None) -> None:
@@ -102,7 +106,7 @@ class Staging:
             return lease.residency()
 
     def _take_or_raise(self, nbytes: int) -> torch.Tensor:
-        gc.collect()  # views in reference cycles, as tracebacks leave them
+        gc.collect()  # tracebacks leave views in reference cycles
         with self._pool.lease(nbytes) as lease:
             return lease.residency()
 
@@ -130,6 +134,6 @@ class Staging:
         return self._staged.write_back_oldest(kept)
 
     def _put_gradient_home(self, chain: Chain) -> None:
-        """Of a DUE chain: it is read again when the chain is granted staging for it."""
+        """Write a DUE chain's gradient home; it is read again when the chain is granted staging for it."""
         self._staged.write_back_now(chain.unit, chain.chunk_index, chain.gradient)
         chain.forget_gradient()

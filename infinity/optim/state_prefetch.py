@@ -1,10 +1,10 @@
-"""Which chains have their states read before their gate opens.
+"""State prefetch: the choice of chains whose states are read before their gate opens.
 
-A lazy update begins after the backward, when the disk had little to do, and ends before its unit's forward,
-when it has everything to do. So the states of the first chains are read as soon as their unit's gradients are
+Lazy updates run between the backward and their unit's forward, when the disk is busiest; during the backward
+it has little to do. So the states of the first chains are read as soon as their unit's gradients are
 complete. An eager update begins with its unit's last gradient: the states of the next units in the order of
-the backward are read before their gradients come. Whoever needs the staging first takes it (`Chain.revoke`),
-and the states are read again when the gate is open.
+the backward are read before their gradients come. If the staging is needed elsewhere first, the chain gives
+it up (`Chain.revoke`), and the states are read again when the gate is open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.optim.chain import Chain, ChainState
 
 
 class ReadAhead:
-    """What is read ahead for one runtime's updates. Called under the runtime's lock."""
+    """The chains to read ahead for one runtime's updates. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -31,8 +31,10 @@ class ReadAhead:
         accumulation: int,
         room: int,
     ) -> None:
-        """chains, parameters: of every unit. accumulation: gradients of each parameter in a step. room: bytes
-        of staging that lazy ones may take."""
+        """chains: unit -> its chains. parameters: the parameters of every unit.
+
+        accumulation: gradients of each parameter in a step. room: bytes of staging for lazy read-ahead.
+        """
         self._chains = chains
         self._parameters = parameters
         self._gradients = gradients
@@ -46,11 +48,14 @@ class ReadAhead:
         self._next: deque[int] = deque()
         """Eager: units whose states are to be read before their gradients come, in that order."""
         self._cleared = False
-        """Eager: whether the last step's gradients are forgotten, so that the next one's can be told."""
+        """Eager: whether the last step's gradients are forgotten, so that any present are the next step's."""
 
     def stepped(self, due: Sequence[int], order: Sequence[int]) -> None:
-        """A step was made. due: its units that are not updated yet, in this order. order: of all units in the
-        next forward, as far as it is expected; the next backward brings gradients the other way round."""
+        """Choose what to read ahead, after a step.
+
+        due: the units whose update is pending, in the order of their updates. order: units in the expected
+        order of the next forward; the next backward brings gradients in the reverse order.
+        """
         self._cleared = False
         if self._eager:
             self._next = deque(unit for unit in reversed(order) if self._on_disk(unit))
@@ -69,16 +74,16 @@ class ReadAhead:
                 return
 
     def gradient_added(self, unit: int) -> bool:
-        """A gradient of the unit was added. Returns whether there is more to read ahead now."""
+        """Note a new gradient of the unit. Returns whether there is more to read ahead now."""
         if not self._chosen.get(unit) or not self._complete(unit, self._accumulation):
             return False
         self._unlocked.extend(self._chosen.pop(unit))
         return True
 
     def candidates(self, pending: Callable[[int], bool]) -> Iterator[Sequence[Chain]]:
-        """The chains to read next: all of one element or none. The caller stops where it has no room.
+        """Groups of chains to read next, each as a whole or not at all. The caller stops if it has no room.
 
-        pending: of a unit, whether its last update is not over.
+        pending: unit -> whether its last update is not over.
         """
         return self._before_gradients(pending) if self._eager else self._after_gradients()
 
@@ -86,7 +91,7 @@ class ReadAhead:
         while self._unlocked:
             chain = self._unlocked[0]
             page = self._gradients.pages[chain.unit]
-            # A gradient that went home did so because its room was needed.
+            # A gradient was written home because its room was needed: there is none for its states.
             if self._can_read(chain) and page.is_in_ram(chain.chunk_index):
                 yield (chain,)
             self._unlocked.popleft()

@@ -1,4 +1,4 @@
-"""Unit's update: the chains of one unit, and how far they are."""
+"""Unit update: the chains of one unit, and their progress."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class UnitUpdate:
 
     chains: Sequence[Chain]
     parameters: frozenset[int]
-    """Of the unit, those that lie in chains."""
+    """Indices of the unit's parameters that lie in chains."""
     rests: bool
     """Whether none of its chains ever needs staging."""
     left: int = 0
-    """Chains whose gate was opened and whose outcome the model cannot be given yet."""
+    """Number of chains whose gate was opened and whose results the model cannot use yet."""
     unread: bool = False
-    """A read ahead of time failed: nobody tries again before somebody waits for the unit."""
+    """Whether an early read failed; it is tried again only when somebody waits for the unit."""
     resting: Sequence[Chain] = ()
-    """Of a unit that `rests`, where the CPU computes the model: its DUE chains, which are in no queue."""
+    """DUE chains that are in no queue, of a unit that `rests` while the CPU computes the model."""
 
     @staticmethod
     def of(chains: Sequence[Chain]) -> UnitUpdate:
-        """Of a unit with these chains."""
+        """The update of a unit with these chains."""
         parameters = frozenset(piece.parameter for chain in chains for piece in chain.chunk.pieces)
         return UnitUpdate(chains, parameters, rests=all([chain.rests for chain in chains]))
 

@@ -1,7 +1,7 @@
-"""The update queue: the chains that are due, those that are under way, and how each is moved on.
+"""Update queue: the chains that are due, those that are under way, and how each advances.
 
-A chain that is due waits for its turn and for staging (infinity/optim/staging.py). Once it is begun it reads,
-computes and writes; whoever needs its unit, or its memory, has it brought to its end here.
+A chain that is due waits for its turn and for staging (infinity/optim/staging.py). Once begun it reads,
+computes and writes; callers that need its unit, or its memory, end it here.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ class UpdateQueue:
         self.due: dict[int, deque[Chain]] = {}
         """Unit -> its DUE chains, in the order of use."""
         self.active: list[Chain] = []
-        """Those that hold staging or compute, in the order in which they were granted it."""
+        """Chains that hold staging or compute, in the order in which they began."""
         self.copies: deque[tuple[int, Transfer]] = deque()
-        """(unit, copy up to the device), ordered before what uses it: it reads staging and sees its page."""
+        """(unit, copy to the device) still under way; it reads staging and writes the unit's page.
+
+        The compute stream is already ordered after it.
+        """
         self.shares_cpu = store.plan.device.type == "cpu"
-        """Whether the CPU computes the model too: whoever waits for an update then helps with it."""
+        """Whether the CPU computes the model too; a thread that waits for an update then helps with it."""
         self._units = units
         self._store = store
 
     # --- in and out -------------------------------------------------------------------------------------
 
     def open(self, unit: int, chains: Sequence[Chain], decision: Decision) -> None:
-        """The gates of these chains open; those that need staging are due."""
+        """Open the gates of these chains of a unit; those that need staging are due."""
         due = deque([chain for chain in chains if chain.open(decision)])
         self.active = [each for each in self.active if each.state is not ChainState.DUE]
         if due:
             self.due[unit] = due
 
     def arrange(self, units: Iterable[int]) -> None:
-        """Of the units that are due, in this order."""
+        """Put the units that are due in this order."""
         self.due = {unit: self.due[unit] for unit in units if unit in self.due}
 
     def read_ahead(self, chain: Chain, memory: torch.Tensor) -> None:
@@ -55,7 +58,7 @@ class UpdateQueue:
         self.active.append(chain)
 
     def begun(self, chain: Chain) -> None:
-        """A chain is DUE no longer."""
+        """Move a chain from `due` to `active`."""
         self.active.append(chain)
         queue = self.due[chain.unit]
         queue.remove(chain)
@@ -68,7 +71,7 @@ class UpdateQueue:
         chain.revoke()
 
     def revoke_all(self) -> None:
-        """Every chain whose gate is closed."""
+        """Revoke every chain whose gate is closed."""
         for chain in [each for each in self.active if each.is_ahead]:
             self.revoke(chain)
 
@@ -85,14 +88,14 @@ class UpdateQueue:
     # --- what is under way ------------------------------------------------------------------------------
 
     def running(self, unit: int) -> Chain | None:
-        """The first chain of a unit that is under way with an open gate, or whose copy up is."""
+        """The first active chain of a unit with an open gate or a copy to the device under way."""
         for chain in self.active:
             if chain.unit == unit and not chain.is_ahead:
                 return chain
         return None
 
     def poll(self) -> None:
-        """Move on what needs no waiting."""
+        """Advance every chain that can go on without waiting."""
         while self.copies and self.copies[0][1].done():
             self.copies.popleft()
         for chain in [*self.active]:
@@ -107,7 +110,7 @@ class UpdateQueue:
                 if self.shares_cpu:
                     self._write(chain)
                 elif chain.ticket.done():
-                    chain.ticket.wait()  # lets go of memory
+                    chain.ticket.wait()  # drops the ticket's references to memory
                     chain.write()
             if chain.state is ChainState.WRITING and chain.copy.done():
                 self.active.remove(chain)
@@ -119,7 +122,7 @@ class UpdateQueue:
         self._store.meter.submitted(ticket, chain.update.numel)
 
     def end(self, chain: Chain) -> None:
-        """Bring one chain to its end, but for its writes. Raises StorageError."""
+        """End one chain, except for its writes. Raises StorageError."""
         if chain.state is ChainState.READING:
             try:
                 with self._store.meter.stalling(Edge.NVME_TO_HOST):
@@ -128,7 +131,7 @@ class UpdateQueue:
                 was_ahead = chain.was_ahead
                 self._put_back(chain)
                 if was_ahead:
-                    return  # it is due as before, and what is asked for now is read anew
+                    return  # it is due again, and its next grant repeats the reads
                 raise
             self.compute(chain)
         if chain.state is ChainState.COMPUTING:
@@ -137,7 +140,7 @@ class UpdateQueue:
         self.deliver(chain)
 
     def end_quietly(self, chain: Chain) -> None:
-        """`end`, but reads that fail raise nothing: the chain is due again."""
+        """`end` without raising for failed reads: the chain is due again then."""
         try:
             self.end(chain)
         except InfinityError:
@@ -145,7 +148,7 @@ class UpdateQueue:
                 raise
 
     def deliver(self, chain: Chain) -> None:
-        """Whoever uses the unit from now on finds the outcome, or is ordered after its copy up."""
+        """Make a chain's results visible: later uses of the unit see them, ordered after any copy."""
         self._units[chain.unit].left -= 1
         copy = chain.finish()
         if copy is not ARRIVED:
@@ -163,14 +166,14 @@ class UpdateQueue:
                 self.copies.remove(copied)
 
     def finish_copies(self) -> None:
-        """Wait for the copies up to the device, which see the bytes of their pages."""
+        """Wait for the copies to the device, which hold views of their pages."""
         while self.copies:
             self.copies.popleft()[1].wait()
 
     # --- inside -----------------------------------------------------------------------------------------
 
     def _compute_quietly(self, chain: Chain) -> None:
-        """Reads have ended: go on, or leave it to whoever waits for the unit to try again."""
+        """Compute a chain whose reads have ended; if one failed, put it back until the unit is waited for."""
         try:
             chain.gather()
         except InfinityError:
@@ -180,7 +183,7 @@ class UpdateQueue:
         self.compute(chain)
 
     def _write(self, chain: Chain) -> None:
-        """Wait for the update itself, and send the outcome on its way."""
+        """Wait for the update itself, and begin to write its results."""
         assert chain.ticket is not None
         started = time.perf_counter()
         chain.ticket.wait()
@@ -188,7 +191,7 @@ class UpdateQueue:
         chain.write()
 
     def _put_back(self, chain: Chain) -> None:
-        """A read failed and nothing was changed: the chain is due again, before all others."""
+        """Make a chain due again, before all others: a read failed, and nothing was changed."""
         chain.put_back()
         self.active.remove(chain)
         queue = self.due.pop(chain.unit, deque())

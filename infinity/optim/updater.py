@@ -1,12 +1,15 @@
-"""The update: which chunks a step changes, and in which order.
+"""Updater: which chunks a step changes, and in which order.
 
 `step` decides everything - which parameters, with which hyper-parameters, scale and gradients - and opens the
 gates of the chains (infinity/optim/chain.py). They are due from then on (infinity/optim/update_queue.py), and
 stream through staging (infinity/optim/staging.py) in the order in which the next forward uses their units:
-some are read while one is computed and others are written, and all of it while the model computes. Whoever
-wants a unit meanwhile (`complete`) waits for its chains only. What rests in host RAM as a whole is updated at
-once where the CPU computes the model too: there is nothing to overlap. So is what the device updates, where
-all of it rests: its stream has it done before what is queued later."""
+some are read while one is computed and others are written, and all of it while the model computes. A caller
+that needs a unit meanwhile (`complete`) waits for its chains only.
+
+Two kinds of units are updated at once. One is a unit that rests in host RAM as a whole, where the CPU
+computes the model too: there is nothing to overlap. The other is a unit that rests where the device updates
+it: the device's stream orders the update before what is queued later.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.store import Store
 
 _MOST_RUNNING = 8
-"""Updates under way that need no staging; more would only lengthen queues."""
+"""The most updates without staging that are under way at once; more would only lengthen queues."""
 
 
 class Updater:
@@ -69,7 +72,7 @@ class Updater:
         return [Chain(each, self._store, health) for each in updates]
 
     def _read_ahead(self) -> ReadAhead | None:
-        """None where nobody knows which backward is a step's last."""
+        """The read-ahead, or None if it is not declared which backward is a step's last."""
         plan = self._store.plan
         if plan.accumulation is None or plan.update == "sync":
             return None
@@ -85,9 +88,9 @@ class Updater:
     # --- gradients --------------------------------------------------------------------------------------
 
     def accumulate(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a fresh gradient (any dense strides, where the model computes) to a parameter's.
+        """Add a new gradient (any dense strides, in the memory where the model computes) to a parameter's.
 
-        Raises as `Gradients.adding`, and StorageError where a page cannot be read or written.
+        Raises as `Gradients.adding`, and StorageError if a page cannot be read or written.
         """
         gradients = self._gradients
         with gradients.adding(unit, parameter, gradient.dtype) as page:
@@ -110,24 +113,24 @@ class Updater:
     def step(self, group_of: GroupOf, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
         """Update every parameter that has a gradient and a group: now, or before its next use.
 
-        order: units as the next forward is expected to use them. exposed: whether code outside sees a unit's
-        bytes, which is then updated before this returns. Raises StorageError; some chunks are updated then
-        and others not.
+        order: units in the order in which the next forward is expected to use them. exposed: unit -> whether
+        user code has views of its bytes; the unit is then updated before this returns. Raises StorageError;
+        some chunks are updated then and others not.
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
-            self.complete(unit)  # which nobody used since the last step
+            self.complete(unit)  # it was not used since the last step
         self._store.link.drain()
         for unit in later:
             self._open(unit, group_of)
-        # Before any of them is begun: an update sees the bytes of its unit, too.
+        # Before any update begins, because updates have views of their units' bytes, too.
         seen = [unit for unit in later if self._units[unit].left and exposed(unit)]
         first = {unit: place for place, unit in enumerate(order)}
         opened = [unit for unit, group in enumerate(self._units) if group.left]
         opened.sort(key=lambda each: first.get(each, len(order) + each))
         self._queue.arrange(opened)
         if self._ahead is not None:
-            self._queue.revoke_all()  # of units that have no update now
+            self._queue.revoke_all()  # chains of units that have no update now
             self._ahead.stepped(opened, order)
         if not self._lazy:
             self.complete_all()
@@ -140,12 +143,12 @@ class Updater:
     def begin_early(self, unit: int, group_of: GroupOf, exposed: Callable[[int], bool]) -> None:
         """Update a unit with the gradients that it has, before the `step` that they are for.
 
-        Nobody else sees these gradients any more. Its pages are at home, or resident: not arriving in memory
-        of the device's own. exposed: as of `step`; its update is then over when this returns.
+        No other code uses these gradients any more. The unit's pages are at home or resident, not arriving in
+        a device's own memory. exposed: as in `step`; the update of an exposed unit is over when this returns.
         """
         self.complete(unit)
         seen = exposed(unit)
-        self._store.link.follow_compute()  # whose kernels may still read what a copy up overwrites
+        self._store.link.follow_compute()  # its kernels may still read what the copy to the device overwrites
         self._open(unit, group_of)
         self._gradients.consume(unit)
         if seen:
@@ -153,15 +156,15 @@ class Updater:
         self._begin_updates((unit,))
 
     def pending(self, unit: int) -> bool:
-        """Whether the unit's parameters are not yet what the last step makes of them."""
+        """Whether the unit's parameters do not yet have the values of the last step."""
         return self._units[unit].left > 0
 
     def begun(self, unit: int) -> bool:
-        """Whether the unit is pending, and something for it under way."""
+        """Whether the unit is pending, and one of its chains is under way."""
         return self._queue.running(unit) is not None
 
     def complete(self, unit: int) -> None:
-        """Bring the updates of a unit to their end, but for writes.
+        """End the updates of a unit, except for their writes.
 
         Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
@@ -177,7 +180,7 @@ class Updater:
                 self._staging.grant(queue.due[unit][0])
             else:
                 queue.end(running)
-                self.advance()  # what follows takes the room that came free: the disk has no pause here
+                self.advance()  # the next chains take the free room, so that the disk has no pause
 
     def complete_all(self) -> None:
         """`complete` every unit."""
@@ -186,15 +189,14 @@ class Updater:
                 self.complete(unit)
 
     def release(self, unit: int) -> None:
-        """The unit's page is about to leave or come anew: afterwards nothing runs in its present bytes, nor
-        is copied into them.
+        """Wait until no update uses the unit's present bytes: its page is about to leave or to come anew.
 
-        Reads that fail raise nothing here.
+        Failed reads raise nothing here.
         """
         self._queue.release(unit)
 
     def advance(self) -> None:
-        """Move on what needs no waiting, and begin what has room."""
+        """Advance what needs no waiting, and begin what has room."""
         queue = self._queue
         if queue.active or queue.copies:
             queue.poll()
@@ -207,7 +209,7 @@ class Updater:
             self._staging.read_ahead(self._ahead.candidates(self.pending))
 
     def finish_copies(self) -> None:
-        """Wait for the copies up to the device, which see the bytes of their pages."""
+        """Wait for the copies to the device, which hold views of their pages."""
         self._queue.finish_copies()
 
     def abandon(self) -> None:
@@ -217,7 +219,7 @@ class Updater:
     # --- what is due ------------------------------------------------------------------------------------
 
     def _open(self, unit: int, group_of: GroupOf) -> None:
-        """Decide the update of a unit. From here on every count says that the unit's step was."""
+        """Decide the update of a unit, and count it as done."""
         decision = decide(unit, group_of, self._gradients, self._states)
         if decision is None:
             return
@@ -237,7 +239,7 @@ class Updater:
             count_step(self._pages[unit], self._states, decision, group_of)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
-        """Queue a unit's update behind what the device computes, and before all that will use its outcome."""
+        """Queue a unit's update on the device, after what it computes now and before later uses."""
         started = time.perf_counter()
         turns = {
             parameter: Turn(decision.hypers[hyper], seed)
@@ -249,7 +251,7 @@ class Updater:
     # --- what is begun ----------------------------------------------------------------------------------
 
     def _begin_updates(self, units: Iterable[int]) -> None:
-        """Of these units, whose updates were just decided."""
+        """Begin the updates of these units, which were just decided."""
         self.advance()
         for unit in units:
             if self._units[unit].resting:
@@ -263,7 +265,7 @@ class Updater:
         self._update_in_place(chains)
 
     def _update_in_place(self, chains: Sequence[Chain]) -> None:
-        """Update DUE chains whose memory is all in host RAM, a few at a time, between reads that go on."""
+        """Update DUE chains whose memory is all in host RAM, a few at a time, while reads go on."""
         queue = self._queue
         for first in range(0, len(chains), _MOST_RUNNING):
             batch = chains[first : first + _MOST_RUNNING]
@@ -286,7 +288,7 @@ class Updater:
                 self.advance()
 
     def _can_begin(self, unit: int) -> bool:
-        """Whether a unit's parameters are where an update ahead of time should take them from."""
+        """Whether a unit's parameters are where an update before its next use should take them from."""
         if self._units[unit].unread:
             return False
         page = self._pages[unit]

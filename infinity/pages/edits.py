@@ -1,11 +1,11 @@
-"""Edits: what code outside writes to parameters, and which views it holds.
+"""Edits: what user code writes to parameters, and the views that it holds.
 
 [Note: loans]
-A view of a page that code outside asked for (`p.detach()`, `p.data`, `p[0]` between steps) may be written to
-later, by torch, when nobody looks. So the runtime keeps an alias of each such view, a loan, and looks again
-before the page leaves, before an update, and when memory is short: whether a version counter has moved, and
-whether anybody else still holds the storage. Edits go home and become the master; a loan that nobody else
-holds is forgotten, and the bytes return.
+User code may write at any later time to a view of a page that it asked for (`p.detach()`, `p.data`, `p[0]`
+between steps), without a call of the runtime. So the runtime keeps an alias of each such view, a loan. Before
+the page leaves, before an update, and when memory is short, it checks whether the alias's version counter has
+moved, and whether any other reference to the storage is left. Edits are written home and become the master;
+a loan without other references is forgotten, and its bytes are free again.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from infinity.pages.store import Store
 
 @dataclass(slots=True)
 class _Loan:
-    """An alias of a view that code outside holds, or held."""
+    """An alias of a view that user code holds, or held."""
 
     alias: torch.Tensor
     version: int
     index: int
-    """Of the parameter."""
+    """Index of the parameter in its page."""
 
 
 class EditTracker:
-    """Takes edits of parameters home, and tells who sees a page. Called under the runtime's lock."""
+    """Writes edits of parameters home, and tells which pages user code sees.
+
+    Called under the runtime's lock.
+    """
 
     def __init__(self, pages: Sequence[ParameterPage], store: Store, states: States | None) -> None:
-        """states: told of edits; None for inference."""
+        """states: the optimizer states, whose masters follow edits; None for inference."""
         self._pages = pages
         self._store = store
         self._states = states
         self._loans: dict[int, list[_Loan]] = {}
         self._replaced: dict[int, set[int]] = {}
-        """unit -> parameters whose present page was given values that no version tells of."""
+        """unit -> parameters of its present page that got other values without a change of their version."""
 
     def replaced(self, page: ParameterPage, index: int) -> None:
-        """Parameter `index` of a present page was given other values."""
+        """Note that parameter `index` of a present page got other values."""
         self._replaced.setdefault(page.index, set()).add(index)
 
     def write_back(self, page: ParameterPage) -> None:
-        """Take what was edited in the page's bytes home. Raises ConfigError for an edit that was lost."""
+        """Write the edits in the page's bytes home. Raises ConfigError for an edit that was lost."""
         edited = set(page.edits()) | self._replaced.pop(page.index, set())
         for loan in self._loans.get(page.index, ()):
             if loan.alias._version != loan.version:
@@ -69,7 +72,7 @@ class EditTracker:
         self._forget_loans(page)
 
     def exposed(self, unit: int) -> bool:
-        """Whether code outside sees the bytes of a unit's page without asking for them."""
+        """Whether user code can see the bytes of a unit's page without a call of the runtime."""
         page = self._pages[unit]
         if page.holds:
             return True
@@ -78,23 +81,23 @@ class EditTracker:
         return self._held_outside(page, page.residency)
 
     def sync_edits(self) -> None:
-        """Take every edit home."""
+        """Write every edit home."""
         for page in self._pages:
             self.write_back(page)
 
     def updated(self, unit: int | None = None) -> None:
-        """All pages were updated, or one: versions that views share with parameters moved by no edit."""
+        """Note an update of one unit, or of all (None): it moved versions of loans, and is no edit."""
         for loans in self._loans.values() if unit is None else [self._loans.get(unit, [])]:
             for loan in loans:
                 loan.version = loan.alias._version
 
     def reclaim(self) -> None:
-        """Forget the loans that nobody else holds."""
+        """Forget the loans whose storage has no other references."""
         for unit in list(self._loans):
             self.write_back(self._pages[unit])
 
     def keep_loan(self, page: ParameterPage, index: int, view: torch.Tensor) -> None:
-        """Code outside has `view`, of parameter `index`'s bytes: look at it again."""
+        """Keep a loan of `view`, parameter `index`'s bytes, which user code has got."""
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             alias = view.detach()
         loans = self._loans.setdefault(page.index, [])
@@ -104,7 +107,7 @@ class EditTracker:
         loans.append(_Loan(alias, alias._version, index))
 
     def forget(self) -> None:
-        """Let go of every alias."""
+        """Drop every alias."""
         self._loans.clear()
         self._replaced.clear()
 
@@ -116,7 +119,7 @@ class EditTracker:
             self._states.edited(page.index, index)
 
     def _forget_loans(self, page: ParameterPage) -> None:
-        """Forget them if nobody outside holds the storage any more."""
+        """Forget a page's loans if their storage has no other references."""
         loans = self._loans.get(page.index)
         if not loans:
             return
@@ -124,7 +127,7 @@ class EditTracker:
             del self._loans[page.index]
 
     def _held_outside(self, page: ParameterPage, memory: torch.Tensor) -> bool:
-        """Whether anybody but the runtime holds the storage of `memory`, bytes of the page."""
+        """Whether any code but the runtime holds the storage of `memory`, bytes of the page."""
         storage = memory.untyped_storage()
         ours = len(self._loans.get(page.index, ())) + 1  # the wrapper above
         if page.residency is not None:

@@ -1,4 +1,4 @@
-"""A gradient page: one unit's gradients, chunk by chunk: what there is of them, and where."""
+"""Gradient page: one unit's gradients by chunk, which of them are there, and in which memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(slots=True)
 class Stage:
-    """A chunk of a gradient page in staging, newer than its home."""
+    """A chunk of a gradient page that is in staging, where it is newer than at home."""
 
     data: torch.Tensor
-    """uint8, as the chunk at home."""
+    """The chunk's bytes, uint8, in the same form as at home."""
     waiting: set[int] = field(default_factory=set)
     """Parameters whose gradient is still expected in this backward."""
 
 
 @dataclass(slots=True)
 class ChunkState:
-    """What is known of one chunk of a gradient page."""
+    """The state of one chunk of a gradient page."""
 
     stage: Stage | None = None
     sent: int = 0
-    """The number of the last job of the ring that changes the chunk; 0: none."""
+    """Number of the last job of the ring that changes the chunk; 0: none."""
     stored: bool = False
     """Whether the home holds anything of this step."""
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class GradientPage:
     def __init__(
         self, index: int, layout: UnitLayout, home: Home, plan: Plan, ring: GradientRing | None = None
     ) -> None:
-        """ring: through which gradients come down, where they do."""
+        """ring: the ring through which gradients leave a device with its own memory; None without one."""
         self._ring = ring
         self.index = index
         self.layout = layout
@@ -57,9 +57,9 @@ class GradientPage:
         self.content: set[int] = set()
         """Parameters that have a gradient."""
         self.arrivals: Counter[int] = Counter()
-        """Parameter -> how many gradients were added for it since the last `Gradients.clear`."""
+        """Parameter -> number of gradients added for it since the last `Gradients.clear`."""
         self.consumed = False
-        """Whether eager updates have them, so that nobody else does."""
+        """Whether an eager update has taken the gradients; no other code may use them then."""
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.states = [ChunkState() for _ in layout.chunks]
         self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]
@@ -71,10 +71,13 @@ class GradientPage:
             if plan.gradient_dtype(layout.parameters[index].dtype)
             != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
         )
-        """Parameters whose gradient rests as it comes, not in the dtype of sums: one, and no more."""
+        """Parameters whose gradient is stored in its own dtype, not the accumulation's: one for each step."""
 
     def check_single(self, parameter: int, dtype: torch.dtype) -> None:
-        """Of one of `as_they_come`. Raises ConfigError where a gradient of this dtype cannot rest so."""
+        """Check a gradient for a parameter of `as_they_come`.
+
+        Raises ConfigError if it is the second of the step, or not of the parameter's dtype.
+        """
         layout = self.layout.parameters[parameter]
         name = layout.names[0]
         if parameter in self.content:
@@ -91,66 +94,69 @@ class GradientPage:
             )
 
     def complete(self, parameters: Sequence[torch.Tensor], accumulation: int) -> bool:
-        """Whether all of these, the unit's parameters, that take gradients have had so many."""
+        """Whether every parameter that requires a gradient has had `accumulation` of them.
+
+        parameters: all of the unit's.
+        """
         if accumulation <= 0:
             return True
-        # The first ones' come last: as a rule the first look ends it.
+        # The first parameters' gradients come last, so the first comparison usually decides.
         return not any(
             self.arrivals.get(index, 0) < accumulation and parameters[index].requires_grad
             for index in self._trainable
         )
 
     def dtype(self, number: int) -> torch.dtype:
-        """Of a chunk's elements."""
+        """Dtype of a chunk's elements."""
         return self._dtypes[number]
 
     def nbytes(self, number: int) -> int:
-        """Of a chunk at home, in whole 4 KiB blocks."""
+        """Bytes of a chunk at home, in whole 4 KiB blocks."""
         return round_up(self.layout.chunks[number].count * self._dtypes[number].itemsize, PAGE_ALIGNMENT)
 
     def offset(self, number: int) -> int:
-        """Of a chunk in the page, in bytes."""
+        """Bytes from the page's start to a chunk."""
         return self._offsets[number]
 
     def in_ram(self, number: int) -> torch.Tensor | None:
-        """A chunk where it is in host RAM, uint8 (nbytes,): staged, or at home there; else None.
+        """A chunk's bytes, uint8 (nbytes,), if they are in host RAM, staged or at home; else None.
 
-        Waits until all that was added to it is there. Raises the ring's failure.
+        Waits until all that was added to the chunk has arrived. Raises the ring's failure.
         """
         self.settle(number)
         return self.memory(number)
 
     def is_in_ram(self, number: int) -> bool:
-        """Whether a chunk is in host RAM, or what is added to it on its way there."""
+        """Whether a chunk is in host RAM, even if gradients for it are still arriving."""
         return self.home.in_place or self.states[number].stage is not None
 
     def arrived(self, number: int) -> bool:
-        """Whether all that was added to a chunk is there. Never blocks."""
+        """Whether all that was added to a chunk has arrived. Never blocks."""
         return self._ring is None or self._ring.arrived(self.states[number].sent)
 
     def settle(self, number: int) -> None:
-        """Wait until all that was added to a chunk is there. Raises the ring's failure."""
+        """Wait until all that was added to a chunk has arrived. Raises the ring's failure."""
         if self._ring is not None and self.states[number].sent:
             self._ring.settle(self.states[number].sent)
 
     def memory(self, number: int) -> torch.Tensor | None:
-        """`in_ram`, for who adds: without waiting."""
+        """`in_ram` without waiting, for code that adds to the chunk."""
         stage = self.states[number].stage
         if stage is not None:
             return stage.data
         return self.home.view(self._offsets[number], self.nbytes(number)) if self.home.in_place else None
 
     def runs(self, parameter: int) -> Sequence[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
-        """The parts of a parameter's gradient, at home in memory, that lie in one piece of it.
+        """The contiguous runs of a parameter's gradient at home in memory; one if its chunks have no gap.
 
-        (first element, gradient, (chunk, first element) of each piece); one, where chunks have no gap.
+        Each is (first element, gradient, [(chunk, first element) of each piece in the run]).
         """
         if parameter not in self._runs:
             self._runs[parameter] = list(self._find_runs(parameter))
         return self._runs[parameter]
 
     def forget_runs(self) -> None:
-        """Let go of memory at home."""
+        """Drop the views of memory at home."""
         self._runs.clear()
 
     def _find_runs(self, parameter: int) -> Iterator[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
@@ -171,14 +177,14 @@ class GradientPage:
             yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
 
     def typed(self, number: int, data: torch.Tensor) -> torch.Tensor:
-        """A chunk's elements in uint8 `data` that starts with them."""
+        """A chunk's elements, a view of uint8 `data` that starts with them."""
         count = self.layout.chunks[number].count
         return data[: count * self._dtypes[number].itemsize].view(self._dtypes[number])
 
     def squares(self, parameter: int) -> float:
-        """The sum of squares of what is stored: finite if and only if every element is.
+        """The sum of squares of a stored gradient: finite if and only if every element is.
 
-        Waits for it. Raises the ring's failure.
+        Waits until the gradient has arrived. Raises the ring's failure.
         """
         total = 0.0
         for number, piece in self.layout.pieces(parameter):

@@ -1,18 +1,18 @@
-"""The gradient ring: device memory through which fresh gradients leave, while the backward goes on.
+"""Gradient ring: a ring buffer in device memory through which new gradients leave while the backward goes on.
 
-The hook of a gradient copies it into the ring, on the stream that made it, so that autograd's memory is free
-at once; it records an event and returns. A worker brings down what the ring has, oldest first, into a landing
-of the same shape in host RAM, and does what is to be done with it there. Neighbours that are there together
-come down in one copy.
+A gradient's hook copies it into the ring, on the stream that made it, so that autograd's memory is free at
+once; then it records an event and returns. A worker thread copies the ring's contents, oldest first, to the
+landing, a buffer of the same size in host RAM, and accumulates them from there. Jobs that are next to each
+other and ready together are copied at once.
 
 [Note: who waits for the worker]
-The worker takes no lock but the ring's own, so anybody may wait for it, also under the runtime's lock. It
-does its jobs in their order: the number of the last one that changes some bytes says when they are right.
-Where the ring is full, the hook waits for room before it takes the runtime's lock (`await_room`); what does
-not fit the ring as a whole waits for the rest of its room with it.
+The worker takes no lock but the ring's own, so any thread may wait for it, also under the runtime's lock. It
+does its jobs in order, so bytes are up to date once the last job that changes them is done, known by its
+number. If the ring is full, the hook waits for room before it takes the runtime's lock (`await_room`). Only a
+gradient larger than the ring waits for part of its room while it has that lock.
 
-[Note: failures] The first error is kept until `renew`: jobs behind it are dropped, for what they would add to
-may be half done. Whoever sends or settles meanwhile gets it raised.
+[Note: failures] The first error is kept until `renew`. Later jobs are dropped, because the sums that they
+would add to may be incomplete; `send` and `settle` raise the error meanwhile.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from infinity.tiers.driver import Event
 from infinity.tiers.link import User
 
 _SLICE = 0.05
-"""Seconds between two looks of a wait, each of which lets signals in."""
+"""Seconds after which a wait checks again, so that signals are handled."""
 
 _IDLE = 1.0
-"""Seconds after which a worker without jobs ends: a runtime that nobody closed is not kept by its thread."""
+"""Seconds after which a worker without jobs ends, so that it does not keep an unclosed runtime alive."""
 
 Use = Callable[[torch.Tensor], None]
-"""What is done with a gradient that has come down: called on the worker with host bytes, (n,)."""
+"""Function that the worker calls with a gradient once it is in host RAM: (n,), in the gradient's dtype."""
 
 
 class Job:
-    """A part of a gradient on its way."""
+    """A part of a gradient on its way to host RAM."""
 
     __slots__ = ("dtype", "end", "event", "number", "ready", "start", "use")
 
     def __init__(self, dtype: torch.dtype, use: Use) -> None:
         self.dtype = dtype
         self.use: Use | None = use
-        """None once nothing is to be done with it."""
+        """The function for the part; None if the part is dropped, or has been used."""
         self.start = self.end = 0
-        """The bytes of the ring that it has."""
+        """The part's bytes [start, end) of the ring."""
         self.number = 0
         self.event: Event | None = None
         self.ready = False
-        """Whether it has an event, or never will."""
+        """Whether the event is recorded, or never will be."""
 
 
 def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:
-    """Where in a ring of `size` bytes so many find room; None where they do not. Pure.
+    """The start of `nbytes` free bytes in a ring of `size` bytes; None if there are not that many. Pure.
 
-    taken: who has room, oldest first; it is given back in that order. None goes over the ring's end.
+    taken: the jobs that have room, oldest first, in which order they give it back. No job wraps around the
+    ring's end.
     """
     if not taken:
         return 0 if nbytes <= size else None
@@ -76,8 +77,10 @@ def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[
 
 
 def fit(sizes: Sequence[int], alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> bool:
-    """Whether all of these find room, one after the other, or as many of the first ones as an empty ring has
-    room for. Pure."""
+    """Whether jobs of these sizes (bytes) all find room, one after the other. Pure.
+
+    If even an empty ring cannot hold all, only as many of the first ones count as it can hold.
+    """
     now, empty = list(taken), list[Job]()
     for nbytes in sizes:
         for jobs, enough in ((empty, True), (now, False)):
@@ -95,10 +98,10 @@ def _nothing(landed: torch.Tensor) -> None:
 
 
 class GradientRing:
-    """The ring of one runtime and its worker. Sent to under the runtime's lock; all else from any thread."""
+    """The ring of one runtime and its worker. `send` is called under the runtime's lock, all else without."""
 
     def __init__(self, store: Store) -> None:
-        """The store has a ring and a landing."""
+        """store: one with a ring and a landing."""
         assert store.ring is not None and store.landing is not None
         self._store = store
         self._ring: torch.Tensor | None = store.ring
@@ -106,31 +109,33 @@ class GradientRing:
         self._window = store.plan.ring_block_bytes
         self._size = store.ring.nbytes
         self._changed = threading.Condition()
-        """Guards all that follows, but for the jobs' own."""
+        """Guards the attributes below, but not those of the jobs."""
         self._jobs: deque[Job] = deque()
-        """All that have room."""
+        """All jobs that have room, oldest first."""
         self._done = 0
-        """Jobs ever done."""
+        """Number of jobs ever done."""
         self._failure: InfinityError | None = None
         self._worker: threading.Thread | None = None
         self._closed = False
 
     @property
     def failure(self) -> InfinityError | None:
-        """What lost gradients on their way; see the note."""
+        """The error that lost gradients on their way, if any; see [Note: failures]."""
         return self._failure
 
     def windows(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """(start, end), in elements, of the parts in which `count` elements are sent: whole BLOCKs, but for
-        the last."""
+        """(start, end), in elements, of the parts in which `count` elements are sent.
+
+        All but the last are whole BLOCKs.
+        """
         step = self._window // itemsize // BLOCK * BLOCK
         for start in range(0, count, step):
             yield start, min(start + step, count)
 
     def await_room(self, counts: Sequence[int], itemsize: int) -> None:
-        """Wait, without the GIL, until there is room for runs of so many elements: see `Spans.fit`.
+        """Wait, without the GIL, until there is room for runs of `counts` elements; see `fit`.
 
-        Also where there is a failure, which `send` raises.
+        A failure ends the wait too; `send` raises it.
         """
         sizes = [(end - start) * itemsize for count in counts for start, end in self.windows(count, itemsize)]
         self._wait(
@@ -138,10 +143,10 @@ class GradientRing:
         )
 
     def send(self, fresh: torch.Tensor, use: Use) -> int:
-        """Take one window of a fresh gradient, (n,), contiguous, where the model computes, and return.
+        """Copy one window of a new gradient, (n,), contiguous, in the device's memory, into the ring.
 
         use: what the worker does with it once it is in host RAM. Returns the job's number, for `settle`.
-        Waits for room. Raises the failure if there is one, and DeviceError.
+        Waits for room, not for the copy. Raises the failure if there is one, and DeviceError.
         """
         job = Job(fresh.dtype, use)
         try:
@@ -161,11 +166,11 @@ class GradientRing:
         return job.number
 
     def arrived(self, number: int) -> bool:
-        """Whether the job of this number is done, and all before it. Never blocks."""
+        """Whether the job of this number and all before it are done. Never blocks."""
         return self._done >= number
 
     def wait(self, number: int | None = None) -> None:
-        """Wait, without the GIL, until the job of this number (None: every job) is done, well or not."""
+        """Wait, without the GIL, until the job of this number (None: every job) is done or has failed."""
         self._wait(lambda: not self._jobs if number is None else self._done >= number)
 
     def settle(self, number: int | None = None) -> None:
@@ -175,12 +180,12 @@ class GradientRing:
             raise self._failure.again()
 
     def renew(self) -> None:
-        """What was sent counts for nothing any more: wait until nothing is under way, and forget failures."""
+        """Wait until nothing is under way, and forget the failure: what was sent is not needed any more."""
         self.wait()
         self._failure = None
 
     def close(self) -> None:
-        """Drop what has not begun, wait for what has, and end the worker. Again: does nothing."""
+        """Drop jobs that have not begun, wait for the others, and end the worker. May be called again."""
         with self._changed:
             self._closed = True
             worker = self._worker
@@ -192,7 +197,7 @@ class GradientRing:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], *, room: bool = False) -> None:
-        """room: whether what is waited for is room, for the counters."""
+        """Wait until `ready()`, or until closed. room: whether the wait counts as one for room."""
         with self._changed:
             if ready() or self._closed:
                 return
@@ -202,7 +207,7 @@ class GradientRing:
                 self._changed.wait(_SLICE)
 
     def _take(self, job: Job, nbytes: int) -> None:
-        """Give a job room, and have the worker see it. Raises the failure if there is one."""
+        """Give a job room, and queue it for the worker. Raises the failure if there is one."""
 
         def room() -> int | None:
             return placed(nbytes, job.dtype.itemsize, self._size, self._jobs)
@@ -222,7 +227,7 @@ class GradientRing:
                         threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
 
     def _work(self) -> None:
-        """The worker's life."""
+        """The worker's loop."""
         with self._changed:
             if self._worker is not None:
                 return
@@ -236,7 +241,7 @@ class GradientRing:
                 self._changed.notify_all()
 
     def _next(self) -> int:
-        """Wait for jobs; how many of the oldest come down together. 0: the worker ends."""
+        """Wait for jobs; returns how many of the oldest to copy together. 0: the worker ends."""
         with self._changed:
             while not self._closed:
                 if self._jobs and self._jobs[0].ready:
@@ -249,7 +254,7 @@ class GradientRing:
             return 0
 
     def _neighbours(self) -> int:
-        """The jobs that follow each other without a gap, no more than a block of bytes."""
+        """Number of ready jobs, from the oldest, without a gap between them; at most one window of bytes."""
         first = end = self._jobs[0].start
         count = 0
         for job in self._jobs:
@@ -260,7 +265,7 @@ class GradientRing:
         return count
 
     def _bring_down(self, count: int) -> None:
-        """Copy the oldest jobs' bytes down and use them; what goes wrong is kept, nothing of theirs is."""
+        """Copy the oldest jobs' bytes to the host and use them. An error becomes the failure."""
         jobs = [self._jobs[index] for index in range(count)]
         try:
             if self._failure is None:
@@ -290,7 +295,7 @@ class GradientRing:
             transfer.wait()
         except InfinityError:
             with contextlib.suppress(InfinityError):
-                transfer.wait()  # the copy may be under way all the same, in bytes that others get next
+                transfer.wait()  # the copy may still be under way, in bytes that other jobs get next
             raise
         store.link.uses(User.HOST, here, writes=False, label="fresh gradient")
         for job in wanted:

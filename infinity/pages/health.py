@@ -1,4 +1,4 @@
-"""The health of a runtime: whether it may still be used, and if not, why."""
+"""Health of a runtime: whether it may still be used, and if not, why."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class Health:
-    """One for a runtime, shared by its parts."""
+    """The health of one runtime, shared by its parts."""
 
     def __init__(self) -> None:
         self.closed = False
         self.failure: InfinityError | None = None
-        """Why there are parameters that nobody has any more."""
+        """The error that lost the only copy of some parameters; None while there was none."""
 
     def lose(self, error: InfinityError) -> None:
-        """Nothing that is used from now on can be right, because of this error; the first one counts."""
+        """Note an error after which the model can no longer be right; the first one is kept."""
         self.failure = self.failure or error.again()
 
     def check(self) -> None:
-        """Raises ConfigError once closed, and the failure if there is one."""
+        """Raises ConfigError if the runtime is closed, and the failure if there is one."""
         if self.closed:
             raise ConfigError(
                 "The runtime of this model is closed, and its parameters are gone with it.",

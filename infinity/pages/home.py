@@ -1,9 +1,9 @@
-"""Home: where a page rests, and what is under way over its bytes.
+"""Home: where a page rests, and the requests under way over its bytes.
 
 [Note: order of requests]
-The I/O engine does not order requests in flight. So a home remembers what is under way over its bytes: a
-read waits for writes that overlap it, a write for reads and writes. A write that failed leaves bytes that
-nobody knows: the home is lost from then on, and every later use raises the write's error.
+The I/O engine does not order requests in flight. So a home remembers the requests under way over its bytes: a
+read waits for writes that overlap it, a write for reads and writes. A failed write leaves undefined bytes:
+the home is lost from then on, and every later use raises the write's error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InFlightRequest:
     writes: bool
     transfer: Transfer
     lost: Callable[[InfinityError], None] | None = None
-    """Told if a write failed."""
+    """Function to call with the error if a write fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +40,11 @@ class Home:
     memory: torch.Tensor | None
     """uint8 (nbytes,) over the lease, in the tier's memory; None on NVMe."""
     in_place: bool
-    """Code on the CPU may use `memory` directly: host RAM, or a device that is the same RAM."""
+    """Whether code on the CPU may use `memory` directly: it is host RAM, or of a device that shares it."""
     extent: NvmeLease | None = None
-    """On NVMe."""
+    """The page's blocks on NVMe; None in memory."""
     computed: bool = False
-    """Whether kernels write here: copies up follow all that are queued."""
+    """Whether kernels write here; copies to the device then wait for all queued kernels."""
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)
 
@@ -59,11 +59,11 @@ class Home:
         return self.memory[offset : offset + nbytes]
 
     def busy(self, start: int, end: int, writing: bool) -> bool:
-        """Whether a request over these bytes would have to wait; see the note."""
+        """Whether a request over these bytes would have to wait; see [Note: order of requests]."""
         return any(self._conflicts(start, end, writing))
 
     def settle(self, start: int, end: int, writing: bool) -> None:
-        """Wait for whatever a request over these bytes must not overtake. Raises the home's failure."""
+        """Wait for the requests that one over these bytes must not overtake. Raises the home's failure."""
         for request in list(self._conflicts(start, end, writing)):
             self.finish(request)
         if self.failure is not None:
@@ -86,9 +86,9 @@ class Home:
                 self.in_flight.remove(request)
 
     def renew(self) -> None:
-        """The bytes count for nothing any more: wait for writes under way, and forget what failed.
+        """Wait for writes under way, and forget failures: the bytes are not needed any more.
 
-        Not for reads: an update that is due may still take what the bytes were.
+        Reads go on, because a pending update may still need the old bytes.
         """
         for request in [each for each in self.in_flight if each.writes]:
             with contextlib.suppress(InfinityError):

@@ -1,4 +1,4 @@
-"""Optimizer pages: the arrays that an update keeps for each chunk of a unit, and what is known of them.
+"""Optimizer pages: the arrays that updates keep for each chunk of a unit, and which of them have content.
 
 A chunk's arrays lie one after another (`StateFormat`), so one update is one sequential read and write.
 Moments are not written before they have content: the first update of a chunk makes them in RAM.
@@ -35,23 +35,23 @@ class StatePage:
             plan.state_format(index, number) for number in range(len(layout.chunks))
         ]
         self.version = 0
-        """Changes whenever anything but an update writes states."""
+        """Counter of writes of states by anything but updates."""
         self.begun = [False] * len(layout.chunks)
-        """Of each chunk: whether its moments are written."""
+        """Whether the moments of each chunk have been written."""
         self.steps = [0] * len(layout.parameters)
-        """Updates that each parameter has had."""
+        """Number of updates that each parameter has had."""
         self.has_moments: set[int] = set()
         """Parameters whose moments have content."""
         self.edited: set[int] = set()
-        """Parameters whose master is their value as it is now, whatever the page says."""
+        """Parameters whose master is their present value; the one in the page is out of date."""
         self._offsets = [plan.state_offset(index, each) for each in range(len(layout.chunks))]
 
     def offset(self, number: int) -> int:
-        """Of a chunk in the page, in bytes."""
+        """Bytes from the page's start to a chunk."""
         return self._offsets[number]
 
     def master_bytes(self, number: int) -> int:
-        """The bytes of a chunk that are written from the start: its remainder or master array."""
+        """Bytes of a chunk that have content before any update: its remainder or master array."""
         form = self.formats[number]
         others = [
             offset
@@ -61,7 +61,7 @@ class StatePage:
         return others[0] if others else form.nbytes
 
     def arrays(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A chunk's arrays by name, each with all of its entries, in uint8 `data` that starts with them."""
+        """A chunk's whole arrays by name, views of uint8 `data` that starts with them."""
         form = self.formats[number]
         return {
             array.name: data[offset : offset + nbytes].view(array.dtype)
@@ -74,15 +74,15 @@ class StatePage:
         return self._offsets[number] + offset, nbytes
 
     def seed(self, parameter: int, step: int) -> int:
-        """32 bits that choose how the moments of a parameter are rounded in its update number `step`, from 1.
+        """The 32-bit seed of the stochastic rounding of a parameter's moments in update `step`, from 1.
 
-        Of its name and the step alone, so that no bit follows a page, a chunk or a rank.
+        It depends on the parameter's name and the step alone, so that pages, chunks and ranks change no bit.
         """
         return zlib.crc32(f"{self.layout.parameters[parameter].names[0]}:{step}".encode())
 
 
 class States:
-    """All optimizer pages: reads and writes of single parameters, for state_dict and for loading weights."""
+    """All optimizer pages, with reads and writes of single parameters for state_dict and loading weights."""
 
     def __init__(self, pages: dict[int, StatePage], store: Store, rule: Rule) -> None:
         self.pages = pages
@@ -90,15 +90,16 @@ class States:
         self._store = store
 
     def edited(self, unit: int, parameter: int) -> None:
-        """The parameter was given values by hand: they are its master from now on."""
+        """Note that user code edited a parameter: its values are its master from now on."""
         page = self.pages.get(unit)
         if page is not None and page.layout.parameters[parameter].trainable:
             page.edited.add(parameter)
 
     def encode(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """Store the rest of a master, and return the parameter as its page has it.
+        """Store the part of a master that the parameter page does not hold, and return the part that it does.
 
-        values: flat (numel,), in memory order, of any floating dtype.
+        values: the master, flat (numel,), in memory order, of any floating dtype. The result is likewise, in
+        the parameter's dtype.
         """
         page = self.pages.get(unit)
         dtype = page.layout.parameters[parameter].dtype if page is not None else values.dtype
@@ -123,7 +124,7 @@ class States:
         return self._read(page, parameter, "master")
 
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
-        """Take a master of any strides over, where it rounds to the `values` (flat) that the page has."""
+        """Replace a master (any strides), but only if it rounds to the `values` (flat) that the page has."""
         layout = self.pages[unit].layout.parameters[parameter]
         flat = _flat(master, layout)
         rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
@@ -131,8 +132,10 @@ class States:
             self.encode(unit, parameter, flat)
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
-        """Copies of the moments, in the parameter's shape and strides, and "step"; as torch has them, which
-        is nothing before an update, but for rules whose states are there from the start."""
+        """Copies of "step" and the moments, in the parameter's shape and strides, as torch has them.
+
+        {} before the first update, except for rules whose states exist from the start.
+        """
         page = self.pages[unit]
         begun = parameter in page.has_moments
         if not (page.steps[parameter] or begun or self.rule.from_the_start):
@@ -176,7 +179,7 @@ class States:
             page.has_moments.discard(parameter)
 
     def fill(self, page: StatePage, number: int, data: torch.Tensor) -> None:
-        """Give a chunk's moments in RAM the content that they have before any update."""
+        """Set a chunk's moments in RAM to their initial values."""
         arrays = page.arrays(number, data)
         for name, initial in self._initial().items():
             arrays[name].fill_(initial.item())
@@ -190,7 +193,7 @@ class States:
         page.begun[number] = True
 
     def _initial(self) -> dict[str, torch.Tensor]:
-        """Arrays of the moments by name -> what each entry is before any update, (1,)."""
+        """Name of a moments' array -> the initial value of its entries, (1,)."""
         found: dict[str, torch.Tensor] = {}
         for name in self.rule.moments:
             block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")
@@ -205,7 +208,7 @@ class States:
         return {moment: codes, scale_of(moment): exponents}
 
     def _moment(self, page: StatePage, parameter: int, moment: str) -> torch.Tensor:
-        """float32 (numel,)."""
+        """A parameter's moment, decoded: float32 (numel,)."""
         stored = self._read(page, parameter, moment)
         if self.rule.states != "int8":
             return stored.to(torch.float32)
@@ -216,7 +219,7 @@ class States:
         return moments.FIRST_SPAN if moment == self.rule.first_moment else moments.SECOND_SPAN
 
     def _read(self, page: StatePage, parameter: int, name: str) -> torch.Tensor:
-        """All entries of an array that belong to a parameter, in order."""
+        """A parameter's entries of an array, in order."""
         dtype = self._array(page, parameter, name).dtype
         parts = [
             self._store.fetch(page.home, *page.place(number, name, piece)).view(dtype)
@@ -238,5 +241,5 @@ class States:
 
 
 def _flat(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
-    """A state of any strides, device and floating dtype as the page has it: float32 on the CPU, (numel,)."""
+    """A state of any strides, device and floating dtype, in memory order: float32 on the CPU, (numel,)."""
     return in_memory_order(values.detach().to("cpu", torch.float32), layout.stride)

@@ -1,16 +1,17 @@
-"""One unit's parameter page: where its bytes are now, and the only places where that changes.
+"""Parameter page: where the bytes of one unit's parameters are, and the transitions that change it.
 
 [Note: pages without stale views]
 A page that is PRESENT has a residency: a Storage of its own over leased bytes, of which each Parameter's
-`data` is a view. When it leaves, the Parameters get stand-ins and the lease returns, unless somebody still
-holds a view. Then the Storage lives on as a ghost. As long as it does, it is the page: its bytes stay taken,
-updates write through to it, and the next arrival takes it up again instead of reading. So a view never shows
-another page's bytes, and never others than its parameter has.
+`data` is a view. When it leaves, the Parameters get placeholders and the lease returns, unless some code
+still holds a view. Then the Storage lives on as a ghost, and is the page as long as it lives: its bytes stay
+taken, updates write to it too, and the next arrival uses it again instead of reading. So a view never shows
+another page's bytes, nor values that its parameter does not have.
 
 [Note: edits]
-Code outside may write to a present page (`p.mul_()` under no_grad, a view). The version counter that torch
-keeps per Parameter tells: `edits` lists what differs from the versions that the page's home corresponds to.
-Some views count versions of their own or outlive a page's stay: see loans in infinity/pages/edits.py.
+User code may write to a present page (`p.mul_()` under no_grad, a view). Such an edit moves the version
+counter that torch keeps per Parameter: `edits` lists the parameters whose version is not the one that the
+page's home corresponds to. Some views count versions of their own or outlive a page's stay: see loans in
+infinity/pages/edits.py.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from infinity.tiers.link import Transfer
 
 
 class Presence(enum.Enum):
-    """Where a parameter page is, besides its home."""
+    """The place of a parameter page, besides its home."""
 
     AWAY = "away"
-    """Nowhere else: it costs no device memory."""
+    """At home only: it takes no device memory."""
     ARRIVING = "arriving"
-    """Its lease is taken and bytes are under way."""
+    """Its device memory is taken, and the bytes are under way."""
     PRESENT = "present"
-    """Parameters are views of the residency."""
+    """In device memory: Parameters are views of the residency."""
 
 
 class ParameterPage:
@@ -53,8 +54,11 @@ class ParameterPage:
         addresses: dict[int, ParameterPage],
         permanent: bool = False,
     ) -> None:
-        """addresses: where `land` notes the residency's address; shared by all pages. permanent: once it has
-        landed, the page never leaves: where the model computes is its home, or has a mirror of it."""
+        """addresses: address of a residency -> its page; shared by all pages, and filled by `land`.
+
+        permanent: the page never leaves once it has landed, because its home or a mirror of it is where the
+        model computes.
+        """
         self.index = index
         self.layout = layout
         self.home = home
@@ -64,11 +68,11 @@ class ParameterPage:
         self.residency: torch.Tensor | None = None
         """uint8 (layout.nbytes,) while PRESENT."""
         self.incoming: tuple[torch.Tensor, Transfer] | None = None
-        """While ARRIVING where the host sees it: the bytes to be, and what brings them."""
+        """(the residency to be, the transfer that fills it), while ARRIVING in memory that the CPU uses."""
         self.holds = 0
-        """How many asked that it stay PRESENT."""
+        """Number of callers that need the page to stay PRESENT."""
         self.versions = [parameter_version(each) for each in self.parameters]
-        """Of each Parameter, when its page was last known to equal its home."""
+        """Version of each Parameter when its page was last known to equal its home."""
         self._placeholders = tuple(placeholders)
         self._ghost: StorageWeakRef | None = None
         self._addresses = addresses
@@ -82,7 +86,7 @@ class ParameterPage:
         return self.layout.nbytes
 
     def convert(self) -> None:
-        """Replace the Parameters' own memory by stand-ins. Once, before the first arrival."""
+        """Replace the Parameters' own memory by placeholders. Called once, before the first arrival."""
         with torch.inference_mode(False):
             for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
                 if torch._has_compatible_shallow_copy_type(parameter, placeholder):
@@ -94,18 +98,18 @@ class ParameterPage:
         self.acknowledge()
 
     def end(self) -> None:
-        """Let go of all memory, for good."""
+        """Drop all memory, for good."""
         if self.presence is Presence.PRESENT:
             self.leave()
         self.residency = None
 
     def arrive(self) -> None:
-        """AWAY -> ARRIVING. `incoming` is for whoever brings the bytes to say."""
+        """AWAY -> ARRIVING. The caller that brings the bytes sets `incoming`."""
         assert self.presence is Presence.AWAY
         self.presence = Presence.ARRIVING
 
     def turn_back(self) -> None:
-        """ARRIVING -> AWAY: the bytes did not come, or were given up."""
+        """ARRIVING -> AWAY: the transfer failed or was given up."""
         assert self.presence is Presence.ARRIVING
         self.incoming = None
         self.presence = Presence.AWAY
@@ -118,12 +122,12 @@ class ParameterPage:
         self._addresses[residency.data_ptr()] = self
         self._ghost = None
         self.presence = Presence.PRESENT
-        with torch.inference_mode(False):  # in the mode they could never be saved for a backward
+        with torch.inference_mode(False):  # inference tensors can never be saved for a backward
             views = [self.view(index, residency) for index in range(len(self.parameters))]
         self._show(views)
 
     def leave(self) -> None:
-        """PRESENT -> AWAY. Whoever holds a view keeps the bytes; see the note on ghosts."""
+        """PRESENT -> AWAY. A view keeps the bytes alive; see [Note: pages without stale views]."""
         assert self.presence is Presence.PRESENT and self.residency is not None
         self._show(self._placeholders)
         self._ghost = StorageWeakRef(self.residency.untyped_storage())
@@ -158,7 +162,7 @@ class ParameterPage:
         return self._starts[index]
 
     def parameter_at(self, byte: int) -> int:
-        """The parameter that the page's byte lies in."""
+        """The parameter that this byte of the page belongs to."""
         return self._in_order[bisect_right(self._in_order, (byte, len(self._starts))) - 1][1]
 
     def edits(self) -> list[int]:
@@ -167,7 +171,7 @@ class ParameterPage:
         return [i for i, (parameter, version) in enumerate(pairs) if parameter_version(parameter) != version]
 
     def acknowledge(self) -> None:
-        """The home corresponds to the Parameters as they are now."""
+        """Note that the home corresponds to the Parameters' present values."""
         self.versions = [parameter_version(each) for each in self.parameters]
 
     def _show(self, contents: Sequence[torch.Tensor]) -> None:
@@ -177,6 +181,6 @@ class ParameterPage:
 
 
 def parameter_version(parameter: torch.Tensor) -> int:
-    """The version counter, without a page fault."""
+    """The parameter's version counter, read without a page fault."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version

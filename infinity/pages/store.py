@@ -1,10 +1,11 @@
-"""The store: the tiers opened for a plan, working memory, and how bytes travel between homes and memory.
+"""Store: the tiers opened for a plan, the pools of working memory, and transfers between homes and memory.
 
 `read` and `write` move bytes between a home and host memory; homes that are host memory are used in place
-instead (`Home.memory`). What is neither at home nor resident is in one of two pools of the host: `staging`
-has the chunks that updates and gradients work on (infinity/optim/staging.py grants it), `transit` the pieces
-of pages on their way between disk and device. One piece of transit is set aside as a bounce buffer for reads
-and writes of single parameters. A lease returns itself with its last view."""
+instead (`Home.memory`). Bytes that are neither at home nor resident are in one of two pools of the host.
+`staging` has the chunks that updates and gradients work on (infinity/optim/staging.py grants it), `transit`
+the pieces of pages on their way between disk and device. One piece of transit is set aside as a bounce buffer
+for reads and writes of single parameters. A lease returns itself with its last view.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _injection = threading.local()
 
 @contextlib.contextmanager
 def injected(faults: Faults) -> Iterator[Faults]:
-    """Runtimes opened inside do their I/O through `faults`: how errors and delays are tested."""
+    """Have runtimes that are opened inside do their I/O through `faults`, to test errors and delays."""
     before = getattr(_injection, "faults", None)
     _injection.faults = faults
     try:
@@ -49,11 +50,11 @@ def injected(faults: Faults) -> Iterator[Faults]:
 class Store:
     """The tiers of one runtime, opened as its plan says. `close` gives everything back.
 
-    Raises what the tiers raise: BudgetError, StorageError, StorageFull, ConfigError; nothing is left then.
+    Raises what the tiers raise: BudgetError, StorageError, StorageFull, ConfigError; nothing stays open then.
     """
 
     def __init__(self, plan: Plan, budget: Budget, meter: Meter, *, others: int = 0) -> None:
-        """others: bytes that this process has on the device and keeps, beside the budget."""
+        """others: bytes that this process keeps on the device for other uses, outside the budget."""
         self.plan = plan
         self.meter = meter
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
@@ -76,10 +77,10 @@ class Store:
                 self._bounce: torch.Tensor | None = lease.residency()
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.workspace, self.kernels = self._open_workspace()
-            """For updates on the device, where the plan has such: uint8 (plan.workspace_bytes,) there."""
+            """uint8 (plan.workspace_bytes,) on the device, and the kernels, for updates there; else None."""
             self.ring, self.landing = self._open_ring()
-            """Where gradients pass, if the plan has such a way: uint8 (plan.ring_bytes,) on the device, and
-            in host RAM."""
+            """Buffers of the gradient ring on the device and in host RAM, each uint8 (plan.ring_bytes,); None
+            if the plan has no ring."""
             self.nvme: NvmeTier | None = None
             if plan.home_bytes[Tier.NVME]:
                 self.nvme = cleanup.enter_context(
@@ -94,11 +95,11 @@ class Store:
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """By name, for counters."""
+        """The pools of host and device by name, for counters."""
         return {**self.host.pools, **self.device.pools}
 
     def home(self, tier: Tier, nbytes: int) -> Home:
-        """A new home. Its bytes are undefined until written. Raises BudgetError where the tier is full."""
+        """A new home. Its bytes are undefined until written. Raises BudgetError if the tier is full."""
         if tier is Tier.NVME:
             assert self.nvme is not None
             return Home(tier, nbytes, None, False, self.nvme.lease(nbytes))
@@ -109,7 +110,7 @@ class Store:
         return home
 
     def mirror(self, home: Home) -> torch.Tensor:
-        """A copy of a home in host RAM, uint8 (nbytes,), where the model computes: compute comes after it."""
+        """A copy, uint8 (nbytes,), of a home in host RAM in device memory; later computation waits for it."""
         with self._homes[Tier.DEVICE].lease(home.nbytes) as lease:
             memory = lease.residency()
         self.link.fence(self.copy_up(memory, home.view(0, home.nbytes)))
@@ -137,7 +138,7 @@ class Store:
         return self.plan.piece_bytes
 
     def try_piece(self) -> torch.Tensor | None:
-        """A piece of transit, uint8 (piece_bytes,), if one is free now.
+        """A piece of transit, uint8 (piece_bytes,); None if none is free now.
 
         It is the caller's until its last view is gone.
         """
@@ -147,9 +148,9 @@ class Store:
             return lease.residency()
 
     def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
-        """Bring bytes of a home from `offset` (bytes) into host memory (uint8, contiguous).
+        """Read bytes of a home from `offset` (bytes) into host memory (uint8, contiguous).
 
-        deadline: a time.monotonic() time; what is due earlier goes to the disk first. None: now.
+        deadline: a time.monotonic() time; requests with earlier deadlines go to the disk first. None: now.
         """
         home.settle(offset, offset + into.nbytes, writing=False)
         if home.extent is not None:
@@ -175,10 +176,10 @@ class Store:
         source: torch.Tensor,
         lost: Callable[[InfinityError], None] | None = None,
     ) -> Transfer:
-        """Take host bytes home. `source` (uint8, contiguous) must not change until the transfer is done.
+        """Write host bytes home. `source` (uint8, contiguous) must not change until the transfer is done.
 
-        An error that the caller does not wait for comes out of a later `finish_oldest_write`, `poll` or
-        `settle`. lost: told of it then.
+        If the caller does not wait, an error is raised by a later `finish_oldest_write`, `poll` or `settle`.
+        lost: function to call with it then.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
@@ -198,29 +199,30 @@ class Store:
             if home.computed:
                 self.link.follow_compute()
             transfer = self.copy_up(home.view(offset, source.nbytes), source)
-            transfer.wait()  # or `source`, a lease, would return with the copy under way
+            transfer.wait()  # else the lease of `source` might return while the copy is under way
         return transfer
 
     def copy_up(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
     ) -> Transfer:
-        """Copy host bytes up. last_return: of the lease over `into`; see `DeviceLink.to_device`."""
+        """Copy host bytes to the device. last_return: of the lease of `into`; see `DeviceLink.to_device`."""
         started = time.perf_counter()
         transfer = self.link.to_device(into, source, last_return, lane)
         self.meter.copied(Edge.HOST_TO_DEVICE, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
     def copy_down(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
-        """Copy device bytes to the host, as they are after an event of compute (`link.record`), or
-        without one as compute will have left them."""
+        """Copy device bytes to the host.
+
+        after: the event of the compute stream (`link.record`) to wait for; None: all that is queued there.
+        """
         started = time.perf_counter()
         transfer = self.link.to_host(into, source, after)
         self.meter.copied(Edge.DEVICE_TO_HOST, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """What compute has left in contiguous memory of the device, where the CPU can use it: as it is, or
-        copied into ordinary RAM."""
+        """Contiguous device memory after queued computation, for the CPU: itself, or a copy in RAM."""
         if self.link.direct:
             return memory
         self.link.uses(User.COMPUTE, memory, writes=True, label="edit")
@@ -250,15 +252,15 @@ class Store:
         return copy
 
     def bounce(self, nbytes: int) -> torch.Tensor:
-        """The first bytes, at most piece_bytes, of the bounce buffer.
+        """The first `nbytes`, at most piece_bytes, of the bounce buffer.
 
-        For what is over before the caller returns: whoever asks next gets the same bytes.
+        The caller must be done with them before it returns: the next call gets the same bytes.
         """
         assert self._bounce is not None
         return self._bounce[:nbytes]
 
     def finish_oldest_write(self) -> bool:
-        """Wait for the write that was asked for first; False if there is none. Raises its error."""
+        """Wait for the oldest write; False if there is none. Raises its error."""
         if not self._writes:
             return False
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
@@ -266,7 +268,7 @@ class Store:
         return True
 
     def poll(self) -> None:
-        """Collect the writes that are done. Raises the first one's error that failed."""
+        """Collect the writes that are done. Raises the error of the first that failed."""
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write()
 
@@ -282,7 +284,7 @@ class Store:
             raise failure
 
     def close(self) -> None:
-        """Wait for what is in flight, whatever becomes of it, and give every tier back."""
+        """Wait for what is in flight, ignoring failures, and give every tier back."""
         with contextlib.suppress(InfinityError):
             self.settle()
         self._bounce = None
@@ -296,7 +298,7 @@ class Store:
         try:
             home.finish(request)
         finally:
-            if request.transfer.done():  # not where Ctrl-C ended the wait
+            if request.transfer.done():  # it is not if Ctrl-C ended the wait
                 self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -310,7 +312,7 @@ class Store:
 
 
 def _kinds(plan: Plan) -> set[UpdateKind]:
-    """What kernels the plan's updates on the device take, as far as options do not change."""
+    """The kinds of kernels for the plan's updates on the device, by its optimizer and dtypes."""
     assert plan.rule is not None
     moments = DTYPES[plan.rule.states] if plan.rule.moments else torch.float32
     regions = {

@@ -1,15 +1,15 @@
-"""A parameter page on its way to where the model computes.
+"""Arrival: the transfer of a parameter page from its home to the memory where the model computes.
 
 [Note: what is due when]
-The disk takes requests by deadline. A page that somebody waits for was due long since: its reads go before
-all that is queued, also before pages that were fetched ahead long ago. A page that is fetched ahead is due in
-the order of its use, and before what is written in the same moment, which nobody waits for. All pieces of a
-page have its deadline, whenever they are asked for. What is queued already keeps the deadline that it has.
+The disk takes requests by deadline. A demanded page gets a deadline in the past: its reads go before all that
+is queued, also before pages that were fetched ahead long ago. Pages that are fetched ahead have deadlines in
+the order of their use, earlier than those of writes of the same moment, which no caller waits for. All pieces
+of a page have its deadline, whenever they are requested. Requests that are queued already keep theirs.
 
 [Note: two hops]
-Where the device has memory of its own, a page at home on NVMe comes in pieces of transit memory: disk to
-host, host to device. An `Arrival` is that pipeline; `advance` moves it on without blocking, so the second hop
-of one page overlaps the first of the next whenever anybody calls the engine. On unified memory, and from
+If the device has memory of its own, a page at home on NVMe comes in pieces of transit memory: disk to host,
+host to device. An `Arrival` is that pipeline. `advance` moves it on without blocking, so the second hop
+of one page overlaps the first of the next whenever the engine is called. On unified memory, and from
 homes in host RAM, there is one hop.
 """
 
@@ -29,15 +29,15 @@ from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Lane, Transfer
 
 _OVERDUE = -60.0
-"""Seconds from now at which a page was due that somebody waits for."""
+"""Deadline of a demanded page, in seconds from now."""
 _APART, _MOST = 1e-3, 50
-"""Seconds between the deadlines of pages that are fetched ahead, up to so many: within half of what
-infinity.aio.Engine gives writes."""
+"""Seconds between the deadlines of pages that are fetched ahead, and the most such intervals. Together they
+are less than half of the time that infinity.aio.Engine gives writes."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Page bytes [start, start + memory.nbytes) on their way."""
+    """Page bytes [start, start + memory.nbytes) under way."""
 
     start: int
     memory: torch.Tensor
@@ -50,7 +50,7 @@ class Arrival:
     """A parameter page on its way from its home to leased device bytes."""
 
     def __init__(self, page: ParameterPage, lease: Lease, store: Store, *, ahead: int | None = None) -> None:
-        """ahead: how many uses of others come first, where nobody waits for the page yet."""
+        """ahead: number of fetches that are more urgent, for a page that is fetched ahead; None: a demand."""
         self.page = page
         self._deadline = time.monotonic() + (_OVERDUE if ahead is None else min(ahead, _MOST) * _APART)
         self.residency = lease.residency()
@@ -62,7 +62,7 @@ class Arrival:
         self.final: Transfer | None = None
         """The last transfer into the residency."""
         self._failure: InfinityError | None = None
-        """Why the page does not come: whoever demands it is told by `finish`."""
+        """The error of a failed transfer, which `finish` raises."""
         if store.device.shares_host:
             self._todo.clear()
             self.final = store.read(page.home, 0, self.residency, deadline=self._deadline)
@@ -72,7 +72,7 @@ class Arrival:
 
     @property
     def edge(self) -> Edge:
-        """The edge that the page waits for now."""
+        """The edge (pair of tiers) that the page waits for now."""
         reading = self._todo or any(not each.up for each in self._pieces)
         if reading or (self._store.device.shares_host and self.page.home.tier is Tier.NVME):
             return Edge.NVME_TO_HOST
@@ -113,8 +113,10 @@ class Arrival:
 
     @property
     def stuck(self) -> bool:
-        """Whether it needs a piece of transit, has none under way, and there is none free now. From here on
-        it is waited for."""
+        """Whether the page needs a piece of transit, has none under way, and none is free now.
+
+        Reading this makes the page as urgent as a demanded one.
+        """
         self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
         if self._todo and not self._pieces:
             self.advance(block=False)
@@ -136,14 +138,14 @@ class Arrival:
         return self.residency
 
     def abandon(self) -> None:
-        """Wait until nothing writes to the bytes any more, whatever became of it."""
+        """Drop what has not begun, and wait until nothing writes to the bytes. Failures are ignored."""
         self._todo.clear()
         transfers = [each.transfer for each in self._pieces]
         for transfer in (*transfers, *([self.final] if self.final is not None else [])):
             try:
                 transfer.wait()
             except InfinityError:
-                continue  # nobody will read these bytes
+                continue  # these bytes will not be read
         self._pieces.clear()
 
     def _read(self, memory: torch.Tensor) -> None:

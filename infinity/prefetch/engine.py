@@ -1,8 +1,8 @@
-"""The prefetch engine: brings parameter pages to the device before they are touched, under the budget.
+"""Prefetch engine: brings parameter pages to the device before they are used, within the budget.
 
-A demand names the units that one operation or module takes. The engine looks each up in the trace, starts
-what is missing, starts what the trace says comes next as far as the budget lets it, and waits for the
-missing ones only. Pages stay until their room is needed; who goes is the schedule's choice.
+A demand names the units that one operation or module needs. The engine records each in the trace, starts to
+fetch the missing ones, starts to fetch those that the trace expects next as far as the budget allows, and
+waits for the missing ones only. Pages stay until their room is needed; the schedule chooses those to evict.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from infinity.tiers.link import User
 
 
 class Updates(Protocol):
-    """Whoever changes parameters between their uses: infinity.optim.updater.Updater, or nobody."""
+    """The updates of parameters between their uses: infinity.optim.updater.Updater, or NoUpdates."""
 
     def pending(self, unit: int) -> bool:
-        """Whether the unit must be completed before anybody uses it."""
+        """Whether the unit must be completed before it is used."""
 
     def begun(self, unit: int) -> bool:
-        """Whether it is on its way to being completed."""
+        """Whether the unit's pending update has begun."""
 
     def complete(self, unit: int) -> None:
-        """Make the unit's parameters what they should be. Raises StorageError."""
+        """End the unit's update, so that its parameters are current. Raises StorageError."""
 
     def release(self, unit: int) -> None:
-        """Bring to an end what runs in the unit's present bytes, and copies into them: who is under way keeps
-        the bytes, which are to be another's."""
+        """Wait until no update and no copy uses the unit's present bytes, which another page needs."""
 
     def finish_copies(self) -> None:
         """Wait for copies into residencies."""
 
     def advance(self) -> None:
-        """Move on what needs no waiting."""
+        """Advance what needs no waiting."""
 
 
 class NoUpdates:
-    """Of a model that is not trained."""
+    """The updates of a model that is not trained: none."""
 
     def pending(self, unit: int) -> bool:
         return False
@@ -88,24 +87,24 @@ class Engine:
         self.meter = meter
         self._sizes = [0 if page.permanent else page.nbytes for page in pages]
         self._moves = any(self._sizes)
-        """Whether there are pages that come and go."""
+        """Whether any page is not permanent."""
         self._resident: dict[int, None] = {}
         """Units that are PRESENT or ARRIVING and could leave, least recently used first."""
         self._arrivals: dict[int, Arrival] = {}
         self._held: dict[int, int] = {}
-        """Unit -> how many hold it."""
+        """Unit -> number of its holds."""
         self._current: tuple[int, ...] = ()
         """The units and kind of the last demand."""
         self._deferred = False
-        """Whether a page should be fetched as soon as its home has what it is to be."""
+        """Whether a page waits to be fetched until its home is up to date."""
         self.updates = updates
         self._edits = edits
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
         """Make all `units` PRESENT together, and look ahead.
 
-        Raises BudgetError where they cannot be at one time (`needed`: the device budget that would do),
-        StorageError where a page cannot be read; the pages that are missing then stay AWAY.
+        Raises BudgetError if they do not fit together (`needed`: the device budget that is enough), and
+        StorageError if a page cannot be read; the pages that are missing then stay AWAY.
         """
         if self._current == (*units, kind) and self.present(units):
             if self._deferred:
@@ -121,7 +120,7 @@ class Engine:
             self._touch(unit)
             self.meter.accessed(self.pages[unit].presence is not Presence.AWAY or self.updates.begun(unit))
         pinned = {*units, *self._held}
-        for _ in range(2):  # once more where the last one's room was made at the first one's cost
+        for _ in range(2):  # again, because making room for the last one may have evicted the first
             for unit in units:
                 if self.pages[unit].presence is Presence.AWAY:
                     with self.meter.faulting():
@@ -143,7 +142,7 @@ class Engine:
             self.pages[unit].holds += 1
 
     def let_go(self, units: Sequence[int]) -> None:
-        """The end of one `hold`."""
+        """End one `hold` of these units."""
         for unit in units:
             self._held[unit] -= 1
             self.pages[unit].holds -= 1
@@ -151,7 +150,7 @@ class Engine:
                 del self._held[unit]
 
     def present(self, units: Sequence[int]) -> bool:
-        """Whether all are PRESENT, and as the last step left them."""
+        """Whether all `units` are PRESENT and have no pending update."""
         return all(
             self.pages[unit].presence is Presence.PRESENT and not self.updates.pending(unit) for unit in units
         )
@@ -162,18 +161,18 @@ class Engine:
             self.land(unit)
 
     def step_done(self) -> None:
-        """The step is over: the trace starts anew, and so does looking ahead."""
+        """End the step: restart the trace, and look ahead from its start."""
         self.next_step()
         self.look_ahead()
 
     def next_step(self) -> list[int]:
-        """The trace starts anew; returns the units in the order of their first use, as it expects them."""
+        """Restart the trace; returns the units in the expected order of their first use."""
         self.trace.step_done()
         self._current = ()
         return list(dict.fromkeys(access.unit for access in self.trace.learned))
 
     def look_ahead(self) -> None:
-        """Start to fetch what comes first."""
+        """Start to fetch the units that are expected next."""
         self._look_ahead((), set(self._held))
 
     def abandon(self) -> None:
@@ -187,7 +186,7 @@ class Engine:
             self._resident[unit] = None
 
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
-        """AWAY -> ARRIVING, with whatever has to leave for it. ahead: see Arrival."""
+        """AWAY -> ARRIVING (PRESENT from a ghost); evicts pages for its room. ahead: see Arrival."""
         page = self.pages[unit]
         if self.store.device.shares_host:
             self.updates.release(unit)
@@ -214,14 +213,14 @@ class Engine:
     def land(self, unit: int, *, for_host: bool = False) -> None:
         """Wait for a unit, if it is arriving. Raises StorageError.
 
-        for_host: also until the host may write to its home, from which it is copied.
+        for_host: wait until the copy from its home is over, too, so that the host may write to the home.
         """
         arrival = self._arrivals.get(unit)
         if arrival is None:
             return
         try:
             with self.meter.stalling(arrival.edge):
-                while arrival.stuck:  # all pieces of transit are other arrivals'
+                while arrival.stuck:  # other arrivals have all pieces of transit
                     next(each for each in self._arrivals.values() if each.advance(block=True))
                 residency = arrival.finish()
                 if for_host and arrival.final is not None:
@@ -252,7 +251,7 @@ class Engine:
             page.leave()
 
     def _note_use(self, unit: int) -> None:
-        """Tell a checker that compute reads a page now: from its demand on, and up to when it leaves."""
+        """Note for a checker that computation reads a page: called at its demand and when it leaves."""
         residency = self.pages[unit].residency
         if residency is not None:
             self.store.link.uses(User.COMPUTE, residency, writes=False, label="page")
@@ -283,7 +282,7 @@ class Engine:
                 self._deferred = True
                 continue
             if page.living() is None and pool.largest_free < page.nbytes:
-                break  # aliases or fragments hold the room: only a demand may press further
+                break  # views or fragmentation take the room: only a demand may evict more
             if page.home.failure is None:
                 self._start(unit, pinned, ahead=place)
 
@@ -293,7 +292,7 @@ class Engine:
         self.updates.advance()
 
     def _lease(self, unit: int, pinned: set[int]) -> Lease:
-        """Room for a page. Presses harder and harder: by the schedule, all others, all of the pinned."""
+        """Room for a page, made in steps: evict by the schedule, then all others, at last the pinned ones."""
         pool, nbytes = self.store.resident, self.pages[unit].nbytes
         if pool.largest_free < nbytes:
             free = pool.nbytes - pool.leased
@@ -329,11 +328,11 @@ class Engine:
         self._edits.reclaim()
 
     def _collect(self, pinned: set[int]) -> None:
-        gc.collect()  # views in reference cycles, as tracebacks leave them
+        gc.collect()  # tracebacks leave views in reference cycles
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
-        """Pages of this very demand lie so that the last one does not fit between: pack them anew."""
+        """Evict the demand's own pages, to place them anew: their positions leave no gap for the last one."""
         for unit in [each for each in self._resident if each in pinned]:
             self._evict(unit)
 

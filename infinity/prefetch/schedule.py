@@ -1,8 +1,9 @@
-"""What to fetch and what to evict, from the order of the uses to come. Pure: units are numbers here.
+"""Schedule: which units to fetch and which to evict, given the order of coming uses. Pure; units are numbers.
 
 The rules are those under which prefetching is near-optimal (Cao, Felten, Karlin, Li: A Study of Integrated
-Prefetching and Caching Strategies, 1995): fetch in the order of use, evict what is used furthest in the
-future (Belady, 1966), never evict what is used before the unit fetched, and do each as soon as that allows.
+Prefetching and Caching Strategies, 1995): fetch in the order of use, evict the unit that is used furthest in
+the future (Belady, 1966), never evict one that is used before the fetched unit, and do each as soon as these
+rules allow.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 LOOKAHEAD = 256
-"""Most uses to come that one window is built from."""
+"""Most coming uses from which one window is built."""
 
 HORIZON = 1024
-"""Most uses to come searched for the next use of a unit that may leave; later ones count as never."""
+"""Most coming uses that are searched for the next use of a unit; one used later counts as never used."""
 
 
 class Schedule(NamedTuple):
-    """What to do now. Evictions make the room for the fetches."""
+    """The fetches to start now, and the evictions that make room for them."""
 
     fetch: tuple[int, ...]
     """Units to fetch, in the order of their use."""
@@ -37,16 +38,16 @@ def schedule(
     *,
     reserve: int = 0,
 ) -> Schedule:
-    """The fetches that the uses to come deserve and that fit, and the evictions which those need.
+    """The fetches for the coming uses that fit, and the evictions that these fetches need.
 
     upcoming: units in the order of use, the current one first, repeats allowed; consumed as far as needed.
-    sizes: bytes of each unit; 0 for one that lives there anyway, which is neither fetched nor evicted.
-    resident: units that are there or in flight, each once, least recently used first. pinned: units that may
-    not be evicted. capacity: bytes that all may take together, of which prefetch leaves `reserve` free.
+    sizes: bytes of each unit; 0 for a permanent one, which is neither fetched nor evicted. resident: units
+    that are there or in flight, each once, least recently used first. pinned: units that may not be evicted.
+    capacity: bytes that all may take together, of which prefetch leaves `reserve` free.
 
     The window is the longest prefix of `upcoming` that fits beside the pinned units; its units are never
-    evicted. Where nothing is to be fetched, nothing is evicted. Given hashed collections (sets, dicts) this
-    takes time linear in `resident` and in the uses looked at, at most HORIZON and LOOKAHEAD.
+    evicted. Without a fetch nothing is evicted. Given hashed collections (sets, dicts) this takes time linear
+    in `resident` and in the uses searched, at most HORIZON and LOOKAHEAD.
     """
     uses = iter(upcoming)
     limit = capacity - reserve
@@ -80,10 +81,11 @@ def victims(
     resident: Collection[int],
     pinned: Collection[int],
 ) -> tuple[int, ...]:
-    """The units to evict, in order, to free `needed` bytes for one that has to come in now.
+    """The units to evict, in order, to free `needed` bytes for a unit that is needed now.
 
-    Furthest next use first; of those not in `upcoming`, the least recently used first, which is the order of
-    `resident`. All that may leave, if those are not enough. Arguments as of `schedule`.
+    Units that are not in `upcoming` come first, in the order of `resident`, least recently used first; then
+    the others, furthest next use first. If not enough may leave, all that may. Other arguments as in
+    `schedule`.
     """
     if needed <= 0:
         return ()
@@ -104,7 +106,7 @@ def _furthest_first(units: Iterable[int], uses: Iterator[int]) -> Iterator[int]:
 
 
 def _free(needed: int, candidates: Iterator[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first of `candidates` that free `needed` bytes, less those that later ones made needless."""
+    """The first of `candidates` that free `needed` bytes, without those that later ones make unnecessary."""
     chosen: list[int] = []
     excess = -needed
     for unit in candidates:

@@ -1,6 +1,6 @@
-"""The order in which a step uses its units: recorded while it runs, expected of the next one.
+"""Trace: the order in which a step uses its units, recorded while it runs and expected of the next step.
 
-A hint only: a wrong expectation costs time, never correctness.
+It is only a hint: a wrong expectation costs time, never correctness.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from itertools import chain
 from typing import NamedTuple
 
 MOST_ACCESSES = 1 << 18
-"""A step of more accesses than this is closed by itself, so that a loop that never steps stays bounded."""
+"""Accesses after which a step ends by itself, so that a loop that never steps takes bounded memory."""
 
 
 class AccessKind(IntEnum):
-    """What a unit is used for. Ints, because accesses are hashed at every use and plain enums hash slowly."""
+    """The purpose of an access. An IntEnum, because accesses are hashed often and Enum hashes slowly."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -52,11 +52,11 @@ class _Sequence:
         self.trains = self.trains or access.kind != AccessKind.FORWARD
 
     def find(self, access: Access, start: int) -> int | None:
-        """The first place of `access` from `start` on, round the end; None where it does not occur."""
+        """The first place of `access` from `start` on, wrapping around; None if it does not occur."""
         return _at_or_after(self._places.get(access), start)
 
     def find_after(self, previous: Access | None, access: Access, start: int) -> int | None:
-        """As `find`, of an `access` that directly follows `previous` (None: that begins the step)."""
+        """`find` for an `access` that directly follows `previous` (None: that begins the step)."""
         return _at_or_after(self._places_after.get((previous, access)), start)
 
 
@@ -74,7 +74,7 @@ class Trace:
     """
 
     def __init__(self, *, window: int = 8) -> None:
-        """`window`: how many learned accesses may be left out before it counts as a divergence."""
+        """window: number of learned accesses that may be left out without a divergence."""
         assert window >= 0
         self._window = window
         self._recorded = _Sequence()
@@ -84,16 +84,17 @@ class Trace:
 
     @property
     def learned(self) -> Sequence[Access]:
-        """The order expected of this step; empty before a first one is done. Not to be changed."""
+        """The order expected of this step; empty during the first one. Not to be changed."""
         return self._learned.entries
 
     def record(self, access: Access) -> bool:
         """Notes that `access` happens now; returns whether it was expected here.
 
-        Expected is the next learned access, one of the few after it (those between are skipped), one that
-        was skipped just before and comes late, and an immediate repeat. Anything else is a divergence: the
-        trace moves to the next place, round the end, where the same two accesses follow each other, else to
-        the next place of this one, and stays where it is if there is none. Amortised O(log length).
+        These are expected: the next learned access, one of the `window` after it (those between are skipped),
+        one that was skipped just before and comes late, and an immediate repeat. Anything else is a
+        divergence: the trace then moves to the next place, wrapping around, where the same two accesses
+        follow each other, else to the next place of this one, and stays if there is none. Amortised
+        O(log length).
         """
         previous = self._recorded.last
         if access == previous:
@@ -104,7 +105,7 @@ class Trace:
         return self._follow(previous, access)
 
     def step_done(self) -> None:
-        """Closes the step: what was recorded is the order expected from now on, from its start.
+        """Ends the step: the recorded order is expected from now on, from its start.
 
         A recording with neither a backward nor an update (an evaluation between steps, nothing at all) does
         not replace one that has them: the forwards of the learned step predict evaluations as well.
@@ -116,7 +117,7 @@ class Trace:
         self._skipped.clear()
 
     def upcoming(self, limit: int) -> Iterator[Access]:
-        """The accesses expected from now on, at most `limit` and one cycle, round into the next step."""
+        """The accesses expected from now on, into the next step; at most `limit`, and at most one cycle."""
         entries, cursor = self._learned.entries, self._cursor
         stop = cursor + min(limit, len(entries))
         places = chain(range(cursor, min(stop, len(entries))), range(stop - len(entries)))
@@ -129,7 +130,7 @@ class Trace:
             return False
         length = len(learned.entries)
         distance = (place - cursor) % length
-        # What lies more than half a cycle ahead is nearer behind: no skip, however short the cycle.
+        # A place more than half a cycle ahead is nearer behind: it is not a skip, however short the cycle.
         if distance <= min(self._window, (length - 1) // 2):
             self._skipped.extend(learned.entries[(cursor + step) % length] for step in range(distance))
         elif access in self._skipped:
