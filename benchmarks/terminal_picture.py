@@ -74,6 +74,7 @@ def picture(command: str, printed: str, *, title: str) -> str:
     )
     console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
     console.print(Text(printed.expandtabs(4)))
+    console.print()  # Rich clips the last line by a path that it does not define
     description = f"A terminal in which {command} prints: {' '.join(printed.split())}"
     template = _TEMPLATE.replace("TITLE", _literal(title)).replace("DESCRIPTION", _literal(description))
     return console.export_svg(title=title, code_format=template, unique_id="terminal")
