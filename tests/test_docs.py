@@ -15,6 +15,9 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 PATH = re.compile(r"(?<![\w./-])(?:infinity|csrc|tests|docs|benchmarks|examples|\.ci)/[\w./*-]*")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+PICTURE = re.compile(r"!\[[^\]]+\]\(([^)]+\.svg)\)")
+"""A picture that is shown, with words for who cannot see it."""
+SHOWING = [ROOT / "README.md", ARCHITECTURE]
 FILE = re.compile(r"`([\w.*-]+\.(?:py|pyi|cpp|hpp|inl|md|toml|yaml|svg)|CMakeLists\.txt|LICENSE|NOTICE)`")
 
 
@@ -171,10 +174,14 @@ def test_notes_that_are_cited_exist() -> None:
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda each: each.name)
 def test_a_picture_is_shown_described_and_complete_in_itself(picture: Path) -> None:
-    assert f"]({picture.name})" in ARCHITECTURE.read_text()
+    links = [
+        (document.parent, link) for document in SHOWING for link in PICTURE.findall(document.read_text())
+    ]
+    assert picture in [(folder / link).resolve() for folder, link in links]
     root = ET.parse(picture).getroot()
     names = [element.tag.split("}")[1] for element in root.iter()]
     assert {"title", "desc"} <= set(names)
     assert not {"image", "script", "foreignObject"} & set(names), "viewers do not load or run these"
     text = picture.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert "http" not in text and "@import" not in text and "@font-face" not in text
+    assert picture.stat().st_size < 60_000

@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="files or folders of text (default: the source of this Python's standard library)",
     )
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=200, metavar="N", help="default: %(default)s")
+    training.add_argument("--steps", type=int, default=100, metavar="N", help="default: %(default)s")
     training.add_argument(
         "--batch", type=int, default=8, metavar="N", help="sequences (default: %(default)s)"
     )

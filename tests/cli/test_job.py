@@ -16,7 +16,7 @@ from infinity.cli.job import add_options, make_job
 OPTIONS = {
     "--model": "10m",
     "--data": None,
-    "--steps": 200,
+    "--steps": 100,
     "--batch": 8,
     "--seq": 128,
     "--accumulate": 1,

@@ -1,0 +1,114 @@
+"""A picture of a terminal: runs a command for real, and draws what it printed as an SVG.
+
+    python benchmarks/terminal_picture.py --out docs/first-run.svg -- \
+        infinity train --budget-host 160MiB --budget-nvme .:1GiB
+
+The command runs in a new directory, which is removed afterwards. A pipe gets a line of progress every five
+seconds: the first, a middle one and the last are drawn. All else is drawn as it was printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.text import Text
+
+_TEMPLATE = """\
+<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<title>TITLE</title>
+<desc>DESCRIPTION</desc>
+<style>
+.{unique_id}-matrix {{
+  font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
+  font-size: {char_height}px;
+  line-height: {line_height}px;
+}}
+.{unique_id}-title {{ font-size: 18px; font-family: sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" />
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+"""Rich's own, but for its fonts, which it loads from the network, and with a title and a description."""
+
+_WIDTH = 106
+_STEP = re.compile(r"step (\d+)/\d+ ")
+
+
+def fewer_lines(printed: str) -> str:
+    """`printed` with three lines of progress: the first, the middle one and the last."""
+    lines = printed.splitlines()
+    steps = [index for index, line in enumerate(lines) if _STEP.match(line)]
+    if not steps:
+        return printed.strip("\n")
+    left_out = set(steps) - {steps[0], steps[len(steps) // 2], steps[-1]}
+    return "\n".join(line for index, line in enumerate(lines) if index not in left_out).strip("\n")
+
+
+def picture(command: str, printed: str, *, title: str) -> str:
+    """The SVG of a terminal in which `command` printed this. It has no links, fonts, images or scripts."""
+    console = Console(
+        record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
+    console.print(Text(printed.expandtabs(4)))
+    console.print()  # Rich clips the last line by a path that it does not define
+    description = f"A terminal in which {command} prints: {' '.join(printed.split())}"
+    template = _TEMPLATE.replace("TITLE", _literal(title)).replace("DESCRIPTION", _literal(description))
+    return console.export_svg(title=title, code_format=template, unique_id="terminal")
+
+
+def _literal(text: str) -> str:
+    """`text` as XML, safe from str.format."""
+    return escape(text).replace("{", "{{").replace("}", "}}")
+
+
+def run(command: Sequence[str], directory: str | None) -> str:
+    """What the command prints on a pipe. Raises CalledProcessError where it fails."""
+    environment = {**os.environ, "COLUMNS": str(_WIDTH), "PYTHONIOENCODING": "utf-8"}
+    argv = [sys.executable, "-m", *command] if command[0] == "infinity" else list(command)
+    with tempfile.TemporaryDirectory(dir=directory) as inside:
+        done = subprocess.run(
+            argv, cwd=inside, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+    return done.stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, write the picture and print what it shows. Returns 0."""
+    parser = argparse.ArgumentParser(description="Draw what a command prints as an SVG.")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the SVG")
+    parser.add_argument("--in", dest="directory", metavar="DIR", help="below which to run")
+    parser.add_argument("command", nargs="+", help="after --")
+    options = parser.parse_args(arguments)
+    command, printed = " ".join(options.command), run(options.command, options.directory)
+    shown = fewer_lines(printed)
+    options.out.write_text(picture(command, shown, title=command))
+    print(printed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
