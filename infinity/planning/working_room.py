@@ -3,7 +3,7 @@
 Staging has room for all chains of the largest unit, but takes at most a quarter of the host tier and at least
 two chains. Besides pages at home there, the tier that computes has room for 12 parameter pages if they take
 at most a quarter of it, else for 3 if they take at most half. Where not even that fits,
-there is room for three pages and two chains, or one chain, and at the least for one of each.
+there is room for two chains and three or two pages, else for one chain and three, two or one.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ WORKING_ROOMS = (
     WorkingRoom(AMPLE_PAGES, share=0.25),
     WorkingRoom(3, share=0.5),
     WorkingRoom(3, chains=2, pieces=2),
+    WorkingRoom(2, chains=2, pieces=2),
     WorkingRoom(3, chains=1, pieces=1),
     WorkingRoom(2, chains=1, pieces=1),
     LEAST,
