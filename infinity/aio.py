@@ -1,10 +1,10 @@
 """Asynchronous file I/O for the NVMe tier: one engine per path, a future per request.
 
-An `Engine` has a submission thread of its own over io_uring, libaio or plain threads, whichever works
-first where it is tried. Requests of any size, offset and address are cut into blocks; whatever O_DIRECT
-does not take goes through the page cache, and `Engine.stats` counts those bytes. Every result is checked:
-short transfers go on, EAGAIN and EINTR are retried, anything else raises a typed error from the future of
-that request and leaves the engine usable.
+An `Engine` has a submission thread of its own over io_uring, libaio or plain threads: the first of them that
+works in its directory. Requests of any size, offset and address are cut into blocks. Blocks that O_DIRECT
+does not take go through the page cache, and `Engine.stats` counts their bytes. Every result is checked: short
+transfers are continued, EAGAIN and EINTR are retried, any other error is raised by the future of its request
+and leaves the engine usable.
 
 What the caller must know:
 
@@ -12,8 +12,8 @@ What the caller must know:
   when the future is dropped.
 - Requests in flight together are not ordered, overlapping or not. Wait for the first before asking for the
   second. `sync` makes those writes durable whose futures were done when it was asked for.
-- `wait` and `result` raise the request's error. Whoever drops a future without asking never hears of it,
-  except in `Engine.stats.failures`.
+- `wait` and `result` raise the request's error. If a future is dropped without either, its error only counts
+  in `Engine.stats.failures`.
 - In a forked child every call raises ConfigError: make new engines there.
 """
 
@@ -47,54 +47,56 @@ __all__ = [
 ]
 
 _MOST_STRIPES = 65536
-"""Of one file in one period."""
+"""The most stripes of one file in one period."""
 
 BACKENDS = ("io_uring", "libaio", "threads")
-"""In order of choice."""
+"""Names of the backends, in the order of choice."""
 
 atexit.register(_aio._leave)
 
 
 @dataclass(frozen=True)
 class BackendReport:
-    """What a real round trip showed about one backend."""
+    """The outcome of trying one backend by writing and reading back."""
 
     name: str
     ok: bool
+    """Whether the backend works."""
     direct: bool
-    """The round trip went through O_DIRECT."""
+    """Whether it works with O_DIRECT."""
     reason: str
-    """Why it does not work, or why only through the page cache; else empty."""
+    """The reason why it does not work, or only through the page cache; else empty."""
     features: str
-    """What of the kernel's newer offers is in use."""
+    """The kernel's newer features that are in use."""
 
 
 @dataclass(frozen=True)
 class DirectoryReport:
-    """What I/O in a directory can be done, and how."""
+    """The kinds of I/O that work in a directory."""
 
     direct: bool
-    """The file system says that it has O_DIRECT."""
+    """Whether the file system says that it has O_DIRECT."""
     memory_alignment: int
-    """Bytes; what O_DIRECT asks of addresses."""
+    """Bytes that addresses have to be multiples of for O_DIRECT."""
     offset_alignment: int
-    """Bytes; of offsets and lengths. At least a page, see the note "unaligned parts" in csrc/aio/file.hpp."""
+    """Bytes that offsets and lengths have to be multiples of. At least a page, see the note "unaligned parts"
+    in csrc/aio/file.hpp."""
     backends: tuple[BackendReport, ...]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine has chosen, and why."""
+    """An engine's backend and settings, and the reasons for them."""
 
     chosen: BackendReport
     rejected: tuple[BackendReport, ...]
-    """Those that were tried first and did not work."""
+    """Backends that were tried before the chosen one and did not work."""
     depth: int
     block_bytes: int
     registered_bytes: int
-    """Of buffers that the kernel has registered."""
+    """Bytes of buffers that the kernel has registered."""
     registration_failure: str
-    """Why the last `register_buffer` was in vain; else empty."""
+    """The reason why the last `register_buffer` failed; else empty."""
 
     @property
     def backend(self) -> str:
@@ -103,13 +105,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts since the engine was made. Bytes are those moved; transfers include resubmissions."""
+    """Counts since the engine was made. Bytes are those that were moved; transfers include resubmissions."""
 
     read_requests: int
     read_transfers: int
     read_bytes: int
     read_busy_seconds: float
-    """Time with at least one read in flight."""
+    """Seconds with at least one read in flight."""
     write_requests: int
     write_transfers: int
     write_bytes: int
@@ -120,22 +122,22 @@ class Stats:
     failures: int
     """Requests that ended with an error, whether anyone asked for it or not."""
     retries: int
-    """After EAGAIN or EINTR."""
+    """Transfers that were submitted again after EAGAIN or EINTR."""
     short_transfers: int
     buffered_bytes: int
-    """Moved through the page cache instead of O_DIRECT."""
+    """Bytes that went through the page cache instead of O_DIRECT."""
     queue_peak: int
-    """Most requests that waited for a free slot."""
+    """The most requests that waited for a free slot at one time."""
     in_flight_peak: int
-    """Most transfers in the kernel at once."""
+    """The most transfers in the kernel at one time."""
     waits: int
-    """Times that the submission thread went to its backend."""
+    """Times that the submission thread called its backend."""
 
 
 def probe(directory: str | os.PathLike[str] | None) -> DirectoryReport:
     """Try every backend by writing and reading back a few pages of a temporary file in `directory`.
 
-    `None` tries them in memory, which shows only that the system calls are allowed. Raises StorageError
+    For None they are tried in memory, which shows only that the system calls are allowed. Raises StorageError
     where no file can be made, StorageFull where it cannot be written.
     """
     found = _aio.probe(None if directory is None else os.fspath(directory))
@@ -146,11 +148,11 @@ def probe(directory: str | os.PathLike[str] | None) -> DirectoryReport:
 class Engine(_aio.Engine):
     """Asynchronous I/O on one device.
 
-    `directory` is where backends are tried (any directory on the device; None tries them in memory).
-    `backend` is "auto" or one of BACKENDS; for "auto" the environment variable INFINITY_AIO decides, if set.
+    Backends are tried in `directory` (any directory on the device; for None, in memory). `backend` is "auto"
+    or one of BACKENDS; for "auto" the environment variable INFINITY_AIO decides, if set.
     Requests are cut into blocks of `block_bytes`, of which `depth` are in flight. Blocks go out by deadline:
     a read's is the moment it is asked for, a write's is `write_slack` seconds later, so that reads go ahead
-    of writes and writes never starve. `faults` puts a fault-injecting wrapper around the backend.
+    of writes and writes never starve. `faults` makes a wrapper around the backend inject faults.
 
     Raises ConfigError for an unknown or unavailable backend (with the reason), StorageError for a directory
     that cannot be written, StorageFull for one without room.
@@ -212,7 +214,7 @@ class Engine(_aio.Engine):
 class Volume(_aio.Volume):
     """Several files, on engines of their own, as one range of bytes.
 
-    `parts` are (file, weight) pairs: of each period of stripes, `weight` (an int from 1) lie in that file.
+    `parts` are (file, weight) pairs: `weight` (an int from 1) stripes of each period lie in that file.
     `map` says where each byte lies and is made from (weights, stripe_bytes) alone, so a manifest that stores
     these can rebuild it.
 

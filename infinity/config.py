@@ -1,4 +1,4 @@
-"""What a user asks for: sizes, budgets, precision. Validated here, so that the floors above need not."""
+"""Configuration by the user: sizes, budgets and precision, validated here so that no other module has to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """`nbytes` for people: three digits or so and a binary unit, such as "1.50 GiB"."""
+    """The text of `nbytes` for people: some three digits and a binary unit, such as "1.5 GiB"."""
     for unit, factor in reversed(_UNITS.items()):
         if nbytes >= factor and unit != "B":
             value = nbytes / factor
@@ -61,13 +61,13 @@ def format_size(nbytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The most bytes that each tier may hold. Hard: nothing above them is ever allocated."""
+    """The most bytes that each tier may hold. Budgets are hard: nothing above them is ever allocated."""
 
     device: Size | None = None
-    """Device memory. None: all that is free, less a safety margin."""
+    """Device memory. None: all free memory, less a safety margin."""
 
     host: Size | None = None
-    """Pinned host RAM. None: what the cgroup and MemAvailable leave, less a safety margin."""
+    """Pinned host RAM. None: the bytes that the cgroup and MemAvailable leave, less a safety margin."""
 
     nvme: Mapping[str | os.PathLike[str], Size] | None = None
     """Bytes per directory, each on a storage device of its own. None: no such tier."""
@@ -79,7 +79,7 @@ class Budget:
     """`host` in bytes, or None."""
 
     nvme_bytes: dict[str, int] = field(init=False, repr=False, default_factory=dict)
-    """`nvme` as absolute directory -> bytes; empty for no such tier."""
+    """`nvme` in bytes by absolute directory; empty for no such tier."""
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -119,20 +119,20 @@ class Precision:
     """The dtypes of parameters, gradients and optimizer states. Buffers keep theirs."""
 
     compute: str = "bf16"
-    """What floating parameters are cast to for forward and backward: "bf16", "fp16" or "fp32"."""
+    """The dtype of floating parameters in forward and backward: "bf16", "fp16" or "fp32"."""
 
     states: str = "fp32"
     """The format of the optimizer's moments: "fp32"; "bf16", half the bytes, rounded stochastically; or
-    "int8", a quarter, companded codes with an exponent for every 64 elements (see
-    infinity/formats/moments.py). Masters are fp32 in all three: a bf16 parameter and 16 bits more, or
+    "int8", a quarter of the bytes, companded codes with an exponent for every 64 elements (see
+    infinity/formats/moments.py). Masters are fp32 with all three: a bf16 parameter and 16 more bits, or
     float32."""
 
     keep: tuple[str, ...] = ()
     """Patterns (fnmatch) of parameter names that stay fp32, such as "*.norm.*"; capitals count."""
 
     accumulate: str = "fp32"
-    """What gradients are summed in: "fp32", or "compute" for each parameter's own dtype. They also rest in
-    it, unless a step has one backward only; see `gradient_dtype`."""
+    """The dtype in which gradients are summed: "fp32", or "compute" for each parameter's own dtype. They also
+    rest in it, unless a step has one backward only; see `gradient_dtype`."""
 
     def __post_init__(self) -> None:
         _one_of("compute precision", self.compute, tuple(_COMPUTE_DTYPES))
@@ -148,11 +148,11 @@ class Precision:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """`compute` as torch names it."""
+        """The dtype of `compute` as torch names it."""
         return _COMPUTE_DTYPES[self.compute]
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that a parameter called `name`, of `dtype` in the user's model, has in its page."""
+        """The page's dtype for the parameter `name`, which has `dtype` in the user's model."""
         if not dtype.is_floating_point:
             return dtype
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep):
@@ -160,14 +160,14 @@ class Precision:
         return self.compute_dtype
 
     def accumulate_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of parameters that have `dtype` in their page are summed."""
+        """The dtype in which gradients are summed, for parameters whose page has `dtype`."""
         return torch.float32 if self.accumulate == "fp32" else dtype
 
     def gradient_dtype(self, dtype: torch.dtype, accumulation: int | None) -> torch.dtype:
-        """The dtype of the gradient page of parameters that have `dtype` in their page.
+        """The dtype of the gradient page, for parameters whose page has `dtype`.
 
-        accumulation: backwards of a step, as declared; None: unknown. The gradient of the only one is added
-        to nothing, so it has all its bits in the dtype in which it comes.
+        accumulation: backwards of a step, as declared; None: unknown. The gradient of a step's only backward
+        is added to nothing, so it keeps all its bits in the dtype in which it comes.
         """
         return dtype if accumulation == 1 else self.accumulate_dtype(dtype)
 

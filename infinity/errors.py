@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose: one sentence of cause, one of cure."""
+"""Errors that this package raises on purpose: each has a sentence of cause and one of cure."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class InfinityError(Exception):
         return f"{self.cause} {self.cure}"
 
     def again(self) -> Self:
-        """The same error without its traceback, to be kept or raised once more.
+        """A copy of the error without its traceback, to be kept or raised once more.
 
-        A kept traceback keeps every frame alive, and pages and staging with their variables.
+        A kept traceback would keep every frame alive, and with its variables pages and staging.
         """
         return copy.copy(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross processes (spawned workers, torchrun): the default would forget the keywords.
+        # Errors cross processes (spawned workers, torchrun): the default pickling would lose the keywords.
         return functools.partial(type(self), **self._keywords()), (self.cause, self.cure)
 
     def _keywords(self) -> dict[str, Any]:
@@ -53,10 +53,10 @@ class NonFiniteGradient(InfinityError, ArithmeticError):
 
 
 class BudgetError(InfinityError):
-    """Something does not fit its tier's budget; the cure names the smallest that would do, in bytes.
+    """Something does not fit its tier's budget; the cure names the smallest budget that would do, in bytes.
 
-    `needed` is that figure, or None where it cannot be known here. `tier` is the value of the tier that is
-    short ("device", "host", "nvme"), or None where it is not one tier's budget.
+    `needed` is that budget, or None where it is not known where the error is raised. `tier` is the value of
+    the tier whose budget is too small ("device", "host", "nvme"), or None where it is not one tier's budget.
     """
 
     def __init__(self, cause: str, cure: str, *, needed: int | None = None, tier: str | None = None) -> None:
@@ -69,7 +69,7 @@ class BudgetError(InfinityError):
 
 
 class KernelError(InfinityError, RuntimeError):
-    """The device's kernels could not be compiled: `log` is what the compiler said."""
+    """The device's kernels could not be compiled. `log` is the compiler's log."""
 
     def __init__(self, cause: str, cure: str, *, log: str = "") -> None:
         super().__init__(cause, cure)
@@ -80,7 +80,7 @@ class KernelError(InfinityError, RuntimeError):
 
 
 class StorageError(InfinityError, OSError):
-    """A storage operation failed for good: `path`, `offset` (bytes, or None) and `errno` say where."""
+    """A storage operation failed for good: `path` and `offset` (bytes, or None) say where, `errno` why."""
 
     def __init__(
         self, cause: str, cure: str, *, path: str, offset: int | None = None, errno: int | None = None
@@ -97,7 +97,7 @@ class StorageError(InfinityError, OSError):
 
 
 class DeviceError(InfinityError, RuntimeError):
-    """A call of the device's driver failed: `call`, its result's `code` and `name` (as cuda.h has it)."""
+    """A driver's call failed: `call` is its name, `code` and `name` are its result (as in cuda.h)."""
 
     def __init__(self, cause: str, cure: str, *, call: str, code: int, name: str) -> None:
         super().__init__(cause, cure)
@@ -137,8 +137,8 @@ def storage_error(
 ) -> StorageError:
     """The StorageError (StorageFull for ENOSPC and EDQUOT) for a failed operation.
 
-    `operation` is a verb for people ("read", "preallocate"); `offset` is in bytes. `cure` stands in place of
-    the usual one: for every errno, or for those that it maps.
+    `operation` is a verb for people ("read", "preallocate"); `offset` is in bytes. `cure` replaces the usual
+    cure: a string for every errno, a mapping for the errnos that it has.
     """
     where = f"{path} at byte {offset}" if offset is not None else path
     name = errno_codes.errorcode.get(errno, str(errno))
@@ -159,13 +159,13 @@ def storage_errors(
     offset: int | None = None,
     cure: str | Mapping[int, str] | None = None,
 ) -> Iterator[None]:
-    """Raises `storage_error` for what the system raises inside; a StorageError passes as it is."""
+    """A context that turns the system's errors into `storage_error`'s; a StorageError passes as it is."""
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
-        # safetensors raises FileNotFoundError without a number.
+        # safetensors raises FileNotFoundError without an errno.
         unnumbered = errno_codes.ENOENT if isinstance(error, FileNotFoundError) else errno_codes.EIO
         raise storage_error(
             operation, os.fspath(path), offset, error.errno or unnumbered, cure=cure

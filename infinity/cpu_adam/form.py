@@ -1,4 +1,4 @@
-"""The form of an update: where its arrays lie in a few pieces of memory. Checked once, submitted often."""
+"""The form of an update: the places of its arrays in a few tensors. Checked once, submitted often."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ _FIELDS = (
     "first_scale",
     "second_scale",
 )
-"""Of `Update`, the arrays."""
+"""The fields of `Update` that are arrays, in the order of `UpdateForm.places`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateForm:
-    """The arrays of updates that have one form, as (piece of memory, offset in bytes) or None each."""
+    """The dtypes, lengths and places of arrays that several updates have in common."""
 
     elements: int
     grad_dtype: _cpu_adam.Dtype
     format: _cpu_adam.ParameterFormat
     moments: _cpu_adam.MomentFormat
     places: tuple[tuple[int, int] | None, ...]
+    """Each array's (index of its tensor, offset in bytes), or None where the update has no such array."""
 
     @staticmethod
     def of(work: Update, memory: Sequence[torch.Tensor]) -> UpdateForm:
-        """The form of an update that a pool has taken, and so has checked. memory: what its arrays lie in."""
+        """The form of an update that a pool has taken, and so has checked.
+
+        memory: contiguous CPU tensors in which its arrays lie.
+        """
         assert work.accumulated is None and isinstance(work.grad, torch.Tensor)
         bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory]
         places: list[tuple[int, int] | None] = []
@@ -58,9 +62,9 @@ class UpdateForm:
         )
 
     def addresses(self, memory: Sequence[torch.Tensor]) -> list[int]:
-        """Of the arrays in the order of `places`, 0 for none.
+        """The addresses of the arrays, in the order of `places`; 0 for no array.
 
-        memory: as `of` had it, of the same sizes, contiguous, on the CPU.
+        memory: tensors of the sizes that `of` was given, contiguous, on the CPU.
         """
         begins = [each.data_ptr() for each in memory]
         return [0 if each is None else begins[each[0]] + each[1] for each in self.places]

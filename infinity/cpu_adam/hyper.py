@@ -17,7 +17,7 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     step: int
-    """1 for the first update: the number of updates after this one."""
+    """The number of updates, this one included: 1 for the first."""
     maximize: bool = False
 
     _decoupled = False
@@ -47,7 +47,7 @@ class SGD:
     weight_decay: float = 0.0
     nesterov: bool = False
     first_step: bool
-    """The momentum buffer has no content yet: it becomes the gradient, undamped."""
+    """Whether the momentum buffer has no content yet: then it becomes the gradient, undamped."""
     maximize: bool = False
 
     def native(self) -> _cpu_adam.SgdHyper:
@@ -83,4 +83,4 @@ class Adagrad:
 Hyper: TypeAlias = Adam | SGD | Adagrad
 
 NativeHyper: TypeAlias = _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper
-"""What `Hyper.native` gives."""
+"""Hyper-parameters as the native core takes them; made by `Hyper.native`."""

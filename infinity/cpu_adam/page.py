@@ -1,4 +1,4 @@
-"""Checks the arrays and segments of one submission and turns them into what the native core takes."""
+"""Pages: the checks of one submission's arrays and segments, and their conversion for the native core."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parameter_format(work: Update) -> _cpu_adam.ParameterFormat:
 
 
 def moment_dtype(work: Update) -> torch.dtype:
-    """The dtype of the moments, float32 without any. ConfigError if it is none of them, or two."""
+    """The dtype of the moments; float32 if there are none. ConfigError for two dtypes, or an unknown one."""
     dtypes = {each.dtype for each in (work.first_moment, work.second_moment) if each is not None}
     if len(dtypes) > 1 or not dtypes <= set(MOMENT_FORMATS):
         raise ConfigError(
@@ -57,14 +57,14 @@ def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int, int
 
 
 class Page:
-    """The arrays of one submission: checks each, keeps its owner, and sees that lengths agree."""
+    """The arrays of one submission: each is checked, lengths have to agree, and owners are kept."""
 
     def __init__(self) -> None:
         self.elements = 0
         self.owners: list[object] = []
 
     def add(self, name: str, array: Array | None, *dtypes: torch.dtype, per: int = 1) -> int:
-        """The array's address, 0 for None. It has an entry for every `per` elements of the others."""
+        """The array's address; 0 for None. per: elements of the other arrays that share one entry of this."""
         if array is None:
             return 0
         if isinstance(array, torch.Tensor):

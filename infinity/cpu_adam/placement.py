@@ -1,4 +1,4 @@
-"""On which CPUs the update's threads run."""
+"""CPUs on which the update's threads run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 def default_cpus() -> tuple[int, ...]:
     """The CPUs on which a `ThreadPool` puts its threads.
 
-    One CPU of each physical core in the affinity mask, no more than the cgroup's CPU quota; from four
-    on, one in eight (at least one) is left to the trainer.
+    They are one CPU of each physical core in the affinity mask, no more than the cgroup's CPU quota. Where
+    these are four or more, an eighth of them (at least one) is left to the trainer.
     """
     return leave_room(one_per_core(sorted(os.sched_getaffinity(0))), machine.cpu().quota)
 
@@ -39,10 +39,10 @@ def one_per_core(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> tuple[int, 
 
 
 def leave_room(cores: Sequence[int], quota: float | None) -> tuple[int, ...]:
-    """Those of `cores` that the update takes, of a CPU quota (CPUs' worth of time, None: no limit).
+    """The cores that the update takes out of `cores`. quota: CPUs' worth of time; None: no limit.
 
-    The first ones are left to the trainer, since interrupts and single-threaded work tend to be there. With
-    fewer than four all are taken: the update then competes with the trainer, but on half of two cores it
+    The first cores are left to the trainer, since interrupts and single-threaded work tend to be there. Of
+    fewer than four cores none is left: the update then competes with the trainer, but on one of two cores it
     would take twice as long.
     """
     usable = max(1, math.floor(min(len(cores), quota or math.inf)))

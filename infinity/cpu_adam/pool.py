@@ -49,7 +49,7 @@ def runnable_isas() -> tuple[str, ...]:
 
 
 class Ticket(Generic[_R]):
-    """A job on its way. It may be dropped: the job is finished all the same."""
+    """A job that a pool was given. The ticket may be dropped: the job is finished all the same."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Ticket(Generic[_R]):
         return done
 
     def result(self, timeout: float | None = None) -> _R:
-        """Waits and returns what the job found; TimeoutError if it is not done in time."""
+        """Waits for the job and returns its result; TimeoutError if it is not done in time."""
         if not self.wait(timeout):
             raise TimeoutError(f"The job was not done within {timeout} s.")
         return self._result()
@@ -89,13 +89,14 @@ class Ticket(Generic[_R]):
 class ThreadPool(Closing):
     """Pinned threads that run updates, gradient passes and streams; none of them takes the GIL.
 
-    `threads` and `cpus` (CPU numbers; more threads than CPUs share them in turn) override
+    `threads` and `cpus` (CPU numbers; where threads outnumber CPUs, several share one) override
     `default_cpus()`. `isa` forces an instruction set, `chunk` (elements, a multiple of BLOCK) the unit of
-    work; neither changes a bit of any result. `openmp`: who waits is helped by the OpenMP threads that torch
-    computes with in the same thread, where there are as many as the pool has: they are awake when the pool's
-    are not, and both at once would be too many. ConfigError for values that cannot be used.
+    work; neither changes a bit of any result. `openmp`: whether the thread that waits for a job does its work
+    together with the OpenMP threads with which torch computes there, if they are as many as the pool's. These
+    are awake when the pool's are not, and both at once would be too many. ConfigError for values that cannot
+    be used.
 
-    A context manager; `close` finishes what is queued. A pool does not survive a fork: in the child every
+    A context manager; `close` finishes all queued jobs. A pool does not survive a fork: in the child every
     call raises ConfigError.
     """
 
@@ -138,9 +139,9 @@ class ThreadPool(Closing):
     def submit(
         self, work: Update | Gradient | Stream, *, awaited: bool = False
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
-        """Queues the work and returns at once. awaited: the caller is about to wait, see `run`.
+        """Queues the work and returns at once. awaited: whether the caller is about to wait, see `run`.
 
-        ConfigError, and nothing touched, for tensors of a wrong dtype, device, length or layout, arrays
+        ConfigError, with no array touched, for tensors of a wrong dtype, device, length or layout, arrays
         that overlap, segments outside the arrays or overlapping, hyper-parameters out of range, and a
         closed pool.
         """
@@ -167,9 +168,9 @@ class ThreadPool(Closing):
     ) -> Ticket[UpdateResult]:
         """Queues an update of a form that was checked before, in the same or other memory.
 
-        addresses: as of `UpdateForm.addresses`; `owners` keep that memory. segments: (start, count, hyper,
-        index, seed) each, see `Segment`. hypers: `Hyper.native()` of each. ConfigError for a closed pool, and
-        hyper-parameters or segments out of range.
+        addresses: from `UpdateForm.addresses`. owners: the objects that keep that memory. segments: (start,
+        count, hyper, index, seed) each, see `Segment`. hypers: made by `Hyper.native`. ConfigError for a
+        closed pool, and hyper-parameters or segments out of range.
         """
         grad, parameter, remainder, copy, first, second, first_scale, second_scale = addresses
         native = self._native.submit_update(
@@ -201,12 +202,12 @@ class ThreadPool(Closing):
     @overload
     def run(self, work: Stream) -> None: ...
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
-        """`submit` and `result` in one: small work is done by the caller alone, any by him and his OpenMP
-        threads if they help; then no thread is woken."""
+        """Submits the work, waits, and returns its result. The caller does small work alone; with `openmp`
+        he and his OpenMP threads do any. Then no thread of the pool is woken."""
         return self.submit(work, awaited=True).result()
 
     def close(self) -> None:
-        """Finishes what is queued and ends the threads. Harmless when repeated."""
+        """Finishes all queued jobs and ends the threads. Calling it again does nothing."""
         self._native.close()
 
     def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
@@ -296,6 +297,6 @@ _open_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 @atexit.register
 def _close_pools() -> None:
-    # Before the interpreter goes: afterwards the tensors' memory would go under running threads.
+    # Before the interpreter ends: it would free the tensors' memory while threads still use it.
     for pool in list(_open_pools):
         pool.close()

@@ -1,4 +1,4 @@
-"""Stream speed: what memory gives the update's threads, which no update can exceed."""
+"""Stream speed: the rate at which the update's threads read and write memory, which no update can exceed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ELEMENTS = 16 << 20
 
 
 def stream_speed(*, repeats: int = 5) -> float:
-    """Bytes per second that the update threads read and write in place over two fp32 arrays (0.1 GB).
+    """Bytes per second that the update's threads read and write in place, over two fp32 arrays (0.1 GB).
 
-    The median of `repeats`; the limit of every update, and below the sum of what one reads in
-    memory's data sheet.
+    It is the median of `repeats` passes. It limits every update, and is below the figure in the memory's data
+    sheet.
     """
     arrays = [torch.zeros(_ELEMENTS, dtype=torch.float32, device="cpu") for _ in range(2)]
     with ThreadPool() as pool:

@@ -1,4 +1,4 @@
-"""What a pool can be asked to do, and what it answers."""
+"""Work for a thread pool: updates, gradient passes and streams, and the results of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity import _cpu_adam
 from infinity.cpu_adam.hyper import Hyper
 
 BLOCK: int = _cpu_adam.BLOCK
-"""Elements per norm block; parameters may be split over segments at multiples of this only."""
+"""Elements of a block whose squares have one sum. Parameters may be split over segments only at multiples."""
 
 CODE_BLOCK: int = _cpu_adam.CODE_BLOCK
 """Elements of a parameter that share an exponent in int8 moments."""
@@ -41,18 +41,18 @@ class Segment:
     """Elements [start, start + count) of a page's arrays, all of one parameter.
 
     With bfloat16 and int8 moments, an update rounds up or down by random bits that are a function of `seed`
-    and of an element's index in its parameter, modulo 2**32: the same of a parameter however it is split, if
-    every part is given its own `index`.
+    and of an element's index in its parameter, modulo 2**32. They do not depend on how a parameter is split,
+    if every part is given its own `index`.
     """
 
     start: int
     count: int
     hyper: int = 0
-    """Index of the hyper-parameters. Updates alone look at it and at what follows."""
+    """Index of the hyper-parameters. Only updates use it, and the fields below."""
     index: int = 0
-    """Of the first element, in its parameter."""
+    """Index of the segment's first element in its parameter."""
     seed: int = 0
-    """32 bits, others for every parameter and step."""
+    """The seed of rounding: 32 bits, different for every parameter and step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,13 @@ class Update:
     bf16 gradients: 28 with an fp32 master and a bf16 copy, 26 with a split master, 18 with a split master
     and bfloat16 moments, 14 with a split master and int8 moments.
 
-    Both moments have one format. bfloat16 ones are rounded stochastically: to one of both neighbours, with
-    probabilities that make the mean right. int8 ones are codes relative to the largest magnitude of each
+    Both moments have one format. bfloat16 moments are rounded stochastically: to one of both neighbours, with
+    probabilities that make the mean right. int8 moments are codes relative to the largest magnitude of each
     block of CODE_BLOCK elements, rounded likewise ([Note: int8 codes] in csrc/cpu_adam/moments.inl;
-    `infinity.formats.moments` reads them). Their segments start, and have an index, at multiples of
-    CODE_BLOCK, and an element that is not finite makes NaN of its block. A page of zeros holds zeros in every
-    format."""
+    `infinity.formats.moments` reads them). With int8 moments, segments start, and have an index, at multiples
+    of CODE_BLOCK, and an element that is not finite makes NaN of its block. A page of zeros holds zeros in
+    every format.
+    """
 
     grad: Array
     """float32, bfloat16 or float16; read."""
@@ -86,14 +87,14 @@ class Update:
     first_moment: Array | None = None
     """float32, bfloat16 or uint8 (int8 codes): Adam's mean of gradients, SGD's momentum buffer."""
     second_moment: Array | None = None
-    """Likewise: Adam's mean of squares, Adagrad's sum of squares."""
+    """The same dtypes: Adam's mean of squares, Adagrad's sum of squares."""
     first_scale: Array | None = None
-    """uint8, ceil(n / CODE_BLOCK): the exponents of int8 codes, of the block that starts at element i in
-    entry i // CODE_BLOCK."""
+    """uint8, ceil(n / CODE_BLOCK): the exponents of the first moment's int8 codes. The block that starts at
+    element i has entry i // CODE_BLOCK."""
     second_scale: Array | None = None
-    """Likewise."""
+    """The same for the second moment."""
     scale: float = 1.0
-    """Unscaling times clipping, as one factor."""
+    """One factor for both unscaling and clipping."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Gradient:
     store: bool = False
     """Whether x becomes the content of `accumulated`."""
     copy: Array | None = None
-    """Of the gradient's dtype: gets its bits as they are."""
+    """An array of the gradient's dtype that gets its bits as they are; written."""
     squares: bool = False
     scale: float = 1.0
 
@@ -129,12 +130,12 @@ class Gradient:
 @dataclass(frozen=True)
 class GradientResult:
     blocks: tuple[npt.NDArray[np.float64], ...]
-    """Per segment, its blocks' sums of squares; empty unless squares were asked for. Their sum is finite if
-    and only if every element is."""
+    """The sums of squares of each segment's blocks; empty unless squares were asked for. Their sum is finite
+    if and only if every element is."""
 
 
 def sum_in_order(sums: npt.NDArray[np.float64], start: float = 0.0) -> float:
-    """start + sums[0] + sums[1] + ..., one after the other.
+    """The sum start + sums[0] + sums[1] + ..., added one after the other.
 
     A parameter's sum of squares is its blocks' sums in order, wherever its segments were computed; so
     sum_in_order(b, sum_in_order(a)) is the total of a parameter split into a and b.
@@ -144,10 +145,10 @@ def sum_in_order(sums: npt.NDArray[np.float64], start: float = 0.0) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Moves bytes as an update of that shape would, computing nothing: the limit for benchmarks.
+    """A pass that moves bytes as an update over such arrays would, without arithmetic: a limit of its speed.
 
-    Contents of `read_write` (xor of a constant) and `write` arrays are not kept. Arrays of any dtype,
-    of one length in elements.
+    Arrays have any dtype and one length in elements. Contents of `read_write` arrays (xor of a constant) and
+    of `write` arrays are not kept.
     """
 
     read: Sequence[Array] = ()

@@ -1,1 +1,1 @@
-"""The update on a device: the CPU's kernels, compiled for it."""
+"""Device update: updates on the device that computes, by the CPU's kernels compiled for it."""

@@ -1,4 +1,4 @@
-"""The device's kernels: compiled for what a run needs, kept in the user's cache, and launched.
+"""The device's kernels: compiled for the updates of a run, kept in the user's cache, and launched.
 
 Their source is that of the CPU's kernels (csrc/cpu_adam/device.cu), so their bits are the CPU's.
 """
@@ -24,7 +24,7 @@ from infinity.tiers.driver import cuda_driver
 
 
 def _enumerators(kind: type[Enum]) -> tuple[str, ...]:
-    """Their names in C++, by value."""
+    """The enumerators' names in C++, in the order of their values."""
     return tuple("k" + "".join(map(str.capitalize, each.name.split("_"))) for each in kind)
 
 
@@ -32,7 +32,7 @@ RULES = _enumerators(_cpu_adam.Rule)
 DTYPES = _enumerators(_cpu_adam.Dtype)
 PARAMETERS = _enumerators(_cpu_adam.ParameterFormat)
 MOMENTS = _enumerators(_cpu_adam.MomentFormat)
-"""The enumerations of csrc/cpu_adam/formats.hpp, by value."""
+"""Names in the enumerations of csrc/cpu_adam/formats.hpp, in the order of their values."""
 
 KERNELS = ("infinity_update", "infinity_squares", "infinity_totals")
 
@@ -44,7 +44,7 @@ _BLOCK = 256
 _OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
-    # Rounded as IEEE 754 has it, denormals kept, and fused where the source says so: the CPU's bits.
+    # IEEE 754's rounding, denormals kept, operations fused only where the source says so: the CPU's bits.
     "--fmad=false",
     "--ftz=false",
     "--prec-div=true",
@@ -54,7 +54,7 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
 
 
 class UpdateKind(NamedTuple):
-    """An update that kernels are compiled for: an index each into RULES, DTYPES, PARAMETERS and MOMENTS."""
+    """A kind of update that kernels are compiled for: indices into RULES, DTYPES, PARAMETERS, MOMENTS."""
 
     rule: int
     gradient: int
@@ -73,28 +73,28 @@ _RULES_OF = {
     "SGD": (_cpu_adam.Rule.SGD, _cpu_adam.Rule.SGD_MOMENTUM),
     "Adagrad": (_cpu_adam.Rule.ADAGRAD,),
 }
-"""The rules that a group of torch's optimizer may ask for."""
+"""The rules that a group of torch's optimizer may need, by the optimizer's name."""
 _MASTERS = {
     torch.float32: _cpu_adam.ParameterFormat.PLAIN,
     torch.float16: _cpu_adam.ParameterFormat.PLAIN_F16,
     torch.bfloat16: _cpu_adam.ParameterFormat.SPLIT,
 }
-"""How a parameter of that dtype keeps its master, see infinity.formats.optimizer_rules."""
+"""The format of a parameter's master, by the parameter's dtype; see infinity.formats.optimizer_rules."""
 
 
 def kinds_of(
     optimizer: str, gradient: torch.dtype, parameter: torch.dtype, moments: torch.dtype
 ) -> set[UpdateKind]:
-    """The updates of torch's optimizer of this name over pages of these dtypes."""
+    """The kinds of updates that torch's optimizer of this name may need over pages of these dtypes."""
     formats = GRAD_DTYPES[gradient].value, _MASTERS[parameter].value, MOMENT_FORMATS[moments].value
     return {UpdateKind(rule.value, *formats) for rule in _RULES_OF[optimizer]}
 
 
 class Kernels:
-    """Kernels on one device, of the kinds of updates that were asked for so far."""
+    """The kernels on one device, for the kinds of updates that were required so far."""
 
     def __init__(self, device: torch.device, kinds: Iterable[UpdateKind]) -> None:
-        """The CPU as the device has those that were compiled with the package, of every kind.
+        """device: on the CPU, the kernels are those compiled with the package, for all kinds.
 
         Raises as `require`.
         """
@@ -103,7 +103,7 @@ class Kernels:
         self.require(kinds)
 
     def require(self, kinds: Iterable[UpdateKind]) -> None:
-        """See that one launch can do updates of all these kinds.
+        """Compile and load kernels that do updates of all these kinds in one launch.
 
         Raises KernelError where they cannot be compiled, DeviceError where the device does not take them.
         """
@@ -114,12 +114,13 @@ class Kernels:
     ) -> None:
         """Queue a kernel of KERNELS on torch's current stream. Raises as `require`.
 
-        arguments: its struct, by value. kinds: of the updates in it.
+        warps: the number that the kernel needs. arguments: the bytes of its struct. kinds: of the updates in
+        the launch.
         """
         self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
 
     def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
-        """The kernels of a module that has all of these kinds, by name."""
+        """The kernels, by name, of a module that has all of these kinds."""
         for known, functions in self._modules.items():
             if kinds <= known or self.device.type == "cpu":
                 return functions
@@ -142,9 +143,7 @@ def can_compile() -> bool:
 def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
     """The kernels as a cubin for an architecture ("sm_90"), or as PTX for a virtual one ("compute_90").
 
-    They come from the user's cache if they are there.
-
-    Raises KernelError.
+    They come from the user's cache if they are there. Raises KernelError where they cannot be compiled.
     """
     nvrtc = find_nvrtc()
     assert nvrtc is not None, "the plan asks first"
@@ -160,7 +159,7 @@ def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
 
 
 def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
-    """The source of kernels for these updates, and the files that it includes by name."""
+    """The source of kernels for these updates, and the texts of the files that it includes, by name."""
     headers: dict[str, str] = {}
     waiting = [_SOURCE]
     while waiting:
@@ -174,13 +173,13 @@ def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
 
 @functools.cache
 def _folder() -> Path:
-    """Where the sources are: in an installed package, or in the tree that it is developed in."""
+    """The folder of the kernels' sources: in an installed package, or in the repository's tree."""
     installed = _PACKAGE / "kernels"
     return installed if installed.is_dir() else _PACKAGE.parent / "csrc" / "cpu_adam"
 
 
 def host_library() -> Path:
-    """The kernels as they were compiled for the CPU."""
+    """The path of the library of kernels compiled for the CPU."""
     return _PACKAGE / "libinfinity_host_kernels.so"
 
 

@@ -14,11 +14,11 @@ import torch
 from infinity.errors import KernelError
 
 _MAJORS = (13, 12, 11)
-"""Of libnvrtc, the newest first."""
+"""Major versions of libnvrtc, the newest first."""
 
 
 class Nvrtc:
-    """One loaded compiler."""
+    """A loaded NVRTC library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -30,7 +30,7 @@ class Nvrtc:
     def compile(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
         """The cubin of a source; its PTX where the options name a virtual architecture, which has no cubin.
 
-        headers: by the name under which sources include them.
+        headers: texts of the included files, by the names under which sources include them.
 
         Raises KernelError with the compiler's log.
         """
@@ -67,10 +67,10 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc | None:
-    """That of torch's CUDA, else the newest there is; None without any. One a process."""
+    """The NVRTC of torch's CUDA, else the newest one found; None if there is none. Loaded once a process."""
     for library, builtins in _candidates():
         try:
-            for each in builtins:  # else it looks for them where the loader does
+            for each in builtins:  # otherwise NVRTC looks for them only where the loader does
                 ctypes.CDLL(each, mode=ctypes.RTLD_GLOBAL)
             return Nvrtc(ctypes.CDLL(library))
         except (OSError, AttributeError):
@@ -79,7 +79,10 @@ def find_nvrtc() -> Nvrtc | None:
 
 
 def _candidates() -> Iterator[tuple[str, list[str]]]:
-    """(library, what it will open), the best first: in wheels beside torch, then where the loader looks."""
+    """Candidates for NVRTC, the best first: each a library and the builtins that it will open.
+
+    Those in wheels beside torch come first, then those that the loader finds.
+    """
     found = [
         (_major(library.name), library)
         for folder in _wheels()
@@ -95,7 +98,7 @@ def _candidates() -> Iterator[tuple[str, list[str]]]:
 
 
 def _wheels() -> list[Path]:
-    """Where NVIDIA's wheels put their libraries."""
+    """The folders in which NVIDIA's wheels put their libraries."""
     spec = importlib.util.find_spec("nvidia")
     return [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
 

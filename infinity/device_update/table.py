@@ -1,6 +1,6 @@
-"""Where the device finds what it updates: pieces of parameters, written down once for a run.
+"""Device table: the places of all pieces of parameters that the device updates, written once for a run.
 
-The structs of csrc/cpu_adam/device.hpp as numpy has them; see [Note: device tables] there.
+The structs are those of csrc/cpu_adam/device.hpp as numpy dtypes; see [Note: device tables] there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TILE: int = _cpu_adam.TILE
 """Elements that a warp updates."""
 MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
 MOST_PARAMETERS: int = _cpu_adam.MOST_PARAMETERS
-"""Of one launch."""
+"""The most different hyper-parameters, and the most parameters, of one launch."""
 FOLDED_BYTES: int = _cpu_adam.FOLDED_BYTES
 
 _Struct: TypeAlias = "npt.NDArray[np.void]"
@@ -69,23 +69,23 @@ TOTALS_LAUNCH = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Arrays on the device, and the pieces of parameters in them."""
+    """The arrays of one chunk on the device, and the pieces of parameters in them."""
 
     work: Update
-    """Its arrays, of at most 2**32 - 1 elements, and a segment for each piece: start, count and index. No
-    accumulated gradient; hyper-parameters and seeds come with every update."""
+    """The chunk's arrays, of at most 2**32 - 1 elements each, and a segment for each piece: start, count and
+    index. There is no accumulated gradient; hyper-parameters and seeds come with every update."""
     parameters: Sequence[Hashable]
-    """Of each segment: whose it is."""
+    """The parameter that each segment belongs to."""
 
 
 class DeviceTable:
-    """The table of some chunks, in memory of the device."""
+    """The table of some chunks' pieces, in memory of the device."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
-        """memory: uint8, as long as a WorkspaceSize of these chunks, the table's alone as long as that is
-        used: nothing here keeps it. Returns when it has been written."""
+        """memory: uint8, with the bytes of these chunks' WorkspaceSize. The caller keeps it, for the table
+        alone, as long as the table is used. Returns when it has been written."""
         self.rows: dict[Hashable, int] = {}
-        """Whose a parameter is -> which of `totals` is its."""
+        """The index of each parameter in `totals`."""
         for chunk in chunks:
             for whose in chunk.parameters:
                 self.rows.setdefault(whose, len(self.rows))
@@ -97,13 +97,13 @@ class DeviceTable:
         index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
         pieces = pieces[np.lexsort((index, pieces["parameter"]))]
         self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
-        """int64 (pieces + 1,): of an update, before each piece and in all."""
+        """int64 (pieces + 1,): the tiles of an update before each piece, and in all."""
         self.pieces = np.searchsorted(pieces["parameter"], np.arange(len(self.rows) + 1))
-        """int64 (parameters + 1,): before each parameter and in all."""
+        """int64 (parameters + 1,): the pieces before each parameter, and in all."""
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
-        """What UpdateKind says of the pieces."""
+        """The pieces' kinds: (gradient, parameter, moments) as UpdateKind has them."""
         contents = (
             pieces,
             self.tiles.astype(np.uint32),
@@ -118,11 +118,11 @@ class DeviceTable:
         self._addresses = [part.data_ptr() for part in parts]
 
     def totals(self, memory: torch.Tensor) -> torch.Tensor:
-        """float64 (parameters,) in the table's memory: sums of squares, once `totals_launch` ran."""
+        """The sums of squares, float64 (parameters,), in the table's memory, once `totals_launch` ran."""
         return memory[: 8 * len(self.rows)].view(torch.float64)
 
     def update_launch(self, first: int, end: int) -> _Struct:
-        """UPDATE_LAUNCH (): of the parameters [first, end), none of which has an update yet."""
+        """The arguments, UPDATE_LAUNCH (), of a launch over parameters [first, end), without updates yet."""
         launch = np.zeros((), UPDATE_LAUNCH)
         launch["pieces"], launch["tiles"] = self._addresses[2], self._addresses[3]
         launch["first"], launch["end"], launch["parameter"] = self.pieces[first], self.pieces[end], first
@@ -130,14 +130,14 @@ class DeviceTable:
         return launch
 
     def squares_launch(self) -> _Struct:
-        """SQUARES_LAUNCH (): of every block, a warp each."""
+        """The arguments, SQUARES_LAUNCH (), of a launch over all blocks, a warp for each."""
         launch = np.zeros((), SQUARES_LAUNCH)
         launch["pieces"], launch["blocks"] = self._addresses[2], self._addresses[4]
         launch["count"], launch["sums"] = self.pieces[-1], self._addresses[1]
         return launch
 
     def totals_launch(self) -> _Struct:
-        """TOTALS_LAUNCH (): of every parameter, a warp each."""
+        """The arguments, TOTALS_LAUNCH (), of a launch over all parameters, a warp for each."""
         launch = np.zeros((), TOTALS_LAUNCH)
         launch["blocks"], launch["parameters"] = self._addresses[5], len(self.rows)
         launch["sums"], launch["totals"] = self._addresses[1], self._addresses[0]

@@ -1,4 +1,4 @@
-"""Updates on the device that computes, and sums of squares: for pages that rest there, with the CPU's bits.
+"""Updates and sums of squares for pages that rest on the device: the same bits as on the CPU.
 
 The kernels are those of the CPU's updates, one element a thread ([Note: one source] in
 csrc/cpu_adam/vec_warp.hpp). A step takes two launches for all squares, and one for the update of a unit.
@@ -23,29 +23,29 @@ class Turn(NamedTuple):
 
     hyper: Hyper
     seed: int
-    """32 bits, see cpu_adam.Segment."""
+    """The seed of rounding: 32 bits, see cpu_adam.Segment."""
 
 
 class DeviceUpdates:
-    """Updates of chunks that rest where they are for a whole run."""
+    """Updates of chunks whose arrays stay in their places for a whole run."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor, kernels: Kernels) -> None:
-        """memory: as of DeviceTable, on the chunks' device."""
+        """memory: for the DeviceTable, on the chunks' device; see there."""
         self.table = DeviceTable(chunks, memory)
         self.kernels = kernels
         self._stream: torch.cuda.Stream | None = None
 
     def row(self, whose: Hashable) -> int:
-        """Which of the totals is a parameter's."""
+        """The index of a parameter's sum among the totals."""
         return self.table.rows[whose]
 
     def update(self, turns: Mapping[Hashable, Turn], scale: float) -> None:
         """Queue an optimizer step of these parameters; the others of their chunks are not touched.
 
-        scale: see cpu_adam.Update. Gradients that are not finite are updated with, as by the CPU's kernels,
-        and not reported. Nothing is allocated on the device, and nothing waits for it. Parameters whose rows
-        of the table lie together share a launch: MOST_PARAMETERS at the most, with MOST_HYPERS
-        hyper-parameters.
+        scale: see cpu_adam.Update. Gradients that are not finite are used as they are, as by the CPU's
+        kernels, and not reported. Nothing is allocated on the device, and nothing waits for it. Parameters
+        whose rows of the table lie together share a launch: at most MOST_PARAMETERS of them, with at most
+        MOST_HYPERS different hyper-parameters.
         """
         self.order()
         rows = sorted(
@@ -55,10 +55,10 @@ class DeviceUpdates:
             self._launch(some, scale)
 
     def measure(self) -> None:
-        """Queue the sums of squares of all gradients, which `totals` of the table then has, see `row`.
+        """Queue the sums of squares of all gradients, which the table's `totals` then holds; see `row`.
 
-        A parameter's is finite if and only if all of its elements are: the square of any is far from
-        float64's largest.
+        A parameter's sum is finite if and only if all elements of its gradient are: the square of any finite
+        element is far below float64's largest value.
         """
         self.order()
         table = self.table
@@ -66,8 +66,10 @@ class DeviceUpdates:
         self.kernels.launch("infinity_totals", len(table.rows), table.totals_launch().tobytes())
 
     def order(self) -> None:
-        """Have what is queued from now on follow what was queued before a call of this on any other stream:
-        a backward may run on several, and what rests on the device has one place."""
+        """Order work that is queued from now on after work queued on the stream of the last call.
+
+        A backward may run on several streams, and gradients on the device have one place.
+        """
         if self.kernels.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.kernels.device)
@@ -94,7 +96,7 @@ class DeviceUpdates:
 
 
 def _launches(rows: Sequence[tuple[int, Turn]]) -> Iterator[Sequence[tuple[int, Turn]]]:
-    """The rows, as many in a launch as it takes."""
+    """The rows, divided into as few launches as hold them."""
     start = 0
     hypers: set[Hyper] = set()
     for end, (row, turn) in enumerate(rows):

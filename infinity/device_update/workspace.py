@@ -1,7 +1,8 @@
 """The workspace of updates on the device: memory that the plan has reserved there beside the pages.
 
-It has the table of where pieces of parameters lie (infinity/device_update/table.py), the sums of squares of
-the gradients' blocks, and their totals. Pure."""
+It holds the table of parameters' pieces (infinity/device_update/table.py), the sums of squares of the
+gradients' blocks, and the totals of these sums. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +16,24 @@ from infinity.layout.chunks import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
-"""Of a piece in the table."""
+"""Bytes of a piece's entry in the table."""
 _LENGTH = 256
-"""Bytes of which every part is a multiple."""
+"""Bytes that the length of every part is a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSize:
-    """What there is room for."""
+    """The size of a workspace: the numbers of pieces, blocks and parameters that it has room for."""
 
     pieces: int
     blocks: int
-    """Of gradients, whose squares are summed one by one."""
+    """Blocks of gradients; each has a sum of squares of its own."""
     parameters: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Bytes of the totals, the sums, the pieces, what comes before each piece in tiles and in blocks, and
-        what comes before each parameter in blocks."""
+        """Bytes of each part: totals, sums, pieces, tiles before each piece, blocks before each piece, blocks
+        before each parameter."""
         counts = (
             8 * self.parameters,
             8 * self.blocks,
@@ -45,23 +46,26 @@ class WorkspaceSize:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all; a multiple of 4096."""
+        """Bytes of all parts; a multiple of 4096."""
         return round_up(sum(self.lengths), PAGE_ALIGNMENT)
 
 
 def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
-    """Of updates of these units."""
+    """The workspace that updates of these units need."""
     pieces = [piece for unit in units for chunk in unit.chunks for piece in chunk.pieces]
     return WorkspaceSize(
         pieces=len(pieces),
         blocks=sum(-(-piece.count // BLOCK) for piece in pieces),
-        # Each has one piece that is its first.
+        # Each parameter has one piece that is its first.
         parameters=sum(piece.start == 0 for piece in pieces),
     )
 
 
 def largest_workspace(sizes: Iterable[int], chunk_elements: int) -> WorkspaceSize:
-    """Of parameters of so many elements, however chunks of `chunk_elements` cut them."""
+    """The largest workspace that parameters may need, however chunks of `chunk_elements` cut them.
+
+    sizes: elements of each parameter.
+    """
     counts = list(sizes)
     return WorkspaceSize(
         pieces=sum(-(-numel // chunk_elements) + 1 for numel in counts),

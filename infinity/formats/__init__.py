@@ -1,1 +1,1 @@
-"""Formats: what bytes of masters and moments mean, and the rules that update them. Pure."""
+"""Formats: the bytes of masters and moments, and the rules that update them. Pure."""

@@ -1,9 +1,10 @@
-"""The exact split of an fp32 master into a bfloat16 parameter and 16 more bits.
+"""Master weights: the exact split of an fp32 master into a bfloat16 parameter and 16 more bits.
 
-The parameter is the master rounded half up in the last place of its 16 high bits, (u + 0x8000) >> 16, and the
-remainder is what is missing, as a signed number: u = (parameter << 16) + remainder, for every u. Ties to even
-could not be split so: both neighbours of a tie would need the remainder 0x8000. 32-bit arithmetic that wraps
-does for both: only the sum of a NaN overflows, and NaN is mended.
+The parameter is the master rounded half up in the last place of its 16 high bits, (u + 0x8000) >> 16, where u
+are the master's bits. The remainder is the signed difference: u = (parameter << 16) + remainder, for every u.
+Rounding ties to even could not be split so: a tie that rounds up needs the remainder -0x8000, one that rounds
+down 0x8000, which int16 lacks. 32-bit arithmetic that wraps is enough both ways: only the sum for a NaN
+overflows, and NaN is treated apart.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Iterator
 import torch
 
 _BLOCK = 1 << 17
-"""Elements at a time, so that what lies between two operations stays in the cache."""
+"""Elements at a time, so that results between two operations stay in the cache."""
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bfloat16, int16) of flat float32 values. NaN becomes a bfloat16 NaN with remainder 0."""
+    """The halves (bfloat16, int16) of flat float32 values. NaN becomes a bfloat16 NaN with remainder 0."""
     parameter = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
     remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
     for place in _blocks(master.numel()):

@@ -1,13 +1,14 @@
-"""Formats of moments in optimizer pages, and their codec for values that come and go outside an update.
+"""Formats of moments in optimizer pages, and the codec for values that are read or set outside of an update.
 
 "fp32" keeps float32, "bf16" bfloat16. "int8" keeps a byte for each element and an exponent for each block
 of CODE_BLOCK elements, counted from the parameter's first. A block with biased exponent e has the unit s =
 2**(e - 127 - span), and a code c stands for (y - 1) * s, where y is the float32 with the bits of 1.0 plus c
 << 20: three bits of mantissa, and four of exponent for first moments (span 15; the byte's upper bit is the
-sign) or five for second ones (span 31). This is the mu-law of ITU-T G.711, with more segments. Where e is
+sign) or five for second moments (span 31). This is the mu-law of ITU-T G.711, with more segments. Where e is
 255, all of the block is NaN.
+
 The kernels have the same codec, rounding stochastically; see [Note: int8 codes] in csrc/cpu_adam/moments.inl.
-Here values are rounded to nearest, so that what was decoded is encoded without loss.
+Here values are rounded to nearest, so that decoded values are encoded again without loss.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from infinity import _cpu_adam
 from infinity.cpu_adam import CODE_BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-"""What an element of a moment is, by `Precision.states`."""
+"""The dtype of a moment's elements, by `Precision.states`."""
 
 FIRST_SPAN: int = _cpu_adam.FIRST_SPAN
-"""Binades between the unit and the exponent of a block of first moments: of means, which have a sign."""
+"""Binades between the unit and the exponent of a block of first moments, which are means and have a sign."""
 
 SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
-"""The same of second moments: of sums of squares, which have none and are never rounded to 0."""
+"""The same for second moments, which are sums of squares: they have no sign and are never rounded to 0."""
 
 _SHIFT: int = _cpu_adam.CODE_BIT
 _ONE = 0x3F800000
 _NOT_FINITE: int = _cpu_adam.NOT_FINITE
 _BLOCKS = 1 << 11
-"""At a time, so that what lies between two operations stays in the cache."""
+"""Blocks at a time, so that results between two operations stay in the cache."""
 
 
 def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, exponents), uint8 (n,) and (ceil(n / CODE_BLOCK),), of flat float32 CPU values (n,).
+    """The codes, uint8 (n,), and exponents, uint8 (ceil(n / CODE_BLOCK),), of float32 CPU values (n,).
 
-    span: FIRST_SPAN or SECOND_SPAN; of second moments, signs are dropped. A finite element x is off by at
-    most (|x| + s) / 16, but for a second moment below the smallest code, which becomes that, and for
-    magnitudes above 3.19e38, which become that. A block with an element that is not finite becomes NaN.
+    span: FIRST_SPAN or SECOND_SPAN; second moments lose their signs. A finite element x is off by at most
+    (|x| + s) / 16, with two exceptions: a second moment below the smallest code becomes that code, and a
+    magnitude above 3.19e38 becomes 3.19e38. A block with an element that is not finite becomes NaN.
     """
     count = values.numel()
     codes = torch.empty(count, dtype=torch.uint8, device="cpu")
@@ -72,8 +73,9 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
     magnitude = rows.abs()
     exponent = _exponent(magnitude, span)
     codes, error = _nearest(magnitude, exponent, span)
-    # A largest element that was rounded up to the last code of its binade asks for the next exponent, and
-    # one above the last code of all for none: it becomes that.
+    # Where a block's largest element is near the end of its binade, `exponent` is the next binade's, or NaN's
+    # after the last one. The lower exponent is taken if its errors are smaller: so the last code of a binade
+    # keeps its value, and finite elements above the last code of all become that code.
     lower = (exponent - 1).clamp(min=span + 1)
     other, other_error = _nearest(magnitude, lower, span)
     better = ~(error <= other_error) & magnitude.isfinite().all(1)
@@ -85,13 +87,13 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
-    """int32 (rows,), of float32 (rows, CODE_BLOCK)."""
+    """The biased exponents, int32 (rows,), of blocks of magnitudes, float32 (rows, CODE_BLOCK)."""
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
     return ((largest + _cpu_adam.ROUNDS_UP) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)
 
 
 def _nearest(magnitude: torch.Tensor, exponent: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int32 codes without sign, the sum of squares of their errors in each row)."""
+    """The nearest codes without sign, int32, and each row's sum of squares of their errors."""
     unit = _unit(exponent, span).unsqueeze(1)
     y = (magnitude.double() / unit.double() + 1).to(torch.float32)
     codes = ((y.view(torch.int32) - _ONE + (1 << (_SHIFT - 1))) >> _SHIFT).clamp(max=8 * span + 7)
@@ -106,13 +108,14 @@ def _magnitude(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
-    """float32, of int32 biased exponents; NaN of 255. Those of a page of zeros count as the lowest."""
+    """The units, float32, of int32 biased exponents; NaN for 255. Exponents of a page of zeros count as the
+    lowest."""
     unit = ((exponent.clamp(min=span + 1) - span) << 23).view(torch.float32)
     return unit.masked_fill(exponent == _NOT_FINITE, float("nan"))
 
 
 def _components(count: int) -> Iterator[tuple[slice, slice]]:
-    """(elements, blocks) of one part after the other."""
+    """The parts that are worked on at a time: each as its elements and its blocks."""
     for block in range(0, -(-count // CODE_BLOCK), _BLOCKS):
         yield (
             slice(block * CODE_BLOCK, min((block + _BLOCKS) * CODE_BLOCK, count)),

@@ -1,4 +1,4 @@
-"""What torch's optimizers mean here: their states as arrays of a page, their groups as hyper-parameters."""
+"""Optimizer rules: torch's optimizers, their states as arrays of a page, their groups as hyper-parameters."""
 
 from __future__ import annotations
 
@@ -31,29 +31,30 @@ class StateArray:
     """A flat array that an optimizer page holds for each chunk."""
 
     name: str
-    """"remainder" or "master" (the rest of, or the whole fp32 master), torch's name of a moment, or that with
-    ".scale" (the exponents of int8 codes)."""
+    """"remainder" or "master" (the missing bits of the fp32 master, or all of it), torch's name of a moment,
+    or such a name with ".scale" (the exponents of int8 codes)."""
     dtype: torch.dtype
     per: int = 1
     """Elements of the parameter to which one entry belongs."""
 
     def entries(self, start: int, count: int) -> tuple[int, int]:
-        """(first, how many) of the entries of elements [start, start + count); `per` divides start."""
+        """The entries of elements [start, start + count): the first, and how many. `per` divides start."""
         return start // self.per, -(-count // self.per)
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """Where the arrays of a chunk of `count` elements lie in an optimizer page. All in bytes."""
+    """The places of a chunk's arrays in an optimizer page."""
 
     arrays: tuple[StateArray, ...]
     count: int
+    """Elements of the chunk."""
     offsets: tuple[int, ...] = field(init=False)
-    """Of each array, from the chunk's start: multiples of 4096."""
+    """Bytes from the chunk's start to each array: multiples of 4096."""
     sizes: tuple[int, ...] = field(init=False)
-    """Of all entries of each array."""
+    """Bytes of each array's entries."""
     nbytes: int = field(init=False)
-    """Of the chunk: a multiple of 4096, 0 without arrays."""
+    """Bytes of all arrays: a multiple of 4096, 0 without arrays."""
 
     def __post_init__(self) -> None:
         offsets, sizes, end = [], [], 0
@@ -67,7 +68,8 @@ class StateFormat:
         object.__setattr__(self, "nbytes", end)
 
     def place(self, name: str, start: int, count: int) -> tuple[int, int]:
-        """(offset from the chunk's start, size) of elements [start, start + count) of an array, in bytes."""
+        """The place of elements [start, start + count) of an array: (offset from the chunk's start, size), in
+        bytes."""
         for array, offset in zip(self.arrays, self.offsets, strict=True):
             if array.name == name:
                 first, entries = array.entries(start, count)
@@ -76,7 +78,7 @@ class StateFormat:
 
 
 def scale_of(moment: str) -> str:
-    """The name of the array of a moment's exponents."""
+    """The name of the array that holds a moment's exponents."""
     return f"{moment}.scale"
 
 
@@ -87,10 +89,10 @@ def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The update rule of a torch optimizer. Use `Rule.of`; the subclasses are one each per family.
+    """The update rule of a torch optimizer. Use `Rule.of`; each family of optimizers has a subclass.
 
-    It keeps nothing of the groups but what the format of states rests on: learning rates and all other
-    options are read from the live group at every update.
+    A rule keeps only those of the groups' options that the format of states depends on. Learning rates and
+    all other options are read from the live group at every update.
     """
 
     name: str
@@ -104,13 +106,13 @@ class Rule:
     counts_steps: bool
     """Whether torch's state has a "step" entry."""
     from_the_start: bool
-    """Whether torch makes the states together with the optimizer, of every parameter."""
+    """Whether torch makes the states of every parameter together with the optimizer."""
     states: str = "fp32"
     """The format of the moments, as `Precision.states` names it."""
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, states: str = "fp32") -> Rule:
-        """The rule of `optimizer` with moments of that format.
+        """The rule of `optimizer`. states: the format of moments, as `Precision.states` names it.
 
         Raises UnsupportedOptimizer unless its type is exactly one of torch.optim's AdamW, Adam, SGD and
         Adagrad with options that have an equal here, and ConfigError for a value out of range.
@@ -149,7 +151,7 @@ class Rule:
         return master + tuple(moments)
 
     def moments_of(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The arguments of `cpu_adam.Update` that are moments, of a chunk's arrays by name."""
+        """The moments among a chunk's arrays (by name), as arguments of `cpu_adam.Update`."""
         found = {}
         for which, moment in (("first", self.first_moment), ("second", self.second_moment)):
             if moment is not None:
@@ -159,29 +161,29 @@ class Rule:
         return found
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Raises what `hyper` would for any of these, before anything is updated."""
+        """Check the groups before anything is updated. Raises what `hyper` would for any of them."""
         for group in groups:
             self.hyper(group, 1, True)
 
     def hyper(self, group: Group, step: int, first: bool) -> Hyper:
         """The hyper-parameters of an update of parameters in `group`, as they are now.
 
-        `step` is 1 for a parameter's first update; `first` says that its momentum buffer has no content
+        `step` is 1 for a parameter's first update; `first` says whether its momentum buffer has no content
         yet. Raises UnsupportedOptimizer for an option that has no equal here, and ConfigError for a value
         out of range or one that needs other states than `moments`.
         """
         raise NotImplementedError
 
     def written(self, group: Group) -> tuple[str, ...]:
-        """The moments that an update of parameters in `group` gives content."""
+        """The moments that an update of parameters in `group` writes."""
         return self.moments
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group of a state dict, as torch's optimizer of this type would leave it."""
+        """The group that torch's optimizer of this type makes of a state dict's group when it loads it."""
         return group
 
     def initial(self, moment: str) -> float:
-        """What every element of a moment is before the first update."""
+        """The value of every element of a moment before the first update."""
         return 0.0
 
 
@@ -240,7 +242,7 @@ class _SgdRule(Rule):
 @dataclass(frozen=True, kw_only=True)
 class _AdagradRule(Rule):
     accumulator: float
-    """What torch's constructor fills sums with, even where a group names another value."""
+    """The value that torch's constructor fills sums with, even where a group names another one."""
 
     def hyper(self, group: Group, step: int, first: bool) -> Hyper:
         _refuse(self.name, group, "differentiable")
@@ -293,7 +295,7 @@ def _adagrad(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _refuse(optimizer: str, group: Group, *options: str) -> None:
-    # foreach, fused and capturable choose how torch computes, not what: they need no look.
+    # foreach, fused and capturable choose how torch computes, not what: they need no check.
     for option in options:
         if group.get(option, False):
             raise UnsupportedOptimizer(

@@ -1,1 +1,1 @@
-"""Layout: which parameters travel together, and where each lies. Pure."""
+"""Layout: the units of parameters that move together, and each parameter's place in them. Pure."""

@@ -1,4 +1,4 @@
-"""Where every parameter lies in its unit's page. Pure: reads metadata only, never a tensor's data."""
+"""Chunks and regions: every parameter's place in its unit's page. Pure: reads no tensor's data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.layout.units import Grouping, Survey, SurveyedParameter
 from infinity.tiers import PAGE_ALIGNMENT
 
 PARAMETER_ALIGNMENT = 256
-"""Bytes. Every parameter starts on a multiple of it, so that no kernel's choice depends on the page."""
+"""Bytes that every parameter's start is a multiple of, so that no kernel's choice depends on the page."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ class ParameterLayout:
     """One parameter's place in its unit. Elements are counted in memory order."""
 
     names: tuple[str, ...]
-    """All names it is registered under; the first is the canonical one."""
+    """All names that it is registered under; the first is the canonical one."""
     shape: torch.Size
     stride: tuple[int, ...]
-    """Elements, as the user's tensor has them; dense, in any order of dimensions."""
+    """Strides in elements, as in the user's tensor; dense, in any order of dimensions."""
     dtype: torch.dtype
-    """In the page."""
+    """The dtype in the page."""
     numel: int
     region: int
     """Index into the unit's regions."""
     offset: int
     """Elements from the region's start."""
     trainable: bool
-    """`requires_grad` when laid out."""
+    """The value of `requires_grad` when the layout was made."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Region:
     dtype: torch.dtype
     trainable: bool
     elements: int
-    """With the gaps between parameters."""
+    """Elements of the region, gaps between parameters included."""
     byte_offset: int
-    """From the start of the parameter page; a multiple of 4096."""
+    """Bytes from the start of the parameter page; a multiple of 4096."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,19 @@ class Piece:
     offset: int
     """Elements from the chunk's first."""
     count: int
-    """Elements."""
+    """Elements of the piece."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one update job takes: a range of a trainable region, and the pieces of parameters in it."""
+    """A range of a trainable region that one job updates, and the pieces of parameters in it."""
 
     region: int
+    """Index into the unit's regions."""
     start: int
     """Elements from the region's start; a multiple of 4096."""
     count: int
-    """Elements, with gaps."""
+    """Elements of the chunk, gaps included."""
     pieces: tuple[Piece, ...]
 
 
@@ -85,7 +86,7 @@ class UnitLayout:
     parameters: tuple[ParameterLayout, ...]
     regions: tuple[Region, ...]
     chunks: tuple[Chunk, ...]
-    """Of the trainable regions, in order. All but a region's last are `chunk_elements` long."""
+    """The chunks of trainable regions, in order. All but a region's last are `chunk_elements` long."""
     nbytes: int
     """Bytes of the parameter page; a multiple of 4096, at least 4096."""
 
@@ -122,7 +123,7 @@ class ModelLayout:
 
     @functools.cached_property
     def module_units(self) -> dict[str, tuple[int, ...]]:
-        """Path of each module that holds parameters itself -> the units that those lie in."""
+        """The units in which each module's own parameters lie, by the module's path."""
         found: dict[str, dict[int, None]] = {}
         for unit, layout in enumerate(self.units):
             for parameter in layout.parameters:
@@ -145,7 +146,7 @@ class Extent:
         return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT)
 
     def counts(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
-        """(elements, how many) of the chunks of this length and of the last, shorter one."""
+        """The lengths of the region's chunks in elements, each with how many chunks have it."""
         full, rest = divmod(self.elements, chunk_elements)
         if full:
             yield chunk_elements, full
@@ -176,7 +177,7 @@ def extents(parameters: Sequence[SurveyedParameter], chunk_elements: int) -> tup
 def _place(
     parameters: Sequence[SurveyedParameter], chunk_elements: int
 ) -> tuple[tuple[Extent, ...], list[tuple[int, int]]]:
-    """The regions, and (region, offset in elements) of every parameter."""
+    """The regions, and every parameter's place: (index of its region, offset in elements)."""
     regions: dict[tuple[torch.dtype, bool], int] = {}
     ends: list[int] = []
     places = []
@@ -184,7 +185,7 @@ def _place(
         region = regions.setdefault((parameter.dtype, parameter.trainable), len(regions))
         if region == len(ends):
             ends.append(0)
-        if not parameter.numel:  # takes no room, and a place beyond the region's end would not be in the page
+        if not parameter.numel:  # it takes no room, and a place at the region's end may be outside the page
             places.append((region, 0))
             continue
         offset = round_up(ends[region], PARAMETER_ALIGNMENT // parameter.dtype.itemsize)
@@ -197,12 +198,13 @@ def _place(
 
 
 def _start(aligned: int, numel: int, chunk_elements: int) -> int:
-    """Where a trainable parameter starts: it is cut into chunks only at multiples of BLOCK of its own."""
+    """The element at which a trainable parameter starts: chunks may cut it only at multiples of BLOCK
+    elements from its own start."""
     chunk_end = aligned - aligned % chunk_elements + chunk_elements
     if aligned + numel <= chunk_end:
         return aligned
     on_block = round_up(aligned, BLOCK)
-    # Its cuts are where chunks end, which are multiples of BLOCK from the region's start too.
+    # It is cut where chunks end: at multiples of BLOCK from the region's start, and so from its own.
     if numel >= BLOCK and chunk_end - on_block >= BLOCK:
         return on_block
     return aligned if aligned % chunk_elements == 0 else chunk_end

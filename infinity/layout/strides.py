@@ -1,4 +1,4 @@
-"""Elements in the order in which a page has them: the parameter's own, whatever its strides."""
+"""Strides: a parameter's elements in the order in which its memory, and so its page, has them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def in_memory_order(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """The elements of `values`, of any strides, as a dense tensor of `stride` (elements) lays them out.
+    """The elements of `values` in the memory order of a dense tensor with strides `stride` (in elements).
 
-    Returns (numel,) on the same device: a view where the strides are these already, else a copy.
+    Returns (numel,) on the same device: a view where `values` has these strides already, else a copy.
     """
     if values.layout is not torch.strided:
         values = values.to_dense()
-    values = values.resolve_neg()  # its bytes are read
+    values = values.resolve_neg()  # the caller reads bytes, in which a negation that is only noted is missing
     if values.stride() != tuple(stride):
         values = torch.empty_strided(
             values.shape, tuple(stride), dtype=values.dtype, device=values.device

@@ -1,4 +1,4 @@
-"""Which parameters form a unit: what a model has, checked, and where its tree of modules is cut. Pure."""
+"""Units: a model's parameters, checked, and its tree of modules cut into groups that move together. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from infinity.config import Precision
 from infinity.errors import ConfigError
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
-"""(module path, indices into Survey.parameters) of every unit."""
+"""The units of a model: each a module's path and indices into Survey.parameters."""
 
 BLOCK_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-"""Modules that a model's repeated blocks are kept in. Their children of one type are cut alike."""
+"""Containers of a model's repeated blocks. Their children of one type are cut alike."""
 
 _WHOLE = (nn.MultiheadAttention,)
 """Modules that hand their children's parameters to one operation: they are never cut."""
@@ -25,13 +25,13 @@ _WHOLE = (nn.MultiheadAttention,)
 
 @dataclass(frozen=True)
 class SurveyedParameter:
-    """What the layout needs to know of a parameter."""
+    """The facts about a parameter that its layout follows from."""
 
     names: tuple[str, ...]
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    """In the page."""
+    """The dtype in the page."""
     numel: int
     trainable: bool
 
@@ -43,16 +43,16 @@ class SurveyedParameter:
 
 @dataclass
 class _Node:
-    """A module with the parameters that it owns: those that no module before it has."""
+    """A module with the parameters that it owns: its own, less those that a module before it has too."""
 
     path: str
     module: nn.Module
     own: list[int] = field(default_factory=list)
     children: list[_Node] = field(default_factory=list)
     nbytes: int = 0
-    """Of the whole subtree."""
+    """Bytes of all parameters of the subtree."""
     must_cut: bool = False
-    """Experts are below, each of which is a unit of its own."""
+    """Whether the subtree has experts, each of which becomes a unit of its own."""
 
     def members(self) -> Iterator[int]:
         """Indices of all parameters of the subtree, in order."""
@@ -74,16 +74,16 @@ class Survey:
         return self._root.nbytes
 
     def group(self, unit_bytes: int) -> Grouping:
-        """Cut the tree into units of up to `unit_bytes` bytes each where modules allow, in order.
+        """Cut the tree, in order, into units of up to `unit_bytes` bytes each where modules allow it.
 
-        Descends until a subtree fits; a module's own parameters are never cut apart. Children of one type
-        in a list are cut alike; experts are units of their own.
+        A subtree that is too large is cut into its children; a module's own parameters stay together.
+        Children of one type in a list are cut alike; experts are units of their own.
         """
         return tuple(_cut(self._root, unit_bytes, forced=False))
 
     def together(self, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
-        """The sets of several units that one module's own parameters lie in, as tying brings about: its
-        operations take them at one time."""
+        """The sets of units that have to be resident together: one module's own parameters lie in several
+        units where some are tied, and its operations take them at one time."""
         unit_of = {index: unit for unit, (_, members) in enumerate(grouping) for index in members}
         units: dict[str, set[int]] = {}
         for index, parameter in enumerate(self.parameters):

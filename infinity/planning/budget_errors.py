@@ -1,4 +1,4 @@
-"""What to say when a model does not fit: which tier is short, and the smallest budget that would do."""
+"""The error for a model that does not fit: which tier is short, and the smallest budget that would do."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62
 _STRIPING = (33, 32)
-"""Several paths hold whole periods of stripes: some 3% of their budgets is for rounding."""
+"""Bytes of budget, and bytes of pages that they hold on several paths: rounding to whole periods of stripes
+takes some 3%."""
 
 
 def usable_nvme(budgets: Mapping[str, int]) -> int:
-    """Bytes of pages that these directories' budgets hold, in bytes."""
+    """Bytes of pages that the directories hold together. budgets: bytes by directory."""
     nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
 
 
 def format_count(number: int) -> str:
-    """`number` for people, such as "309M"."""
+    """The text of `number` for people, such as "309M"."""
     for factor, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= factor:
             return f"{number / factor:.3g}{letter}"
@@ -40,11 +41,12 @@ def shortage(
     *,
     reserves: Mapping[Tier, Reserve],
 ) -> BudgetError:
-    """The error for a model that fits in no way.
+    """The error for a model that has no placement.
 
-    The device is named first where nothing fits it, then the host, then NVMe. `needed` is exact with the
-    other budgets as they are; where none of the device would do with them, it is what the device needs
-    by itself. reserves: what was taken off `room` before, by tier.
+    It names the device where even endless host and NVMe budgets would not help, else NVMe where the host's
+    budget is large enough, else the host. `needed` is exact for the other budgets as they are; where no
+    device budget would do with them, it is what the device needs if they were endless.
+    reserves: what was taken off `room` before, by tier.
     """
     nothing = Reserve(0)
     if room.device is not None:

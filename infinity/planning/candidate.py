@@ -1,11 +1,13 @@
-"""Candidate: one way to cut a model into units and chunks, and the homes that its pages then find. Pure.
+"""Candidate: one way to divide a model into units and chunks, and the homes that its pages then find. Pure.
 
-[Note: one order, two cuts] All pages stand in one line: parameters, gradients, optimizer states (the last two
-the other way round where gradients are known to be written and read once a step), each in the order of units.
-The front of the line fits the nearest tier, the end the NVMe tier, and the rest must fit between: one cut
-each. Pages only move up as a budget grows, so a larger budget never refuses what a smaller one took, and the
-smallest that would do is exact for each way to cut units and chunks. Rooms that the cuts leave are filled
-first-fit."""
+[Note: one order, two cuts]
+All pages stand in one line: parameters, gradients, optimizer states (the last two the other way round where
+gradients are known to be written and read once a step), each in the order of units. Two cuts divide the line:
+its front goes to the nearest tier, its end to the NVMe tier, and what lies between must fit the host tier.
+Pages only move forward as a budget grows, so a larger budget never refuses a model that a smaller one took,
+and the smallest budget that would do is exact for each way to divide the model. Pages behind a cut then fill,
+first-fit, what room the tiers have left.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ from infinity.planning.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _LARGEST_PIECE = 4 << 20
-"""Bytes of transit that are read at once: what disks and links are fastest with, and small against a page."""
+"""Bytes of the largest piece of transit: disks and links are at their best, and it is small beside a page."""
 
 _SMALLEST_PIECE = 4 * BLOCK
-"""Gradients are measured in whole blocks, of float32 at the most."""
+"""Bytes of the smallest piece of transit: one block of gradients, which have float32 at the most."""
 
 
 class Candidate:
-    """One way to cut units and chunks, measured."""
+    """One way to divide a model into units and chunks, and the bytes of its pages and buffers."""
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class Candidate:
         line: Sequence[Kind],
         ring: bool = False,
     ) -> None:
-        """line: the order of kinds, parameters first; see `line_of`. ring: gradients leave the device through
-        one."""
+        """line: the order of kinds, parameters first; see `line_of`. ring: whether gradients leave the device
+        through a ring."""
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [
@@ -54,11 +56,11 @@ class Candidate:
             for _, members in grouping
         ]
         self.chain_bytes = 0
-        """Of the largest chunk's update."""
+        """Bytes that one chunk's update takes at most: its chain of parameters, gradient and states."""
         self.piece_bytes = _SMALLEST_PIECE
-        """Of transit: the parameters of a chunk, where they are not too many."""
+        """Bytes of a piece of transit: the largest chunk's parameters, but at most `_LARGEST_PIECE`."""
         self._largest_unit = 0
-        """Bytes of all chains of a unit, of the one that has the most."""
+        """Bytes of all chains of one unit, at most."""
         self._trained = rule is not None
         self._has_ring = ring and rule is not None
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
@@ -66,7 +68,7 @@ class Candidate:
             self._measure(unit, gradient_dtype, rule)
         self._line = list(itertools.product(line, range(len(units))))
         self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
-        """Bytes of the first pages in line, of any number of them."""
+        """Bytes of the first n pages in line, for n from 0 to all of them."""
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
@@ -92,7 +94,7 @@ class Candidate:
         self._largest_unit = max(self._largest_unit, chains)
 
     def staging(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of staging: none where every update finds all that it takes in host RAM."""
+        """Bytes of staging; 0 where every update finds all that it takes in host RAM."""
         moves = room.device is not None or (level.nvme and room.nvme > 0)
         if not (self._trained and moves):
             return 0
@@ -109,12 +111,12 @@ class Candidate:
         return level.ring(room.device, _SMALLEST_PIECE)
 
     def working(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of host RAM for what is on its way."""
+        """Bytes of host RAM for pages on their way: staging, transit and the ring's landing."""
         return self.staging(level, room) + self.transit(level, room) + self.ring(level, room)
 
     @property
     def least_near(self) -> int:
-        """The fewest bytes of a device that do, whatever the others have."""
+        """The smallest device budget, in bytes, that would do with endless other tiers."""
         return self.near(0, LEAST.pages) + self._has_ring * LEAST.ring(0, _SMALLEST_PIECE)
 
     @property
@@ -123,8 +125,11 @@ class Candidate:
         return self.ends[-1]
 
     def residents(self, pages: int) -> list[int]:
-        """Bytes of the `pages` largest parameter pages from each place in line to the end, or of those
-        that have to be resident together, where that is more."""
+        """Bytes of the pool of residents, for each cut of the line.
+
+        The pool holds the `pages` largest parameter pages behind the cut, or those that have to be resident
+        together where they are more.
+        """
         if pages not in self._residents:
             parameters = self.pages[Kind.PARAMETER]
             largest: list[int] = []
@@ -143,13 +148,14 @@ class Candidate:
         return self._residents[pages]
 
     def near(self, cut: int, pages: int) -> int:
-        """Bytes of pages in the tier that computes if those before `cut` rest there. Grows with `cut`."""
+        """Bytes that the tier that computes needs if the pages before `cut` are at home there: these and the
+        pool of residents. They grow with `cut`."""
         return self.ends[cut] + self.residents(pages)[cut]
 
     def cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
-        """Where the device's pages (unified: none) and the host's end in line; None where they do not fit.
+        """The places in line where the device's pages (unified: none) end, and where the host's end.
 
-        Both cuts are as far down the line as room allows.
+        Both are as far down the line as room allows. None where the pages do not fit.
         """
         working = self.working(level, room)
         if working > room.host or self.staging(level, room) > level.share * room.host:
@@ -170,9 +176,9 @@ class Candidate:
         return near, far
 
     def needed(self, tier: Tier, room: Room) -> int | None:
-        """The fewest bytes of `tier` that do with the least working room and the others as they are.
+        """The fewest bytes of `tier` that would do with the least working room, the other tiers as in `room`.
 
-        None: no number of bytes does.
+        None where no number of bytes would.
         """
         if tier is Tier.NVME:
             if self.cuts(room, LEAST_IN_RAM) is not None:
@@ -185,7 +191,7 @@ class Candidate:
 
     def _needed(self, tier: Tier, room: Room, level: WorkingRoom) -> int | None:
         working = self.working(level, room)
-        bottom = bisect.bisect_left(self.ends, self.total - room.nvme)  # from here on, all fits nvme
+        bottom = bisect.bisect_left(self.ends, self.total - room.nvme)  # all pages behind this cut fit NVMe
         if tier is Tier.DEVICE:
             if working > room.host:
                 return None
@@ -206,11 +212,11 @@ class Candidate:
         return None if far < 0 else self.total - self.ends[far]
 
     def _last(self, need: Callable[[int], int], room: int) -> int:
-        """The last cut whose need is at most `room` bytes, -1 for none; needs do not fall along the line."""
+        """The last cut whose `need` is at most `room` bytes, or -1. Needs must not fall along the line."""
         return bisect.bisect_right(range(len(self.ends)), room, key=need) - 1
 
     def place(self, room: Room, level: WorkingRoom) -> Placement | None:
-        """Homes for all pages in this room, or None where they do not fit."""
+        """The placement of all pages in this room, or None where they do not fit."""
         cuts = self.cuts(room, level)
         if cuts is None:
             return None

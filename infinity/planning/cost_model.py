@@ -1,12 +1,12 @@
-"""Seconds of a step as a range: phase by phase, what every resource has to do at its rate. Pure arithmetic.
+"""Cost model: the seconds of a step as a range, from each phase's work and each resource's rate. Pure.
 
-A prediction is a roofline. Its lower end lets everything overlap that can, its upper end nothing; between
-them lies what hooks, waits and a shared machine cost, which no rate tells. What the first step took replaces
-it.
+A prediction is a roofline. At its lower end everything overlaps that can, at its upper end nothing does.
+Between them lies the cost of hooks, waits and a shared machine, which no rate tells. The seconds of the first
+step replace the prediction.
 
 A known limit on CUDA: each resource counts as if it never waited for another. Where host RAM has no room for
-mirrors, each chunk of parameters on the device goes down and up again for the CPU's update, and is waited
-for: time that is in no phase here, so predictions there are too short.
+mirrors, each chunk of parameters on the device goes down and up again for the CPU's update, and the update
+waits for it. No phase here contains that wait, so predictions there are too short.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from infinity.tiers import Tier
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """What this machine does, in bytes per second where not said otherwise."""
+    """Rates of this machine, in bytes per second where not said otherwise."""
 
     disk_read: float | None = None
-    """Of all paths of the NVMe tier together; None without one."""
+    """Reads of all paths of the NVMe tier together; None without one."""
     disk_write: float | None = None
+    """Writes of the same; None without one."""
     disk_mixed: float | None = None
-    """Reads and writes together, half of the bytes each."""
+    """Reads and writes together, half of the bytes each; None without one."""
     host_stream: float
-    """Reads and writes of the update's threads in place."""
+    """Reads and writes of host RAM by the update's threads, in place."""
     link: float | None = None
-    """Host to device or back, one way; None where they are the same memory."""
+    """Copies from host to device, or back, one way at a time; None where both are the same memory."""
     flops: float
     """Floating-point operations per second of matrix products in the compute dtype."""
 
@@ -46,24 +47,28 @@ UpdateTime = Literal["lazy", "eager", "sync"]
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Seconds per step, and the seconds that each resource is busy in it (measured: is waited for)."""
+    """Seconds of one step, predicted or measured, and of each resource in it.
+
+    `compute`, `disk`, `update` and `link` are the seconds for which a resource is busy; where the step was
+    measured, the seconds for which the trainer waited for it.
+    """
 
     least: float
-    """Whatever can overlap does."""
+    """Seconds of the step if all resources that can overlap do."""
     most: float
-    """Resources take turns. The same as `least` where the step was measured."""
+    """Seconds of the step if nothing overlaps. Equal to `least` where the step was measured."""
     limited_by: str
-    """"compute", "disk", "update" or "link": the one that `least` is spent on most."""
+    """The resource that most of `least` is spent on: "compute", "disk", "update" or "link"."""
     compute: float
     disk: float
     update: float
     link: float
     measured: bool = False
-    """Of a step that was, not of one to come."""
+    """Whether these are the seconds of a finished step, not a prediction."""
 
     @staticmethod
     def of_step(step: Stats) -> Prediction:
-        """What a finished step took."""
+        """The measured seconds of a finished step."""
         disk = sum(step.edges[edge].stall_seconds for edge in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
         link = sum(step.edges[edge].stall_seconds for edge in (Edge.HOST_TO_DEVICE, Edge.DEVICE_TO_HOST))
         parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
@@ -88,14 +93,15 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What one part of a step moves, in bytes. The parts follow one another; what is in one runs at once."""
+    """Bytes that one phase of a step moves. Phases follow one another; all that is in one runs at once."""
 
     disk_read: int = 0
     disk_write: int = 0
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Read and written by the update's threads: updates, and gradients that are taken over or added to."""
+    """Bytes of RAM that the update's threads read and write, for updates and for gradients that they store or
+    add to."""
 
     def __add__(self, other: Phase) -> Phase:
         return Phase(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES})
@@ -112,34 +118,35 @@ class Traffic:
     """Bytes that one step of training (or one forward, without gradients) moves over every edge."""
 
     forward: Phase = Phase()
+    """Bytes that the forward of each micro-batch moves."""
     backward: Phase = Phase()
-    """Of the first micro-batch."""
+    """Bytes that the backward of each micro-batch moves."""
     accumulation: Phase = Phase()
-    """What the backward of every further micro-batch moves beyond that: gradients are read to be added to."""
+    """Bytes that every backward but the first moves besides: it reads the gradients that it adds to."""
     update: Phase = Phase()
-    """What it moves beyond the forward, or the last backward, under which it runs."""
+    """Bytes that the update moves, besides those of the forward or the last backward under which it runs."""
     when: UpdateTime = "lazy"
 
     def phases(self, micro_batches: int) -> list[tuple[Phase, int, int]]:
-        """A step's parts that follow one another: bytes, forwards, backwards."""
+        """The phases of a step in their order: each with how many forwards and backwards it has."""
         more = micro_batches - 1
         backwards = self.backward * micro_batches + self.accumulation * more
         if self.when == "lazy":
             first = (self.forward + self.update, 1, 0)
             return [first, (self.forward * more + backwards, more, micro_batches)]
         computing = self.forward * micro_batches + backwards
-        if self.when == "eager":  # what the backward has not ended goes on under the next forward
+        if self.when == "eager":  # updates that outlast the backward go on under the next forward
             return [(computing + self.update, micro_batches, micro_batches)]
         return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
 
     @property
     def disk_read(self) -> int:
-        """Of a step of one micro-batch."""
+        """Bytes that a step of one micro-batch reads from disk."""
         return self.forward.disk_read + self.backward.disk_read + self.update.disk_read
 
     @property
     def disk_write(self) -> int:
-        """Of a step of one micro-batch."""
+        """Bytes that a step of one micro-batch writes to disk."""
         return self.forward.disk_write + self.backward.disk_write + self.update.disk_write
 
 
@@ -155,15 +162,18 @@ def traffic(
     updated_on_device: Collection[int] = (),
     mirrored: Collection[int] = (),
 ) -> Traffic:
-    """What follows from where pages rest.
+    """The traffic that follows from the pages' homes.
 
-    pages: bytes per unit of every kind; trained: bytes per unit of the parameter page that are updated;
-    resident: bytes of parameter pages, not at home where they are used, that forward and backward each find
-    there; update: see UpdateTime; computes_in_ram: the device is the CPU, though it may have a budget of its
-    own. Any other such page comes up for forward and for backward, and its trained part goes through the
-    update; gradients are written once and read once (by eager updates neither); states are read and written.
-    Of updated_on_device, units whose pages all rest there, nothing moves; of mirrored ones parameters go up
-    after the update, and at no other time."""
+    pages: bytes of every page, by kind and unit. trained: for each unit, the bytes of its parameter page that
+    are updated. resident: bytes of the pool of residents. update: see UpdateTime. computes_in_ram: whether
+    the device is the CPU, which may have a budget of its own all the same. updated_on_device: units whose
+    updates, with all of their pages, are on the device. mirrored: see infinity/planning/mirror.py.
+
+    Parameter pages that are at home elsewhere come up for forward and for backward, except for `resident`
+    bytes of them, which are still there. The update reads and writes their trained part. Gradients are
+    written once and read once, and with eager updates neither. States are read and written once. Units
+    updated on the device move nothing more. Parameters of mirrored units go up once, after the update.
+    """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
     away = sum(
@@ -203,14 +213,14 @@ def traffic(
 def _updating(
     home: Mapping[Kind, Tier | None], sizes: Mapping[Kind, int], when: UpdateTime, unified: bool
 ) -> Phase:
-    """A unit's update: what it reads and writes of pages that take part with so many bytes each."""
+    """Bytes that a unit's update moves. sizes: bytes of its pages that take part in it, by kind."""
     parameter, gradient, states = (sizes[kind] for kind in Kind)
     moved = Phase(host=2 * parameter + gradient + 2 * states)
     for kind, nbytes in sizes.items():
         written = 0 if kind is Kind.GRADIENT else nbytes
         if home[kind] is Tier.NVME:
-            # In unified memory it takes the parameters that come up for the model, if that is at hand; and
-            # an eager one the gradients where they arrived.
+            # In unified memory the update shares the parameters that come up for forward or backward, unless
+            # it runs after both. An eager update takes gradients where they arrived.
             shared = when != "sync" and unified and kind is Kind.PARAMETER
             shared = shared or (when == "eager" and kind is Kind.GRADIENT)
             moved += Phase(disk_read=0 if shared else nbytes, disk_write=written)
@@ -220,12 +230,14 @@ def _updating(
 
 
 def _gradient(home: Tier | None, nbytes: int, when: UpdateTime, unified: bool) -> tuple[Phase, Phase]:
-    """A unit's gradients that rest at `home`: what every backward moves, and what each that adds to them does
-    beyond that."""
+    """Bytes that a unit's gradients move: in every backward, and besides in each that adds to them.
+
+    home: the tier in which they rest. nbytes: their bytes.
+    """
     stored = added = Phase()
     if home is Tier.NVME:
         stored, added = Phase(disk_write=nbytes), Phase(disk_read=nbytes)
-        if when == "eager":  # all but the last micro-batch's
+        if when == "eager":  # the last micro-batch's gradients go to the update without being stored
             stored, added = Phase(), stored + added
     elif home is Tier.DEVICE and not unified:
         stored, added = Phase(to_device=nbytes), Phase(to_host=nbytes)
@@ -233,17 +245,18 @@ def _gradient(home: Tier | None, nbytes: int, when: UpdateTime, unified: bool) -
 
 
 _FORWARD_SHARE = 1 / 3
-"""Of the operations of a forward and its backward, which has two products of matrices for each one."""
+"""The forward's share of compute: a backward has two matrix products for each one of the forward."""
 
 _RESOURCES = ("compute", "disk", "update", "link")
 
 
 def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_batches: int = 1) -> Prediction:
-    """The step's seconds: part by part, at the least as long as its busiest resource is.
+    """The seconds of a step: each of its phases takes at least as long as the busiest resource in it.
 
-    operations: seconds that those of one forward and backward take. On the CPU (without a link) compute,
-    updates and copies share the CPU and add up, and only the disk works beside them. Disk time takes as many
-    bytes as can at the mixed rate, the rest at its own. Raises ConfigError for a step without micro-batches.
+    operations: seconds of the operations of one forward and backward. On the CPU (without a link) compute,
+    updates and copies share the CPU and add up, and only the disk works beside them. Bytes read from disk are
+    paired with bytes written, at the mixed rate; the rest goes at the rate of reads or of writes. Raises
+    ConfigError for a step without micro-batches.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
@@ -271,9 +284,12 @@ def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_bat
 
 
 def _busy(phase: Phase, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
-    """Seconds of every resource. in_turn: the trainer waits for what the CPU does with each gradient, which
-    counts as compute."""
-    if speeds.link is None:  # a copy in RAM reads and writes
+    """Seconds for which every resource is busy in a phase.
+
+    compute: seconds of its operations. in_turn: whether the trainer waits while the CPU stores each gradient;
+    the storing then counts as compute.
+    """
+    if speeds.link is None:  # a copy within RAM reads and writes every byte
         link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
     else:
         link = max(phase.to_device, phase.to_host) / speeds.link
@@ -284,7 +300,11 @@ def _busy(phase: Phase, speeds: MachineRates, *, compute: float, in_turn: bool) 
 
 
 def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
-    """A phase's least seconds, by what they are spent on. together: all resources run beside one another."""
+    """A phase's least seconds, by the resources that they are spent on.
+
+    busy: seconds for which each resource is busy. together: whether all of them overlap; else only the disk
+    overlaps with the others.
+    """
     if not together:
         on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}
         if busy["disk"] < sum(on_cpu.values()):

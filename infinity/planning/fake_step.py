@@ -1,4 +1,4 @@
-"""What one step of a model allocates, computes and saves, from a run on tensors without data."""
+"""Fake step: a run of one step on tensors without data, for the bytes and the operations of a real one."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ _UNKNOWABLE = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-"""What a run without data meets where the next operation depends on it."""
+"""Errors of a run without data where the next operation depends on data."""
 
 
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention_backward")
-"""Kernels on CUDA that sum in fp32 beside what they return."""
+"""Names of CUDA kernels that sum in fp32, in memory beside that of their results."""
 
 
 @dataclass(frozen=True)
 class FakeStep:
-    """One forward, and its backward when training."""
+    """Memory and operations of one forward, and of its backward when training."""
 
     activations: int
-    """Bytes of all that operations allocated, at the peak; without parameters, inputs and buffers.
+    """Bytes that operations had allocated at the peak, without parameters, inputs and buffers.
 
-    A parameter's gradient counts until it is complete: then it goes to its page."""
+    A parameter's gradient counts until it is complete: then it goes to its page.
+    """
     operations: Operations
     """All operations on tensors, views included."""
 
@@ -51,11 +52,11 @@ def run_fake_step(
     device: torch.device,
     train: bool,
 ) -> FakeStep | None:
-    """Run a step under FakeTensorMode: no memory, no arithmetic, the model is left as it is.
+    """Run a step under FakeTensorMode: it takes no memory, does no arithmetic, and leaves the model as it is.
 
     example_inputs: positional or keyword arguments of forward. Parameters and floating inputs are in the
-    dtypes of `precision`. None where the model's control flow depends on data. What forward itself raises,
-    for instance for inputs that it does not take, is raised here.
+    dtypes of `precision`. Returns None where the model's control flow depends on data. Errors of forward
+    itself, for instance for inputs that it does not take, pass through.
     """
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -79,7 +80,10 @@ def run_fake_step(
 def _fake_state(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters in their page dtypes, whose gradients vanish at once as they do into pages, and buffers."""
+    """Fake parameters, in the dtypes of their pages, and fake buffers, by name.
+
+    A parameter's gradient is dropped once it is complete, as a real one leaves for its page then.
+    """
     for name, parameter in model.named_parameters():
         fake = torch.empty_strided(
             parameter.shape,
@@ -114,7 +118,7 @@ def _backward(output: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Operations, and bytes of the storages that they made and that still live: now, and at the most."""
+    """A record of all operations, and of the bytes of live storages that they made: now, and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,7 +129,7 @@ class _Watch(TorchDispatchMode):
         self._saving = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What autograd keeps of a tensor that it saves: one without its graph, which would keep itself."""
+        """The tensor that autograd keeps in place of `tensor`: without its graph, which would keep itself."""
         self._saving = True
         try:
             return tensor.detach()
@@ -133,7 +137,7 @@ class _Watch(TorchDispatchMode):
             self._saving = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._saving:  # no operation of the model's
+        if self._saving:  # this operation is not the model's
             return func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         for storage in _storages(leaves):
@@ -152,7 +156,8 @@ class _Watch(TorchDispatchMode):
         weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
 
     def _scratch(self, func: Any, result: Any) -> None:
-        """What a kernel allocates and frees within its call: of attention's gradients, as much in fp32."""
+        """Count memory that a kernel allocates and frees within its call: backward kernels of attention hold
+        their gradients a second time, in fp32."""
         if _ATTENTION.fullmatch(func.overloadpacket.__name__):
             gradients = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
             nbytes = 4 * sum(each.numel() for each in gradients if each.device.type == "cuda")

@@ -1,13 +1,16 @@
-"""What torch takes on a CUDA device beside pages and live tensors: workspaces, segments, holes. Pure.
+"""Headroom: memory of a CUDA device that torch takes beside pages and live tensors. Pure.
+
+Workspaces of cuBLAS, segments that are not full, and fragmentation take it.
 
 [Note: reserved bytes]
 Torch's allocator takes segments from CUDA and cuts tensors out of them; its limit (infinity/tiers/cap.py) and
 `torch.cuda.memory_reserved` count segments. A tensor of up to 1 MiB lies in a segment of 2 MiB, one of less
-than 10 MiB in a segment of 20 MiB, a larger one has its own of whole 2 MiB. A segment goes back to CUDA, when
-room is short, only once nothing lies in it. cuBLAS works in a tensor of torch's for each handle and stream,
-which stays: a thread that multiplies has a handle, and backward runs in a thread of its own. Neither the CUDA
-context nor kernels' code is among reserved bytes: they are why `infinity.tiers.device.available_bytes` keeps
-a margin. (c10/cuda/CUDACachingAllocator.cpp and aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.6 to 2.13.)
+than 10 MiB in a segment of 20 MiB; a larger one has a segment of its own, a multiple of 2 MiB. When room is
+short, a segment goes back to CUDA only if nothing lies in it. cuBLAS keeps a workspace, a tensor of torch's,
+for each handle and stream: each thread that multiplies has a handle, and backward runs in a thread of its
+own. The CUDA context and kernels' code are not among reserved bytes: `infinity.tiers.device.available_bytes`
+keeps a margin for them. (c10/cuda/CUDACachingAllocator.cpp and aten/src/ATen/cuda/CublasHandlePool.cpp,
+torch 2.6 to 2.13.)
 """
 
 from __future__ import annotations
@@ -22,38 +25,38 @@ import torch
 _MIB = 1 << 20
 
 SMALL, SMALL_SEGMENT = _MIB, 2 * _MIB
-"""Bytes: the largest tensor in a segment for small ones, and that segment."""
+"""Bytes of the largest tensor that lies in a small segment, and bytes of such a segment."""
 MEDIUM, MEDIUM_SEGMENT = 10 * _MIB, 20 * _MIB
-"""Bytes: the first tensor that has a segment of its own, and the segment of those below it."""
+"""Bytes from which on a tensor has a segment of its own, and bytes of the segment for tensors below that."""
 WHOLE = 2 * _MIB
-"""Bytes that a segment of its own is a multiple of."""
+"""Bytes; a tensor's own segment is a multiple of them."""
 
 _THREADS = 2
-"""The trainer's and autograd's."""
+"""Threads that multiply: the trainer's and autograd's."""
 
 _PARTLY_USED = SMALL_SEGMENT + 2 * MEDIUM_SEGMENT + WHOLE
-"""Segments that are begun and not full: a small one, two medium ones (of what lives through a backward, and
-of what comes and goes in it), and the last piece of the pages' own."""
+"""Bytes of segments that are not full: a small one, two medium ones (one of tensors that live through a
+backward, one of tensors that come and go in it), and the end of the pages' own."""
 
 _SHARE = 8
-"""One in so many bytes of live tensors is lost between them, to rounding and to holes. A choice: a model of
-the allocator that runs the steps of decoders stays below it (tests/planning/test_headroom.py); no GPU has
-said yet."""
+"""Bytes of live tensors divided by this are lost to rounding and fragmentation. A choice: a model of the
+allocator that runs the steps of decoders stays below it (tests/planning/test_headroom.py); no GPU has said
+yet."""
 
 _ENTRY = re.compile(r":([0-9]+):([0-9]+)")
 
 
 def segment(nbytes: int) -> int:
-    """Bytes of the segment that a tensor of `nbytes` bytes is cut out of where none has room for it."""
+    """Bytes of the new segment that a tensor of `nbytes` bytes needs if no other one has room for it."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
     return MEDIUM_SEGMENT if nbytes < MEDIUM else -(-nbytes // WHOLE) * WHOLE
 
 
 def workspace(capability: tuple[int, int], variables: Mapping[str, str]) -> int:
-    """Bytes that cuBLAS and cuBLASLt work in for one handle and stream, as torch chooses them.
+    """Bytes of the workspace that torch gives cuBLAS and cuBLASLt for one handle and stream.
 
-    capability: of the device, (major, minor). variables: the environment. CUBLAS_WORKSPACE_CONFIG is a list
+    capability: the device's (major, minor). variables: the environment. CUBLAS_WORKSPACE_CONFIG is a list
     of :KIB:COUNT; without it Hopper and Blackwell have 32 MiB, others 2 pieces of 4 MiB and 8 of 16 KiB.
     """
     default = 32 * _MIB if capability[0] in (9, 10, 12) else 2 * 4 * _MIB + 8 * (16 << 10)
@@ -70,36 +73,36 @@ class Headroom:
     """Bytes of a budget for the device that neither pages nor live tensors take."""
 
     workspace: int = 0
-    """Bytes for each thread that multiplies."""
+    """Bytes of cuBLAS's workspace for each thread that multiplies."""
     segments: int = 0
-    """Bytes of segments that are begun and not full."""
+    """Bytes of segments that are not full."""
     share: int | None = None
-    """One in so many bytes of live tensors is lost besides; None: none is."""
+    """Bytes of live tensors divided by this are lost besides; None: no byte is."""
 
     @staticmethod
     def for_cuda(capability: tuple[int, int], variables: Mapping[str, str]) -> Headroom:
-        """Of a CUDA device; see `workspace`."""
+        """The headroom of a CUDA device. capability, variables: see `workspace`."""
         return Headroom(workspace(capability, variables), _PARTLY_USED, _SHARE)
 
     @staticmethod
     def of(device: torch.device) -> Headroom:
-        """Of the device as it is here; on the CPU, nothing."""
+        """The headroom of a device of this machine; zero on the CPU."""
         if device.type != "cuda":
             return Headroom()
         return Headroom.for_cuda(torch.cuda.get_device_capability(device), os.environ)
 
     def beside(self, live: int) -> int:
-        """Bytes needed beside `live` bytes of tensors, of which at the most so much lives at one time."""
+        """Bytes of headroom for tensors of which at most `live` bytes live at one time."""
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:
-        """Bytes needed beside `live` more of them, in a thread more; see
+        """Bytes of headroom for one more thread, whose tensors have at most `live` bytes at one time; see
         infinity/accumulation/task_threads.py."""
         return self._per_thread + self._lost(live)
 
     @property
     def _per_thread(self) -> int:
-        """A workspace with what its segment is larger, where nothing else may use that."""
+        """Bytes of one thread's workspace: of its whole segment, where that is its own."""
         return segment(self.workspace) if self.workspace >= MEDIUM else self.workspace
 
     def _lost(self, live: int) -> int:
@@ -107,4 +110,4 @@ class Headroom:
 
 
 NO_HEADROOM = Headroom()
-"""Of a device whose memory is the plan's alone."""
+"""The headroom of a device whose memory is the plan's alone: zero."""

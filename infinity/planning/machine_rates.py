@@ -1,4 +1,4 @@
-"""This machine's bandwidths for predictions: probed once, quickly, and kept in the user's cache."""
+"""Machine rates for predictions: probed once, quickly, and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 
 _DISK_BYTES = 1 << 30
-"""Of all paths together, at most. On a virtual disk, 32 MiB went at the speed of a burst; and a file that is
-smaller than what the probe moves is read again and again, perhaps from a cache below."""
+"""Bytes of all paths' probe files together, at most. On a virtual disk, 32 MiB went at the speed of a burst;
+and a file smaller than what the probe moves is read again and again, perhaps from a cache below."""
 _DISK_SHARE = 8
-"""A path's file is no larger than its budget divided by this, unless that is less than 128 MiB."""
+"""A path's probe file is no larger than its budget divided by this, unless that is less than 128 MiB."""
 _DISK_LEAST = 128 << 20
 _FILL_SECONDS = 1.0
-"""Of writing the files of all paths once, about; slower disks are probed on smaller files."""
+"""Seconds, about, for writing all paths' probe files once; slower disks are probed on smaller files."""
 _DISK_SECONDS = 0.6
-"""Of all three probes of all paths together, about; the file is written once before them."""
+"""Seconds, about, of all three probes of all paths together; the files are written once before them."""
 _DISK_EXPIRES = 300.0
-"""Seconds that a disk's figures are good for: others use it too, and clouds ration it."""
+"""Seconds for which a disk's figures are valid: others use it too, and clouds ration it."""
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
 _MATMUL_SECONDS = 0.2
@@ -41,11 +41,11 @@ def measure_rates(
     *,
     clock: Callable[[], float] = time.time,
 ) -> MachineRates:
-    """MachineRates for these directories (bytes that may be used in each), this device and this dtype.
+    """The rates of this machine's disks, memory, link and device.
 
-    What the cache does not know is probed, in about 2 s altogether, and added to it: a disk's figures for
-    five minutes of `clock` (seconds), others until the file is removed. Raises StorageError for a directory
-    that cannot be written.
+    nvme: bytes that may be used, by directory. compute_dtype: of the matrix products. Rates that the cache
+    lacks are probed, in about 2 s altogether, and added to it: a disk's for five minutes of `clock`
+    (seconds), others until the file is removed. Raises StorageError for a directory that cannot be written.
     """
     figures = _Cache(clock)
     disks = [
@@ -79,10 +79,11 @@ def keep(
     link: float | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Put figures that were measured elsewhere (bytes per second) in the cache, as if they were probed now.
+    """Put rates that were measured elsewhere (bytes per second) in the cache, as if they were probed now.
 
-    disks: "read", "write" and "mixed" of each directory. link: of the current CUDA device. Of memory and the
-    link the faster figure stays, since it lasts, and others at work only slow it down.
+    disks: "read", "write" and "mixed" of each directory. stream: of host RAM. link: of the current CUDA
+    device. For memory and the link the faster of the old and the new rate stays: the hardware does not
+    change, and others at work only slow it down.
     """
     figures = _Cache(clock)
     for path, rates in disks.items():
@@ -105,7 +106,7 @@ def _link_name(device: torch.device) -> str:
 
 
 class _Cache:
-    """The file of figures of this host. One that cannot be read or written costs a probe, not an error."""
+    """The file of this host's figures. A file that cannot be read or written costs a probe, not an error."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -123,13 +124,13 @@ class _Cache:
         return found
 
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
-        """Replace the figures of `what`: they are of now."""
+        """Replace the figures of `what` by these, measured now. Returns them with the time."""
         self._changed = True
         found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found
 
     def save(self) -> None:
-        """Write the file, if anything in it is new; without disks that would be probed again anyway."""
+        """Write the file if a figure in it is new. Figures of disks that have expired are left out."""
         if self._changed:
             disk = _key(_disk_name(os.sep))
             fresh = {
@@ -140,7 +141,7 @@ class _Cache:
             self._file.save(fresh)
 
     def _age(self, figures: Mapping[str, float]) -> float:
-        """In seconds; endless where it is not known, or the clock was set back."""
+        """The age of figures in seconds; endless where it is not known, or the clock was set back."""
         age = self._clock() - figures.get("at", -math.inf)
         return age if age >= 0 else math.inf
 

@@ -1,10 +1,10 @@
 """Mirrors: parameters that rest in host RAM and stay on the device as well. Pure.
 
-ZeRO-Offload (Ren et al., 2021) keeps parameters on the device, and states and the update in host RAM. What a
-chunk's update takes there is the whole master: of bf16 parameters the remainder lies beside the moments, and
-the high half is the parameter itself. Where host RAM has room left for the parameters too (2 bytes each of
-bf16), a mirrored unit's parameter page is at home there, the updates change it in place, and the outcome goes
-up: nothing comes down but gradients.
+ZeRO-Offload (Ren et al., 2021) keeps parameters on the device, and states and the update in host RAM. The
+update needs the whole master parameter there: for bf16 that is the remainder, which lies beside the moments,
+and the high half, which is the parameter itself. Where host RAM has room left for the parameters too (2 bytes
+each in bf16), a mirrored unit's parameter page is at home there, updates change it in place, and the result
+is copied to the device: only gradients come down.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def mirrored(
     *,
     updated_on_device: Collection[int],
 ) -> tuple[Homes, frozenset[int]]:
-    """The homes with as many parameter pages in host RAM as it has room for, and the units of these.
+    """The homes with as many parameter pages moved to host RAM as it has room for, and the units of these.
 
-    sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page has. Such a unit's
-    parameters are on the device, where they keep their room, and its updates run elsewhere. Units without
-    pages on NVMe come first: their updates then need no staging at all.
+    sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page has.
+    updated_on_device: units that stay as they are. A unit can be mirrored if its parameters are at home on
+    the device, where they keep their room, and the CPU updates them. Units without pages on NVMe come first:
+    their updates then need no staging at all.
     """
     pages = sizes[Kind.PARAMETER]
     found = [

@@ -1,9 +1,9 @@
-"""What a step's operations take: each distinct one is recorded without data, and timed alone with data.
+"""Operator timing: the seconds of a step's operations, each recorded without data and timed alone with data.
 
-A rate of matrix products says little of a step: small products, norms, attention and element-wise work take
-much of it. So every distinct operation (operator, shapes, strides, dtypes) is run on the device of the step.
-What is too large to be run alone, must not be run alone, or comes after the time limit, is estimated by a
-roofline (Williams, Waterman, Patterson 2009) at the rates of those that were timed.
+A rate of matrix products says little about a step: small products, norms, attention and element-wise work
+take much of it. So every distinct operation (operator, shapes, strides, dtypes) is run on the device of the
+step. An operation that is too large to run alone, must not run alone, or comes after the time limit is
+estimated by a roofline (Williams, Waterman, Patterson 2009) at the rates of those that were timed.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from infinity.config import round_up
 from infinity.system import machine
 
 TIME_LIMIT = 2.0
-"""Seconds that `seconds_of` spends on running operations, their operands included."""
+"""Seconds that `seconds_of` spends on running operations and making their operands."""
 
 MOST_BYTES = 1 << 30
-"""Memory that running operations takes at the most, or a quarter of what is free where that is less: what
-operands are made of, and results."""
+"""Bytes that operands and results of the runs take at most; a quarter of free memory where that is less."""
 
 _COLD_BYTES = 64 << 20
-"""Operands and results change from run to run over so much memory: no cache has those of a step ready."""
+"""Bytes of memory that successive operands and results walk through, so that no cache has them ready: in a
+step none has."""
 
 _ROUNDS = 4
-"""Over all operations, at the most. The first warms up, and counts only where there is no other."""
+"""Rounds over all operations, at most. The first warms up, and counts only where there is no other."""
 
 _QUEUED_SECONDS = 0.006
 _MOST_QUEUED = 20
-"""A device with a queue is timed over several runs of an operation in a row: a single one would be timed with
-the start and the end of the queue."""
+"""Seconds and number of the runs of one operation that a device with a queue is timed over. The time of a
+single run would include the start and the end of the queue."""
 
 _PATTERN = 1 << 16
 _ALIGNMENT = 64
 
 _INDEXING = ("embedding", "nll_loss", "gather", "scatter", "index")
 _ATTENTION = ("_scaled_dot_product", "_efficient_attention", "_flash_attention")
-"""By the starts of their names, operators that take any integers for zeros. Others may read theirs as pivots
-or as a workspace that another operation has filled, and end the process where that is not so."""
+"""First letters of the operators that run safely with zeros for every integer tensor. Others may read theirs
+as pivots, or as a workspace that another operation has filled, and end the process where they are not."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """All of a tensor but its data; the stride is in elements."""
+    """The description of a tensor without its data; the stride is in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -60,43 +60,43 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """What a dense tensor is like. Raises RuntimeError for a sparse one."""
+        """The description of a dense tensor. Raises RuntimeError for a sparse one."""
         return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
     @property
     def elements(self) -> int:
-        """Of the memory that it spans."""
+        """Elements of memory from the tensor's first to its last, gaps included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that it spans."""
+        """Bytes of memory from the tensor's first element to its last, gaps included."""
         return self.elements * self.dtype.itemsize
 
     @property
     def is_integral(self) -> bool:
-        """Whether its elements could be indices. Those of a mask could not."""
+        """Whether the elements could be indices. Those of a mask could not."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator with what it is called with. Equal ones take equally long."""
+    """One operator with its arguments. Equal operations take equally long."""
 
     operator: torch._ops.OpOverload
     leaves: tuple[Any, ...]
-    """Of the arguments' tree, in its order; TensorSpecs in place of tensors."""
+    """The leaves of the arguments' tree, in its order, with TensorSpecs in place of tensors."""
     tree: pytree.TreeSpec = field(compare=False)
     flops: int = field(compare=False)
     """Floating-point operations of matrix products, convolutions and attention."""
     result_bytes: int = field(compare=False)
-    """0 for a view."""
+    """Bytes of the results; 0 for a view."""
 
     @staticmethod
     def of(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Operation:
-        """The operation that this call was; its tensors may be fake."""
+        """The operation of one call, whose tensors may be fake."""
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
         count = flop_registry.get(operator.overloadpacket)
         results = (each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor))
@@ -115,14 +115,14 @@ class Operation:
 
     @property
     def nbytes(self) -> int:
-        """Of operands and results; 0 for a view, which touches neither."""
+        """Bytes of operands and results; 0 for a view, which touches neither."""
         return 0 if self.operator.is_view else sum(each.nbytes for each in self.operands) + self.result_bytes
 
     @property
     def runs_alone(self) -> bool:
-        """Whether it can be run on made-up operands without harm.
+        """Whether the operation can be run on made-up operands without harm.
 
-        Only torch's own operators: another's may wait for other ranks or keep what they are given.
+        Only torch's own operators can: others may wait for other ranks, or keep what they are given.
         """
         if self.operator.namespace != "aten":
             return False
@@ -137,7 +137,7 @@ class Operation:
 
 
 class Memory:
-    """Bytes that operands are made of, one after the other and from the start again."""
+    """Memory that operands are cut out of, one after the other, and from the start again at its end."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
@@ -152,10 +152,13 @@ class Memory:
         self._others = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._next = 0
         self._first: int | None = 0
-        """Of the bytes handed out since `renew`; None once they have reached the end."""
+        """The first byte handed out since `renew`; None once the end was reached."""
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A tensor of random floating elements, or of zeros. Apart from those since the last `nbytes`."""
+        """A tensor of random floating elements, or of zeros for other dtypes.
+
+        It shares no memory with those handed out before it, as far as `nbytes` bytes go back.
+        """
         if self._next + spec.nbytes > self.nbytes:
             self._next, self._first = 0, None
         floating = spec.dtype.is_floating_point or spec.dtype.is_complex
@@ -166,7 +169,7 @@ class Memory:
         return here if spec.device == self.device else here.to(spec.device)
 
     def renew(self, *, written: bool) -> None:
-        """The next operation is to find random numbers and zeros again, where the last one has written."""
+        """Fill the memory handed out since the last call again, if an operation has `written` to it."""
         if written:
             every = self._pattern.numel()
             start = 0 if self._first is None else self._first // every
@@ -177,10 +180,10 @@ class Memory:
 
 
 class Operations(Counter[Operation]):
-    """How often a step has every distinct operation."""
+    """The distinct operations of a step, each with how often it occurs."""
 
     def record(self, operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        """Count one call. What only asks for properties of a tensor is no operation."""
+        """Count one call. A call that only asks for a tensor's properties is no operation."""
         if operator.namespace != "prim":
             self[Operation.of(operator, args, kwargs, result)] += 1
 
@@ -192,19 +195,22 @@ class Operations(Counter[Operation]):
 
 @dataclass(frozen=True)
 class Roofline:
-    """What bounds an operation that nobody timed."""
+    """The rates that bound an operation that was not timed."""
 
     flops: float
     """Floating-point operations per second."""
     bytes: float
-    """Per second, of operands and results."""
+    """Bytes per second of operands and results."""
 
     def seconds(self, operation: Operation) -> float:
-        """Of one run."""
+        """Seconds of one run, by whichever rate takes longer."""
         return max(operation.flops / self.flops, operation.nbytes / self.bytes)
 
     def learned(self, timed: Mapping[Operation, float], counts: Mapping[Operation, int]) -> Roofline:
-        """The same with rates from seconds that were measured, where there are any."""
+        """The roofline with the rates of operations that were timed, where there are any.
+
+        timed: seconds of one run. counts: how often a step has each operation.
+        """
         products = [each for each in timed if each.flops]
         others = [each for each in timed if each.nbytes and not each.flops]
 
@@ -219,7 +225,7 @@ class Roofline:
 
 
 class Seconds(NamedTuple):
-    """How long something takes, as a range."""
+    """A range of seconds that something takes."""
 
     least: float
     most: float
@@ -228,12 +234,11 @@ class Seconds(NamedTuple):
 def seconds_of(
     operations: Operations, roofline: Roofline, device: torch.device, *, limit: float = TIME_LIMIT
 ) -> Seconds:
-    """Seconds that all operations take one after the other on `device`: in the fastest round of the timing
-    pass, and in the slowest.
+    """Seconds of all operations one after the other on `device`, in the fastest and in the slowest round.
 
-    roofline: tells which to time first, and estimates the rest as far as the timed ones do not tell better.
-    limit: seconds for all runs; the one that exceeds it is finished. Random number generators, gradients
-    and dtypes of the caller stay as they are.
+    roofline: its estimates order the operations, the longest first, and its rates stand in for those that the
+    timed operations do not give. limit: seconds for all runs; the run that exceeds it is finished. Random
+    number generators, gradients and dtypes of the caller stay as they are.
     """
     order = sorted(operations, key=lambda each: -roofline.seconds(each) * operations[each])
     room = _room(device)
@@ -249,7 +254,7 @@ def seconds_of(
 
 
 def _total(operations: Operations, timed: Mapping[Operation, float], roofline: Roofline) -> float:
-    """Seconds of all operations by those that one round timed; the roofline has the rest."""
+    """Seconds of all operations: as one round timed them, or else as the roofline estimates them."""
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -259,7 +264,7 @@ def _total(operations: Operations, timed: Mapping[Operation, float], roofline: R
 
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Inside, running an operation leaves no trace in the caller's state, and none of it gets in."""
+    """A context in which operations leave no trace in the caller's state, and do not depend on it."""
     with contextlib.ExitStack() as inside:
         inside.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         inside.enter_context(torch.no_grad())
@@ -270,11 +275,11 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict[Operation, float]]:
-    """Seconds of one run of each, round by round: of those that could be run and whose turn came before
-    `end`. Only the last round may lack some.
+    """Seconds of one run of each operation, by round. Operations that cannot be run are missing, and in the
+    last round also those after `end` (seconds of time.perf_counter()).
 
-    On the CPU an operation comes after another one, as in a step: the second of two in a row finds its code
-    and the libraries' tables in the caches, and is a tenth faster where it is small.
+    On the CPU each operation comes after a different one, as in a step: the second of two equal ones in a row
+    finds its code and the libraries' tables in the caches, and is a tenth faster where it is small.
     """
     kept = _Kept(min(_COLD_BYTES, memory.nbytes // 2))
     queued = memory.device.type == "cuda"
@@ -296,10 +301,10 @@ def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict
 
 
 class _Kept:
-    """Results that stay for a while, so that the next ones find memory that was used, as in a second step."""
+    """The latest results: new ones then get memory that was used before, as in a second step."""
 
     def __init__(self, most: int) -> None:
-        """most: bytes; the latest stays in any case."""
+        """most: bytes of results that are kept; the latest one is kept in any case."""
         self._most = most
         self._results: deque[tuple[Any, int]] = deque()
         self._nbytes = 0
@@ -312,7 +317,7 @@ class _Kept:
 
 
 def _run(operation: Operation, times: int, memory: Memory, kept: _Kept) -> float:
-    """Seconds of so many runs, each on other operands."""
+    """Seconds of `times` runs, each on other operands."""
     arguments = [operation.arguments(memory) for _ in range(times)]
     _finish(memory.device)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Placement: where pages rest, how units and chunks are cut for it, and what room is left. Pure."""
+"""Placement: the units and chunks of a model, the homes of its pages, and the sizes of its buffers. Pure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Kind(enum.Enum):
     PARAMETER = "parameter"
     """Parameters as forward and backward take them."""
     GRADIENT = "gradient"
-    """Accumulated gradients of the trainable ones."""
+    """Accumulated gradients of trainable parameters."""
     OPTIMIZER = "optimizer"
     """Master parameters (or what completes them) and moments."""
 
 
 def line_of(accumulation: int | None) -> tuple[Kind, ...]:
-    """The kinds in line, for so many micro-batches a step (None: unknown).
+    """The order of kinds in which pages stand in line. accumulation: micro-batches of a step; None: unknown.
 
-    A byte of states is read and written once a step, both under the next forward; one of gradients is written
-    under the backward and read once, and for every further micro-batch read and written once more.
+    A byte of states is read and written once a step, both under the next forward. A byte of gradients is
+    written under the backward and read once, and read and written once more for every further micro-batch.
     """
     if accumulation == 1:
         return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
@@ -37,7 +37,7 @@ def line_of(accumulation: int | None) -> tuple[Kind, ...]:
 DtypeOf = Callable[[torch.dtype], torch.dtype]
 
 Homes = tuple[dict[Kind, Tier | None], ...]
-"""Per unit; None for a page without bytes."""
+"""The home of every page, by unit and kind; None for a page without bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Room:
     """Bytes that each tier has for pages and buffers."""
 
     device: int | None
-    """None: the same RAM as the host's."""
+    """Bytes of the device; None where device and host are the same RAM."""
     host: int
     nvme: int
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A way to fit: how units and chunks are cut, where pages rest, what room is left to work in."""
+    """One way to fit a model: its units and chunks, its pages' homes, and the buffers' sizes."""
 
     grouping: Grouping
     chunk_elements: int
     homes: Homes
     chain_bytes: int
-    """What one chunk's update takes at the most: its parameters, gradient and states."""
+    """Bytes that one chunk's update takes at most: its parameters, gradient and states."""
     staging_bytes: int
     piece_bytes: int
     transit_bytes: int

@@ -1,5 +1,5 @@
-"""The plan: what lies where and what it costs. What `infinity.planning.planner` makes, and everybody else
-reads."""
+"""The plan: every page's home, every pool's size, and the cost of a step. `infinity.planning.planner` makes
+it."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 _SECONDS_PER_DAY = 86_400
 
 _LARGEST_BLOCK = 4 << 20
-"""Bytes of the ring that go down at once: a link is at its best with them, and the worker soon at work."""
+"""Bytes that one copy takes from the ring, at most: a link is at its best with them, and the worker that
+stores them starts soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every page's home, every pool's size, and what a step should take."""
+    """Every page's home, every pool's size, and the seconds that a step should take."""
 
     layout: ModelLayout
     precision: Precision
     rule: Rule | None
-    """None: inference only."""
+    """The optimizer's rule; None for inference only."""
     device: torch.device
     unified: bool
-    """Device and host are the same RAM: parameters at home in the host tier are used in place."""
+    """Whether device and host are the same RAM, so that parameters at home in the host tier stay in place."""
     homes: Homes
-    """Per unit and kind; None for a page without bytes (nothing is trainable, or no optimizer)."""
+    """Each page's home, by unit and kind; None for a page without bytes (no optimizer, or all is frozen)."""
     chain_bytes: int
-    """Bytes that the update of one chunk takes at the most: its parameters, gradient and states."""
+    """Bytes that one chunk's update takes at most: its parameters, gradient and states."""
     staging_bytes: int
-    """Bytes of host RAM in which chunks are updated, and gradients gathered, that do not rest there."""
+    """Bytes of host RAM in which chunks are updated, and gradients gathered, whose pages rest elsewhere."""
     piece_bytes: int
     """Bytes of a piece of transit."""
     transit_bytes: int
@@ -51,26 +52,26 @@ class Plan:
     resident_bytes: int
     """Bytes of the pool in which parameter pages become resident; 0 where all are at home there."""
     budgets: dict[Tier, int]
-    """Bytes, of the tiers that there are."""
+    """Bytes of each tier that the plan uses."""
     smallest: dict[Tier, int]
-    """Budgets that do together with the least memory, in bytes."""
+    """Budgets in bytes that would do together, of all such those with the least memory."""
     activations: int | None
     """Bytes at the peak of a step, parameters and gradients excluded; None: unknown."""
     reserved: int
     """Bytes of the computing tier's budget that are left to activations and buffers."""
     ring_bytes: int = 0
-    """Bytes of the ring through which gradients leave a device apart, and of its landing in host RAM; 0 where
-    the CPU can use what is there."""
+    """Bytes of the ring through which gradients leave the device, and of its landing in host RAM; 0 where the
+    CPU can use the device's memory."""
     headroom: int = 0
-    """Of `reserved`, bytes that torch takes on a CUDA device beside live tensors
+    """Bytes within `reserved` that torch takes on a CUDA device beside live tensors
     (infinity/planning/headroom.py)."""
     prediction: Prediction | None = None
-    """Of a step of one micro-batch; None: unknown."""
+    """Seconds of a step of one micro-batch; None: unknown."""
     speeds: MachineRates | None = None
     compute: Seconds | None = None
-    """What the operations of one forward and backward take; None: unknown."""
+    """Seconds of the operations of one forward and backward; None: unknown."""
     update: UpdateTime = "lazy"
-    """When a step's updates run, as infinity.planning.cost_model has it."""
+    """When a step's updates run; see infinity.planning.cost_model.UpdateTime."""
     accumulation: int | None = None
     """Backwards of a step, as declared; None: unknown."""
     updates_there: bool = False
@@ -84,19 +85,19 @@ class Plan:
         return self.page_sizes[kind][unit]
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of parameters that have `dtype` in their page rest."""
+        """The dtype of the gradient page of parameters whose page has `dtype`."""
         return self.precision.gradient_dtype(dtype, self.accumulation)
 
     def gradient_offset(self, unit: int, chunk: int) -> int:
-        """Bytes from the start of the unit's gradient page to those of a chunk; a multiple of 4096."""
+        """Bytes from the start of the unit's gradient page to a chunk's gradients; a multiple of 4096."""
         return self._gradient_ends[unit][chunk]
 
     def state_offset(self, unit: int, chunk: int) -> int:
-        """Bytes from the start of the unit's optimizer page to the states of a chunk; a multiple of 4096."""
+        """Bytes from the start of the unit's optimizer page to a chunk's states; a multiple of 4096."""
         return self._state_ends[unit][chunk]
 
     def state_format(self, unit: int, chunk: int) -> StateFormat:
-        """Where the arrays of a chunk lie in its part of the optimizer page; none without an optimizer."""
+        """The layout of a chunk's arrays in its part of the optimizer page; empty without an optimizer."""
         layout = self.layout.units[unit]
         dtype = layout.regions[layout.chunks[chunk].region].dtype
         arrays = self.rule.arrays(dtype) if self.rule else ()
@@ -109,7 +110,7 @@ class Plan:
 
     @functools.cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of the device tier that updates there take beside the pages; 0 without such."""
+        """Bytes of the device tier that updates there take beside the pages; 0 without such updates."""
         if not self.updated_on_device:
             return 0
         return workspace_of(self.layout.units[unit] for unit in self.updated_on_device).nbytes
@@ -124,7 +125,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device tier's memory: pages and what works there; 0 when unified."""
+        """Bytes of the device tier's memory, for pages and buffers; 0 when unified."""
         if self.unified:
             return 0
         working = self.resident_bytes + self.workspace_bytes + self.ring_bytes
@@ -132,18 +133,18 @@ class Plan:
 
     @functools.cached_property
     def mirror_bytes(self) -> int:
-        """Bytes of the device's memory for the parameters of mirrored units."""
+        """Bytes of device memory for the parameters of mirrored units."""
         return sum(self.page_bytes(unit, Kind.PARAMETER) for unit in self.mirrored)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host arena: pages and what works there, and when unified the pool of residents."""
+        """Bytes of the host arena, for pages and buffers, and when unified for the pool of residents."""
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
 
     @property
     def ring_block_bytes(self) -> int:
-        """The most bytes that pass through the ring as one."""
+        """The most bytes that pass through the ring in one block."""
         return min(_LARGEST_BLOCK, self.ring_bytes // 2)
 
     @property
@@ -152,12 +153,12 @@ class Plan:
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of RAM: the host arena, and where the CPU computes the device's and what is reserved too."""
+        """Bytes of RAM: the host arena, and where the CPU computes also the device tier and `reserved`."""
         return self.host_bytes + (self.device_bytes + self.reserved if self.device.type == "cpu" else 0)
 
     @property
     def ram_budget(self) -> int:
-        """Bytes of RAM that the budgets grant: on the CPU the device's are RAM too."""
+        """Bytes of RAM that the budgets grant; on the CPU the device's budget is RAM too."""
         on_cpu = self.device.type == "cpu"
         return self.budgets[Tier.HOST] + (self.budgets.get(Tier.DEVICE, 0) if on_cpu else 0)
 
@@ -190,16 +191,16 @@ class Plan:
         )
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
-        """What a step of so many forwards and backwards of the example inputs should take.
+        """The prediction for a step of `micro_batches` forwards and backwards of the example inputs.
 
-        None where the plan was made without them, or their computation depends on data.
+        None where the plan was made without such inputs, or the model's control flow depends on data.
         """
         if self.speeds is None or self.compute is None:
             return None
         return predict(self.traffic, self.speeds, self.compute, micro_batches)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table: a dict per tier with its name and bytes. `activations` is None where unknown.
+        """The rows of the plan's table: a dict per tier with its name and bytes. `activations` may be None.
 
         params: those of mirrored units are counted in both tiers that have them.
         working: staging, transit, the pool of residents, the ring and its landing, the workspace of updates,
@@ -232,7 +233,7 @@ class Plan:
         ]
 
     def shortfall(self, activations: int) -> int:
-        """Bytes by which so many bytes of activations exceed what the computing tier's budget leaves free."""
+        """Bytes by which `activations` bytes exceed what the computing tier's budget leaves; at least 0."""
         if self.unified:
             free = self.budgets[Tier.HOST] - self.host_bytes
         else:
@@ -258,7 +259,7 @@ class Plan:
         return f"{render(self.rows())}\n{line}\n{share}{beside}smallest budgets that would do: {smallest}"
 
     def _share(self) -> str:
-        """A line on what the device updates; empty where that is nothing."""
+        """The line of text on the share of gradients that the device updates; empty where that is none."""
         if not self.updated_on_device:
             return ""
         trained = self.page_sizes[Kind.GRADIENT]

@@ -1,4 +1,5 @@
-"""Making a plan: before a byte moves, and before what cannot fit is tried. Pure but for `Available.now`."""
+"""Planner: makes the plan for a model before a byte moves, or says that it cannot fit. Pure but for
+`Available.now`."""
 
 from __future__ import annotations
 
@@ -31,21 +32,21 @@ from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
 
 _UNKNOWN_SHARE = 4
-"""One in so many bytes of a CUDA budget is no page's as long as nobody knows what activations take."""
+"""A CUDA budget divided by this is kept from pages where the bytes of activations are unknown."""
 
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes that can be had now, less a margin: the budgets of who gives none."""
+    """Bytes that are free now, less a margin: the budgets where the user gives none."""
 
     device: int
     host: int
     headroom: Headroom = NO_HEADROOM
-    """What torch takes on the device beside live tensors, out of any budget."""
+    """Memory that torch takes on the device beside live tensors, out of any budget."""
 
     @staticmethod
     def now(device: torch.device) -> Available:
-        """What `device` and this machine have free."""
+        """The free bytes of `device` and of this machine's RAM."""
         near = available_bytes(device) if device.type == "cuda" else 0
         return Available(near, available_ram(), Headroom.of(device))
 
@@ -66,12 +67,14 @@ def make_plan(
 ) -> Plan:
     """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
 
-    available: what stands in for a budget that is None, and what torch takes on the device besides.
-    activations: bytes at the peak of a step; they count against the tier that computes; where they are
+    available: the budgets in place of those that are None, and the headroom that torch takes on the device.
+    activations: bytes at the peak of a step; they count against the tier that computes. Where they are
     unknown, a CUDA device keeps a quarter free for them.
     compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
-    Raises BudgetError where a budget is too small (`needed`: the smallest that would
-    do), and ConfigError as `infinity.layout.units.survey` does.
+    update, accumulation: see Plan.
+
+    Raises BudgetError where a budget is too small (`needed`: the smallest that would do), and ConfigError as
+    `infinity.layout.units.survey` does.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
@@ -120,13 +123,13 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Draft:
-    """What is known before pages have homes, and how much memory is kept from them."""
+    """The facts of a plan that are known before pages have homes."""
 
     surveyed: Survey
     search: Search
     budgets: dict[Tier, int]
     nvme: int
-    """Bytes that pages can have there."""
+    """Bytes of pages that the NVMe tier holds."""
     unified: bool
 
     @property
@@ -135,7 +138,7 @@ class _Draft:
         return Tier.HOST if self.unified else Tier.DEVICE
 
     def room(self, reserve: Reserve) -> Room:
-        """For pages and what moves them."""
+        """The room for pages and for the buffers that move them."""
         budget = self.budgets[self.computes_in]
         left = {**self.budgets, self.computes_in: budget - reserve.within(budget)}
         return Room(device=None if self.unified else left[Tier.DEVICE], host=left[Tier.HOST], nvme=self.nvme)
@@ -179,7 +182,7 @@ class _Draft:
         )
 
     def _with_updates_on_device(self, plan: Plan, room: Room, planned: Callable[..., Plan]) -> Plan:
-        """The plan with a workspace on the device, where updates run there and that pays; else `plan`."""
+        """The plan with updates on the device, and a workspace for them there, if that pays; else `plan`."""
         assert room.device is not None
         trained = [parameter.numel for parameter in self.surveyed.parameters if parameter.trainable]
         elements = plan.layout.chunk_elements
@@ -190,7 +193,7 @@ class _Draft:
                 return plan
             if placement.chunk_elements >= elements:
                 break
-            elements = placement.chunk_elements  # of which there are more: they need more room
+            elements = placement.chunk_elements  # shorter chunks are more in number: they need more room
         shared = planned(placement, updates_there=True)
         host_free = shared.budgets[Tier.HOST] - shared.host_bytes
         shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
@@ -199,7 +202,7 @@ class _Draft:
 
 
 def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:
-    """The two with their defaults. Raises ConfigError for values of another kind."""
+    """Budget and precision, or their defaults. Raises ConfigError for values of another type."""
     if not isinstance(budget, Budget | None):
         raise ConfigError(f"The budget is a {type(budget).__name__}.", "Give infinity.Budget(host=..., ...).")
     if not isinstance(precision, Precision | None):
@@ -210,7 +213,11 @@ def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bud
 
 
 def update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
-    """Raises ConfigError for what is not known, or cannot be together."""
+    """The time when updates run; "auto" means "lazy".
+
+    accumulation: backwards of a step; None: unknown. Raises ConfigError for an unknown value, and for eager
+    updates without `accumulation` or with fp16.
+    """
     if update not in ("auto", "lazy", "eager", "sync"):
         raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')
     if accumulation is not None and (not isinstance(accumulation, int) or accumulation < 1):
@@ -233,7 +240,7 @@ def update_time(update: str, accumulation: int | None, precision: Precision) -> 
 
 
 def as_model(model_or_config: Any) -> nn.Module:
-    """A module as it is; of a transformers configuration the model (causal where it can be), on meta.
+    """The module as it is, or a transformers configuration's model (causal where it can be), on meta.
 
     Raises ConfigError for anything else, and where transformers is not installed.
     """

@@ -1,4 +1,4 @@
-"""Memory of the tier that computes that is no page: activations, fresh gradients, buffers. Pure."""
+"""Reserve: memory of the computing tier for activations, fresh gradients and buffers, not for pages. Pure."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(frozen=True)
 class Reserve:
-    """How much of a budget is left to what autograd and the model allocate themselves."""
+    """The part of a budget that is left to autograd's and the model's own allocations."""
 
     nbytes: int
-    """Of buffers, and of activations where they are known; a multiple of 4096."""
+    """Bytes of buffers, headroom, and activations where they are known; a multiple of 4096."""
     kept_out_of: int | None = None
-    """One in so many bytes of the budget is left besides: for activations that nobody has measured."""
+    """The budget divided by this is reserved besides, for activations not measured; None: nothing is."""
 
     headroom: int = 0
-    """Of `nbytes`: what torch takes on a CUDA device beside them; see infinity/planning/headroom.py."""
+    """Bytes within `nbytes` that torch takes on a CUDA device; see infinity/planning/headroom.py."""
 
     @staticmethod
     def of(
         activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
     ) -> Reserve:
-        """unknown: `kept_out_of` where `activations` is None. headroom: of the device that computes."""
+        """The reserve for bytes of activations (None: unknown) and of buffers.
+
+        unknown: `kept_out_of` where `activations` is None. headroom: of the device that computes.
+        """
         live = (activations or 0) + buffers
         beside = headroom.beside(live)
         nbytes = round_up(live + beside, PAGE_ALIGNMENT)
         return Reserve(nbytes, unknown if activations is None else None, headroom=beside)
 
     def within(self, budget: int) -> int:
-        """The bytes of `budget` that no page may take."""
+        """Bytes of `budget` that no page may take."""
         return self.nbytes + (budget // self.kept_out_of if self.kept_out_of else 0)
 
     def budget_for(self, pages: int) -> int:

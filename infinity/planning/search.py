@@ -16,11 +16,11 @@ from infinity.planning.working_room import WORKING_ROOMS
 from infinity.tiers import Tier
 
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
-"""Elements, most useful first; the last is the smallest there is."""
+"""Lengths of chunks in elements, the most useful first; no chunk is shorter than the last."""
 
 _LONG_CHUNK = 1 << 22
-"""Elements, for a device of its own memory, whose step waits for every call that Python makes for a chunk.
-Of 7B parameters there are some 1,700 of them: 50 calls each are a hundredth of a step."""
+"""Elements of a long chunk, for a device with memory of its own, whose step waits for each of Python's calls
+for a chunk. 7B parameters have some 1,700 such chunks: 50 calls for each are a hundredth of a step."""
 
 _LONG_SHARE = 64
 """Chunks are long where two of their chains take at most the host's room divided by this."""
@@ -31,7 +31,7 @@ _FEWEST_UNITS = 8
 
 
 class Search:
-    """All ways to cut a model, from the most useful to the smallest, each measured once."""
+    """All ways to divide a model, from the most useful to the smallest, each measured once."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Search:
         line: Sequence[Kind],
         own_memory: bool = False,
     ) -> None:
-        """gradient_dtype: of the gradients of parameters of a dtype; see `Precision.gradient_dtype`. line:
-        the order of kinds, parameters first; see `line_of`. own_memory: the CPU does not see the device's:
-        gradients leave it through a ring, and chunks may be long."""
+        """gradient_dtype: gives the gradients' dtype for a parameter's; see `Precision.gradient_dtype`. line:
+        the order of kinds, parameters first; see `line_of`. own_memory: whether the device has memory that
+        the CPU cannot use: gradients then leave it through a ring, and chunks may be long."""
         self._surveyed = surveyed
         self._line = line
         self._own_memory = own_memory
@@ -53,12 +53,12 @@ class Search:
         self._groupings = _groupings(surveyed)
         self._chunks = _chunk_lengths(surveyed)
         self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory else 0
-        """Elements of long chunks, where there are any."""
+        """Elements of a long chunk; 0 where chunks must not be long."""
         self._measured: dict[tuple[int, int], Candidate] = {}
 
     def place(self, room: Room) -> Placement | None:
-        """The first placement that fits: ample working room first, then large units, then
-        large chunks."""
+        """The first placement that fits, or None. Ample working room is tried first, then large units, then
+        long chunks."""
         for level in WORKING_ROOMS:
             for candidate in self._useful(room):
                 placement = candidate.place(room, level)
@@ -67,12 +67,15 @@ class Search:
         return None
 
     def needed(self, tier: Tier, room: Room) -> int | None:
-        """The fewest bytes of `tier` for which `place` finds something, the others being as they are."""
+        """The fewest bytes of `tier` for which `place` finds a placement, the other tiers as in `room`.
+
+        None where no number of bytes would do.
+        """
         found = (candidate.needed(tier, room) for candidate in self._candidates())
         return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
-        """Budgets that do together, of those the ones with the least memory; less of any one does not."""
+        """Budgets in bytes that do together with the least memory; with less of any one, none fits."""
         found = []
         for candidate in self._candidates():
             room = Room(None if unified else candidate.least_near, 0, candidate.total * nvme)
@@ -80,7 +83,7 @@ class Search:
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
         best = min(found, key=lambda each: each[:2])[2]
-        # The others being as they are, each may do with less.
+        # Each tier may do with less while the others stay as they are.
         best = replace(best, host=self._less(Tier.HOST, best, best.host))
         if best.device is not None:
             best = replace(best, device=self._less(Tier.DEVICE, best, best.device))
@@ -93,7 +96,7 @@ class Search:
         return enough if needed is None else needed
 
     def _useful(self, room: Room) -> Iterator[Candidate]:
-        """All candidates for `place`, long chunks first where RAM has room for them."""
+        """All candidates for `place`, those with long chunks first where RAM has room for them."""
         for grouping in range(len(self._groupings)):
             if self._long > self._chunks[0]:
                 long = self._candidate(grouping, self._long)
@@ -103,7 +106,7 @@ class Search:
                 yield self._candidate(grouping, chunk)
 
     def _candidates(self) -> Iterator[Candidate]:
-        """Without long chunks, which never do where others do not."""
+        """All candidates without long chunks, which never fit where shorter ones do not."""
         for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
             yield self._candidate(grouping, chunk)
 
@@ -122,7 +125,7 @@ class Search:
 
 
 def _groupings(surveyed: Survey) -> list[Grouping]:
-    """Distinct ways to cut units, the coarsest first, down to one unit a module."""
+    """Distinct ways to group modules into units, the coarsest first, down to one unit a module."""
     sizes = []
     size = min(surveyed.nbytes // _FEWEST_UNITS, _LARGEST_UNIT)
     while size >= _SMALLEST_UNIT:
@@ -132,11 +135,11 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """Distinct chunk lengths in elements, the longest first: none much longer than all that is trained."""
+    """Distinct chunk lengths in elements, the longest first, none much longer than all trained parameters."""
     return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """`length`, or what is enough for all that is trained."""
+    """The smaller of `length` and the elements, in whole blocks, of all trained parameters."""
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))

@@ -16,7 +16,7 @@ _WIDTH = 110
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line per row under the keys of the first, in columns: ints are bytes, None is unknown."""
+    """The text of a table: the first row's keys, then a line per row. Ints are bytes, None is unknown."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)

@@ -1,14 +1,14 @@
-"""Which units the device updates, and what that takes: the share of ZeRO-Offload++'s "Twin-Flow". Pure.
+"""Twin flow: the units that the device updates, as in ZeRO-Offload++, and whether that pays. Pure.
 
 A unit whose parameters, gradients and optimizer states all rest on a device with kernels and memory of its
-own is updated there: none of its bytes cross the link. The share follows from the room that pages have there,
-where ZeRO-Offload++ (DeepSpeed, 2023) is told a ratio.
+own is updated there: none of its bytes cross the link. The share of such units follows from the device's room
+for pages; ZeRO-Offload++ (DeepSpeed, 2023) is told a ratio.
 
 [Note: whole units]
-A gradient that rests on the device while its states do not is worse off than in host RAM: the CPU adds to it
-and updates with it, so it crosses the link to get there and again to be used. The placement fills the device
-kind by kind. What it has put there of gradients and states is exchanged for those of whole units, of which as
-many are on the device as fit.
+A gradient that rests on the device without its states costs more than one in host RAM: the CPU adds to it and
+updates with it, so it crosses the link once to be stored and again to be used. The placement fills the device
+kind by kind. The gradients and states that it has put there are therefore exchanged for those of whole units,
+as many as fit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from infinity.planning.placement import Homes, Kind
 from infinity.tiers import Tier
 
 _DISK_AGAINST_LINK = 16
-"""Bytes over the link that take as long as one to and from a disk."""
+"""Bytes that cross the link in the time that one byte goes to a disk and back."""
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether a device of its own memory updates what rests there.
+    """Whether a device has kernels for updates, and memory of its own.
 
-    The CPU does not: there is nothing to gain. Tests put a function here that says yes, so that the path runs
-    without a GPU.
+    The CPU has not: nothing would be gained. Tests replace this function by one that says yes, so that the
+    path runs without a GPU.
     """
     return device.type == "cuda" and kernels.can_compile()
 
 
 def updated_there(homes: Homes) -> frozenset[int]:
-    """The units of which all that an update takes rests on the device; none of frozen ones."""
+    """The units whose parameters, gradients and states all rest on the device; without frozen units."""
     near = (Tier.DEVICE, None)
     return frozenset(
         unit
@@ -45,10 +45,11 @@ def updated_there(homes: Homes) -> frozenset[int]:
 
 
 def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) -> Homes:
-    """The homes with as many whole units on the device as its gradients and states have room for.
+    """The homes with gradients and states of whole units on the device, in the room that those there had.
 
-    sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page has. Pages on NVMe
-    and parameters stay, and so does everything where host RAM would not do. See the note.
+    sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page has. Parameters
+    and pages on NVMe stay. All homes stay as they are where host RAM has no room for what leaves the device.
+    See [Note: whole units].
     """
     kinds = (Kind.GRADIENT, Kind.OPTIMIZER)
     near = [(unit, kind) for unit, home in enumerate(homes) for kind in kinds if home[kind] is Tier.DEVICE]
@@ -64,7 +65,7 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
         if (unit, kind) not in chosen and sizes[kind][unit] <= room:
             room -= sizes[kind][unit]
             chosen.add((unit, kind))
-    if room > host_free:  # what is left of it now is what host RAM has more
+    if room > host_free:  # bytes that the device's room has left are bytes that move to host RAM
         return homes
     moved = [dict(home) for home in homes]
     for unit, kind in near:

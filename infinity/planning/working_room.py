@@ -17,42 +17,42 @@ _RING_SHARE = 64
 """The ring for gradients takes at the most the device budget divided by this."""
 
 _LARGEST_RING = 64 << 20
-"""Bytes. A link of 50 GB/s takes 1.3 ms for them: more than the host's threads are late, as a rule."""
+"""Bytes of the largest ring. A link of 50 GB/s takes 1.3 ms for them; the host's threads are seldom later."""
 
 
 @dataclass(frozen=True)
 class WorkingRoom:
-    """How much room a placement leaves to work in."""
+    """The sizes of the buffers that a placement keeps, as rules and limits."""
 
     pages: int
     """Parameter pages that can be resident at one time besides those at home there."""
     chains: int | None = None
-    """The largest chains that staging has room for; None: as the rule above says."""
+    """Chains of the largest size that staging has room for; None: as the module's rule says."""
     pieces: int = 8
-    """Pieces of transit, where the device has memory of its own."""
+    """Pieces of transit for pages on two hops, where the device has memory of its own."""
     nvme: bool = True
     """Whether pages may rest on NVMe."""
     share: float = 1.0
-    """The most of the tier that computes that resident pages may take, and of the host's that staging may."""
+    """The largest share of the computing tier for resident pages, and of the host tier for staging."""
 
     def staging(self, host: int, chain: int, unit: int) -> int:
-        """Bytes of staging, in a host tier of `host` bytes. chain: bytes of the largest chain. unit: bytes of
-        all chains that staging should have room for."""
+        """Bytes of staging in a host tier of `host` bytes. chain: bytes of the largest chain. unit: bytes of
+        the largest unit's chains, for all of which staging should have room."""
         if self.chains is not None:
             return self.chains * chain
         return max(2 * chain, min(host // _SHARE // 4096 * 4096, unit))
 
     def ring(self, device: int, block: int) -> int:
-        """Bytes of the ring for gradients, in a device tier of `device` bytes. block: bytes of the smallest
-        block; two of them are the least that does."""
+        """Bytes of the ring for gradients in a device tier of `device` bytes. block: bytes of the smallest
+        block; a ring has at least two."""
         if self.pieces == 1:
             return 2 * block
         return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
 
 
 AMPLE_PAGES = 12
-"""Parameter pages that a disk needs: eager updates run in some while others arrive. With 3 a step took a
-quarter longer than with 10 (309M parameters, all on NVMe)."""
+"""Resident parameter pages where units come from disk: eager updates run in some while others arrive. With 3
+a step took a quarter longer than with 10 (309M parameters, all on NVMe)."""
 
 LEAST = WorkingRoom(1, chains=1, pieces=1)
 LEAST_IN_RAM = WorkingRoom(1, chains=1, pieces=1, nvme=False)
@@ -68,4 +68,4 @@ WORKING_ROOMS = (
     WorkingRoom(2, chains=1, pieces=1),
     LEAST,
 )
-"""The best first: what fits in RAM at all is kept there."""
+"""Working rooms in the order in which they are tried: a model that fits in RAM at all is kept there."""

@@ -1,1 +1,1 @@
-"""The system: this machine, its disks' settings, and probes of both."""
+"""The system: facts about this machine, settings of its disks, and the user's cache of both."""

@@ -1,4 +1,4 @@
-"""What this package keeps in the user's cache: small files, whole or not at all."""
+"""The user's cache: small files of this package, each written whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Content = TypeVar("Content")
 
 
 def cache_file(name: str) -> Path:
-    """Where a file of that name is kept: $XDG_CACHE_HOME/infinity, by default ~/.cache/infinity."""
+    """The path of a cached file: in $XDG_CACHE_HOME/infinity, by default ~/.cache/infinity."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "infinity" / name
 
 
 class JsonFile(Generic[Content]):
-    """A JSON file of the cache, read once. One that is absent or cannot be used counts as empty."""
+    """A JSON file of the cache, read once. A file that is absent or cannot be used counts as empty."""
 
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
-        """understand: makes the content of what the JSON says. Raises ValueError, whose text says why,
-        TypeError, KeyError or AttributeError for what was not written here."""
+        """understand: turns the parsed JSON into the content. For JSON that `save` did not write it raises
+        ValueError, whose text says why, TypeError, KeyError or AttributeError."""
         self.path = cache_file(name)
         self.content = empty
         self.ignored: str | None = None
-        """Why a file that is there counts as empty."""
+        """The reason why an existing file counts as empty; None if it does not."""
         try:
             self.content = understand(json.loads(self.path.read_text()))
         except FileNotFoundError:
@@ -46,7 +46,7 @@ class JsonFile(Generic[Content]):
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """What the file holds; None where there is none, or nothing in it."""
+    """The file's content; None where there is no file, or an empty one."""
     try:
         return path.read_bytes() or None
     except OSError:
@@ -54,7 +54,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
-    """Replace the file at once, so that no reader sees half of it; False where the system refuses."""
+    """Replace the file in one step, so that no reader sees half of it; False where the system refuses."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What somebody has to close, as a context manager."""
+"""Closing: the context manager of objects that have a `close`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Closing:
     """A context manager that calls `close` at its end, with an error or without."""
 
     def close(self) -> None:
-        """Let go of what this object holds. Again: does nothing."""
+        """Let go of all that this object holds. Calling it again does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Directories on disks: whether they can hold pages, their room, and how a file takes some of it."""
+"""Directories on disks: whether they can hold pages, their free bytes, and how a file takes some of them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def free_bytes(path: str | os.PathLike[str] | int) -> int:
 
 
 def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> None:
-    """Take the room of an open file of `nbytes` at once: a full disk shows before anything is written.
+    """Take the room for an open file of `nbytes` at once: a full disk shows before anything is written.
 
-    path: what errors name. Raises StorageFull where the file system has not that much room, StorageError for
+    path: named in errors. Raises StorageFull where the file system has not that much room, StorageError for
     everything else.
     """
     available = free_bytes(descriptor)

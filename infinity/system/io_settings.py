@@ -1,4 +1,4 @@
-"""How each disk is best spoken to: found by `infinity tune`, kept in the user's cache, used by all I/O."""
+"""I/O settings of each disk: found by `infinity tune`, kept in the user's cache, used by all I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.system import machine
 from infinity.system.cache import JsonFile
 
 FORMAT = 1
-"""Of the file. One of another format is ignored."""
+"""The format of the profile's file. A file of another format is ignored."""
 
 _LARGEST_BLOCK = 1 << 30
 _DEEPEST = 4096
@@ -25,12 +25,12 @@ _AND = " + "
 
 @dataclass(frozen=True, order=True)
 class IoSettings:
-    """How an engine is made."""
+    """Settings that an I/O engine is made with."""
 
     backend: str
     """One of `infinity.aio.BACKENDS`, or "auto"."""
     block_bytes: int
-    """Requests are cut into blocks of this size."""
+    """Bytes of the blocks that requests are cut into."""
     depth: int
     """Blocks in flight; for the threads backend also the number of threads, up to 16."""
 
@@ -40,12 +40,12 @@ class IoSettings:
 
 
 DEFAULT = IoSettings("auto", 4 << 20, 32)
-"""Of a disk that was never tuned."""
+"""The settings for a disk that was never tuned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskProfile:
-    """What `infinity tune` found for one disk. Rates are bytes per second with these settings, that day."""
+    """The findings of `infinity tune` for one disk. Rates are bytes per second with these settings, then."""
 
     settings: IoSettings
     path: str
@@ -54,46 +54,48 @@ class DiskProfile:
     write: float
     mixed: float
     at: str
-    """When, in ISO 8601, UTC."""
+    """The time of measuring, in ISO 8601, UTC."""
     facts: Mapping[str, Any]
-    """The machine: processor, CPUs, memory."""
+    """The machine's processor, CPUs and memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StripeProfile:
-    """Shares of several disks together, as `infinity.tiers.striping.choose_striping` takes speeds."""
+    """The findings of `infinity tune` for several disks together."""
 
     shares: tuple[float, ...]
+    """Each disk's share of the bytes; `infinity.tiers.striping.choose_striping` takes them as speeds."""
     mixed: float
-    """Bytes per second of all together."""
+    """Bytes per second of all disks together, half reads and half writes."""
     at: str
+    """The time of measuring, in ISO 8601, UTC."""
 
 
 def disk_key(directory: str | os.PathLike[str]) -> str:
-    """What tells the disk under an existing directory from others: host, device, file system, kernel."""
+    """The key of the disk under an existing directory: host, device, file system and kernel."""
     device = os.stat(directory).st_dev
     where = f"{os.major(device)}:{os.minor(device)}"
     return f"{platform.node()} {where} {machine.file_system(directory)} Linux {machine.kernel()}"
 
 
 def now() -> str:
-    """The present moment as profiles write it."""
+    """The present time as profiles write it."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 _Findings = tuple[dict[str, Any], dict[str, Any]]
-"""Of disks and of stripes, as the file has them."""
+"""The entries of disks and those of stripes, by key, as the file has them."""
 
 
 class Profile:
-    """The file of findings. One that is absent or cannot be used is empty; `note` says why it cannot."""
+    """The file of findings. A file that is absent or cannot be used counts as empty."""
 
     def __init__(self) -> None:
         self._file = JsonFile[_Findings]("tune.json", _findings, ({}, {}))
         self._disks, self._stripes = self._file.content
         self.path = self._file.path
         self.note: str | None = None
-        """Why the file is ignored."""
+        """The reason why an existing file is ignored, for people; None if it is not."""
         if self._file.ignored is not None:
             self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
@@ -114,31 +116,31 @@ class Profile:
         return replace(found, shares=tuple(shares))
 
     def keep_disk(self, directory: str | os.PathLike[str], found: DiskProfile) -> None:
-        """Replace the findings for a disk; `save` makes it last."""
+        """Replace the findings for a disk; `save` writes them to the file."""
         self._disks[disk_key(directory)] = asdict(found)
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
-        """Replace the findings for several disks together; `save` makes it last."""
+        """Replace the findings for several disks together; `save` writes them to the file."""
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
     def save(self) -> bool:
-        """Write the file at once; False where the system refuses."""
+        """Write the file in one step; False where the system refuses."""
         return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
 
 def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
-    """What to use for an existing directory: as tuned, or the default.
+    """The settings for an existing directory: as tuned, or the default.
 
-    INFINITY_AIO names the engine where it is set, and findings about another one do not apply. A profile
-    that cannot be used is ignored with a warning.
+    Where INFINITY_AIO names a backend, findings for another one do not apply. A profile that cannot be used
+    is ignored with a warning.
     """
     profile = Profile()
     if profile.note is not None:
         warnings.warn(profile.note, RuntimeWarning, stacklevel=2)
     try:
         found = profile.disk(directory)
-    except OSError:  # whoever does I/O there says it better
+    except OSError:  # the first I/O there raises a better error
         return DEFAULT
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if found is None or forced not in ("auto", found.settings.backend):
@@ -147,7 +149,7 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
 
 
 def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
-    """How much each of these directories should hold, relative to the others, where that was tuned."""
+    """The share of the bytes that each of these directories should hold; None where that was not tuned."""
     found = Profile().stripes(directories)
     return None if found is None else found.shares
 
@@ -160,9 +162,9 @@ def open_engine(
     block_bytes: int | None = None,
     faults: Faults | None = None,
 ) -> Engine:
-    """An engine for an existing directory, with `settings_for` it wherever an argument leaves the choice.
+    """An engine for an existing directory, with `settings_for` it in place of arguments that are not given.
 
-    A tuned backend that does not work any more is the same as none. Raises what `Engine` raises.
+    Where the tuned backend does not work any more, the defaults are used. Raises what `Engine` raises.
     """
     settings = settings_for(directory)
     if backend not in ("auto", settings.backend):
@@ -186,14 +188,15 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """The key of a set of disks, in whatever order they are given, and which of them comes when in it."""
+    """The key of a set of disks, the same in any order, and the indices of the disks in the key's order."""
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     return _AND.join(keys[place] for place in order), order
 
 
 def _findings(found: Any) -> _Findings:
-    """Raises ValueError, TypeError, KeyError or AttributeError for what `Profile.save` did not write."""
+    """The content of parsed JSON. Raises ValueError, TypeError, KeyError or AttributeError for a content that
+    `Profile.save` did not write."""
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")
     disks, stripes = dict(found["disks"]), dict(found["stripes"])
@@ -206,7 +209,8 @@ def _findings(found: Any) -> _Findings:
 
 
 def _disk_profile(entry: Any) -> DiskProfile:
-    """Raises ValueError, TypeError or KeyError for what `asdict` of one did not make."""
+    """The profile of a disk's entry. Raises ValueError, TypeError or KeyError for one that `asdict` did not
+    make."""
     settings = IoSettings(**entry["settings"])
     if settings.backend not in BACKENDS:
         raise ValueError(f"it names an engine {settings.backend!r}")

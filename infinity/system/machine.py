@@ -1,4 +1,4 @@
-"""What this machine is and what this process may use of it, read from /proc, /sys and cgroups."""
+"""The machine: its memory and processors, and this process's limits on them, from /proc, /sys and cgroups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP_UNLIMITED = 1 << 60
-"""cgroup v1 says "no limit" by a number near 2**63; anything from here on means the same."""
+"""Bytes from which on a limit of cgroup v1 means "no limit"; the kernel writes a number near 2**63."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
-"""How /proc/self/mountinfo writes blanks, tabs, newlines and backslashes."""
+"""The escapes by which /proc/self/mountinfo writes blanks, tabs, newlines and backslashes."""
 
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 """Types of file systems whose files are memory."""
@@ -28,11 +28,11 @@ class MemoryFacts:
 
     total: int
     available: int
-    """MemAvailable: what can be had without swapping."""
+    """MemAvailable: bytes that can be had without swapping."""
     cgroup_limit: int | None
     """The tightest limit on the way from this process's cgroup to the root. None: no limit."""
     cgroup_left: int | None
-    """What that limit leaves; page cache of the cgroup counts as left, since it can be reclaimed."""
+    """Bytes that this limit leaves; page cache of the cgroup counts as left, since it can be reclaimed."""
 
     @property
     def usable(self) -> int:
@@ -42,7 +42,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """Processors: what there is and what this process may use."""
+    """The machine's processors, and this process's limits on them."""
 
     model: str
     online: int
@@ -54,7 +54,7 @@ class CpuFacts:
 
 
 def memory() -> MemoryFacts:
-    """RAM and the limits on it. Numbers of now; they move."""
+    """The machine's RAM and the limits on it, as they are now."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -79,11 +79,11 @@ class ProcessMemory:
 
     resident: int
     peak: int
-    """The most at one time, since the process began or `restart_peak`."""
+    """The most resident bytes at one time since the process began, or since `restart_peak`."""
 
 
 def process_memory() -> ProcessMemory:
-    """What the kernel counts as this process's now (VmRSS, VmHWM)."""
+    """This process's memory as the kernel counts it now (VmRSS, VmHWM)."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -93,19 +93,19 @@ def process_memory() -> ProcessMemory:
 
 
 def resident_bytes() -> int:
-    """`process_memory().resident` in a few microseconds, some pages out of date."""
+    """Resident bytes of this process; takes a few microseconds, and may be out by some pages."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * _PAGE
 
 
 def restart_peak() -> None:
-    """Have `ProcessMemory.peak` count from now on. Where the kernel does not allow it, it goes on."""
+    """Restart the count of `ProcessMemory.peak`. Where the kernel does not allow it, nothing changes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def cpu() -> CpuFacts:
-    """Processors and the limits on them."""
+    """The machine's processors and the limits on them, as they are now."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -121,7 +121,7 @@ def cpu() -> CpuFacts:
 
 
 def memlock_limit() -> int | None:
-    """Bytes that this process may lock, or None for no limit (a privileged process has none)."""
+    """Bytes of memory that this process may lock; None for no limit, as for a privileged process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK):
         return None
@@ -129,7 +129,7 @@ def memlock_limit() -> int | None:
 
 
 def transparent_huge_pages() -> str:
-    """The kernel's mode: "always", "madvise", "never", or "absent"."""
+    """The kernel's mode of transparent huge pages: "always", "madvise", "never", or "absent"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -182,7 +182,7 @@ def _cgroup_chain(controller: str) -> list[Path]:
                 continue
             for root in roots:
                 directory = root / path.lstrip("/")
-                # In a container the path may be the host's: what is mounted is then the root itself.
+                # In a container the path may be the host's: then the root itself is what is mounted.
                 for candidate in [directory, *directory.parents]:
                     if candidate.is_relative_to(root) and candidate.is_dir() and candidate not in chain:
                         chain.append(candidate)
@@ -198,7 +198,7 @@ def _read_int(path: Path) -> int | None:
 
 
 def _memory_limit(directory: Path) -> tuple[int, int] | None:
-    """(limit, left) in bytes of one cgroup directory, or None for no limit."""
+    """The limit of one cgroup directory, and what it leaves, both in bytes; None for no limit."""
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -218,7 +218,7 @@ def _memory_limit(directory: Path) -> tuple[int, int] | None:
 
 
 def _cpu_quota(directory: Path) -> float | None:
-    """CPUs' worth of time of one cgroup directory, or None."""
+    """CPUs' worth of time that one cgroup directory grants; None for no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (directory / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

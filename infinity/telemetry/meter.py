@@ -1,4 +1,4 @@
-"""The meter: what counts while a run goes on, and tells whoever records a timeline of it."""
+"""The meter: counts bytes, waits and seconds while a run goes on, and tells a recorder of each event."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _EdgeTally:
 
 @dataclass
 class _Tally:
-    """Sums that still grow."""
+    """Sums of a run or of one step, to which more is added."""
 
     edges: dict[Edge, _EdgeTally] = field(default_factory=lambda: {edge: _EdgeTally() for edge in Edge})
     accesses: int = 0
@@ -47,7 +47,7 @@ class _Tally:
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
         self.seconds = seconds
-        # Stalls before the first step or between two are theirs too, so that they may exceed the wall time.
+        # Stalls before the first step, or between two, count for the next one: they may exceed its wall time.
         self.compute_seconds = max(0.0, seconds - stalled - self.update_seconds)
 
     def add(self, other: _Tally) -> None:
@@ -75,25 +75,26 @@ class _Tally:
 
 
 class Recorder(Protocol):
-    """Is told of everything when it happens. Times are nanoseconds of time.perf_counter_ns()."""
+    """The listener that a meter tells of each event when it happens. Times are nanoseconds of
+    time.perf_counter_ns()."""
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
-        """A transfer was asked for; None: it is over."""
+        """Note that a transfer was asked for; None: it is done already."""
 
     def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
-        """The training thread did not compute: it waited for an edge, or (None) for updates."""
+        """Note that the training thread did not compute: it waited for an edge, or (None) for updates."""
 
     def entered(self, phase: Phase) -> None:
-        """The training thread is in this phase from now on."""
+        """Note that the training thread is in this phase from now on."""
 
     def submitted(self, job: Timing, parameters: int) -> None:
-        """The update of so many parameters was handed to its threads."""
+        """Note that an update was handed to its threads. parameters: the number of them in it."""
 
     def stepped(self, number: int, step: Stats) -> None:
-        """A step is over, the `number`th of the run, from 1 on."""
+        """Note that the `number`th step of the run, from 1 on, is over."""
 
     def ended(self) -> None:
-        """Nothing more will be told."""
+        """Note that nothing more will be told."""
 
 
 class _ThreadState(threading.local):
@@ -102,7 +103,7 @@ class _ThreadState(threading.local):
 
 
 class Meter:
-    """Counts while a run goes on. Any thread may call any method; each is a lock and a few additions."""
+    """Counters of a run. Any thread may call any method; each takes a lock and does a few additions."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,7 +116,7 @@ class Meter:
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
-        """Inside, `recorder` is told of everything. Raises ConfigError inside of another recording."""
+        """A context in which `recorder` is told of each event. Raises ConfigError inside of another one."""
         if self._recorder is not None:
             raise ConfigError(
                 "A timeline of this runtime is being recorded already.", "Record one at a time."
@@ -129,7 +130,7 @@ class Meter:
             recorder.ended()
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None = None) -> None:
-        """`nbytes` are on their way over `edge`, or were moved (transfer: None)."""
+        """Count `nbytes` that are on their way over `edge`, or that were moved (transfer: None)."""
         with self._lock:
             tally = self._now.edges[edge]
             tally.bytes += nbytes
@@ -138,7 +139,10 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
-        """`moved`, and the training thread spent `seconds` until now to ask for it: `stalling`, Wait.COPY."""
+        """Count a transfer as `moved` does, and the `seconds` until now that asking for it took as a stall.
+
+        The stall is one of the training thread, for Wait.COPY.
+        """
         state = self._thread
         with self._lock:
             tally = self._now.edges[edge]
@@ -155,7 +159,7 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
-        """The training thread waited until now, for `seconds`, for a transfer over `edge`."""
+        """Count the `seconds` until now for which the training thread waited for a transfer over `edge`."""
         with self._lock:
             tally = self._now.edges[edge]
             tally.stall_seconds += seconds
@@ -166,9 +170,9 @@ class Meter:
 
     @contextmanager
     def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
-        """What runs inside is a wait of the training thread for `edge`, also if it raises.
+        """A context whose seconds count as a wait of the training thread for `edge`, also if it raises.
 
-        Inside another one of the same thread it counts nothing: that one has the time.
+        Inside another such context of the same thread it counts nothing: the outer one has the time.
         """
         state = self._thread
         if state.waits:
@@ -184,7 +188,7 @@ class Meter:
 
     @contextmanager
     def faulting(self) -> Iterator[None]:
-        """Whatever this thread waits for inside, it waits for a unit that was demanded and is not there."""
+        """A context in which every wait of this thread is for a unit that was demanded and is not there."""
         before, self._thread.faults = self._thread.faults, True
         try:
             yield
@@ -192,15 +196,16 @@ class Meter:
             self._thread.faults = before
 
     def accessed(self, hit: bool) -> None:
-        """A unit is used; a `hit` if it was there or on its way."""
+        """Count a use of a unit; it is a `hit` if the unit was there or on its way."""
         with self._lock:
             self._now.accesses += 1
             self._now.misses += not hit
 
     def updating(self, seconds: float) -> None:
-        """Until now the training thread spent `seconds` on updates or waited for one; stalls not included.
+        """Count the `seconds` until now that the training thread spent on updates or waiting for them.
 
-        Inside of a stall of the same thread it counts nothing: that one has the time.
+        Stalls are not included. Inside of a stall of the same thread it counts nothing: the stall has the
+        time.
         """
         if self._thread.waits:
             return
@@ -210,32 +215,32 @@ class Meter:
             recorder.waited("update", None, *_until_now(seconds))
 
     def submitted(self, job: Timing, parameters: int) -> None:
-        """The update of so many parameters was handed to its threads. Counts nothing; timelines show it."""
+        """Tell the recorder that an update of `parameters` parameters was handed to its threads."""
         if (recorder := self._recorder) is not None:
             recorder.submitted(job, parameters)
 
     def entered(self, phase: Phase) -> None:
-        """The training thread is in this phase from now on. Counts nothing; timelines show it."""
+        """Tell the recorder that the training thread is in this phase from now on."""
         if (recorder := self._recorder) is not None:
             recorder.entered(phase)
 
     def peak(self, pool: str, nbytes: int) -> None:
-        """`nbytes` of the pool of this name were in use at once."""
+        """Note that `nbytes` of the pool of this name were in use at once."""
         with self._lock:
             self._now.peaks[pool] = max(nbytes, self._now.peaks.get(pool, 0))
 
     def scaled(self, loss_scale: float) -> None:
-        """The loss is scaled by this from now on."""
+        """Note that the loss is scaled by this from now on."""
         with self._lock:
             self._loss_scale = loss_scale
 
     def skipped(self) -> None:
-        """The step that runs now ends without an update. `stepped` ends it all the same."""
+        """Count a skipped step: the one that runs now ends without an update. `stepped` has to end it too."""
         with self._lock:
             self._now.skipped_steps += 1
 
     def stepped(self, seconds: float) -> None:
-        """A step of `seconds` wall time is done: all that was counted since the one before is its own."""
+        """End a step of `seconds` wall time. All that was counted since the last one ended belongs to it."""
         with self._lock:
             step, self._now = self._now, _Tally()
             step.finish(seconds)
@@ -247,7 +252,7 @@ class Meter:
             recorder.stepped(number, last)
 
     def snapshot(self) -> Stats:
-        """All up to now, with the step that is not finished."""
+        """The stats up to now, including the step that is not finished."""
         with self._lock:
             total = _Tally()
             total.add(self._finished)
@@ -261,6 +266,6 @@ class Meter:
 
 
 def _until_now(seconds: float) -> tuple[int, int]:
-    """(start, end) of a span that ends now."""
+    """The span of `seconds` that ends now: (start, end) in nanoseconds of time.perf_counter_ns()."""
     now = time.perf_counter_ns()
     return now - round(seconds * 1e9), now

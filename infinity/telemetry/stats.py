@@ -1,8 +1,8 @@
-"""Stats: what a run has measured of itself, and what limited a step.
+"""Stats: the measurements of a run and of its last step, and the resource that limited the step.
 
-The seconds of a step are the training thread's: those in which it waited for a transfer (`stall_seconds`, of
-which `fault_seconds` for pages that were demanded and not there), those in which it worked on updates or
-waited for them (`update_seconds`), and all others (`compute_seconds`).
+The seconds of a step are the training thread's. It waited for a transfer in `stall_seconds`, which include
+`fault_seconds` for units that were demanded and not there. It worked on updates or waited for them in
+`update_seconds`. All other seconds are `compute_seconds`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity.config import format_size
 
 
 class Edge(Enum):
-    """A way between two neighbouring tiers."""
+    """An edge: one direction between two neighbouring tiers."""
 
     NVME_TO_HOST = "nvme->host"
     HOST_TO_DEVICE = "host->device"
@@ -22,24 +22,24 @@ class Edge(Enum):
     HOST_TO_NVME = "host->nvme"
 
     __hash__ = object.__hash__
-    """By identity, without a call of Enum's."""
+    """The hash by identity, which needs no call of Enum's."""
 
 
 class Wait(Enum):
-    """What the training thread waits for when it waits for a transfer."""
+    """The reasons for which the training thread waits for a transfer."""
 
     FAULT = "page fault"
     """A unit that was demanded and was not there, prefetched too late or not at all."""
     ROOM = "staging"
-    """A write has to land before its memory can be used again."""
+    """Memory that a write has to finish with before it can be used again."""
     COPY = "copy"
-    """The copy between host and device is being made (by the CPU) or queued (CUDA)."""
+    """A copy between host and device that the CPU makes, or that is being queued (CUDA)."""
     OTHER = "gradients or states"
-    """Pages that an update works on, gradients that are added to, writes that must be done."""
+    """Pages that an update works on, gradients that others are added to, writes that have to be done."""
 
 
 class Phase(Enum):
-    """What the training thread is in when it computes."""
+    """The phases in which the training thread computes."""
 
     FORWARD = "forward"
     """The root module's forward."""
@@ -53,21 +53,21 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeStats:
-    """What crossed one edge."""
+    """Measurements of one edge."""
 
     bytes: int = 0
-    """Of all transfers that were asked for."""
+    """Bytes of all transfers that were asked for."""
     transfers: int = 0
     stall_seconds: float = 0.0
-    """Seconds that the training thread waited for it, for any reason."""
+    """Seconds for which the training thread waited for the edge, for any reason."""
     fault_seconds: float = 0.0
-    """Those of them in which it waited for a unit that was demanded and was not there. The others are for
-    room, a write, a copy, gradients or states of an update."""
+    """Seconds within `stall_seconds` for units that were demanded and not there. The others are for room, a
+    write, a copy, or an update's gradients or states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Measurements up to one moment, or of one step. Sums, but for `step_seconds` and `loss_scale`."""
+    """Measurements up to one moment, or of one step: sums, but for `step_seconds`, `loss_scale`, `peaks`."""
 
     edges: dict[Edge, EdgeStats]
     """Every edge, also those that nothing crossed."""
@@ -76,7 +76,7 @@ class Stats:
     """Uses of units."""
 
     misses: int
-    """Uses of units that were not there, nor on their way."""
+    """Uses of units that were neither there nor on their way."""
 
     steps: int
     """Finished steps, those skipped included."""
@@ -91,7 +91,7 @@ class Stats:
     """Seconds that the training thread spent on updates or waited for them, stalls not included."""
 
     compute_seconds: float
-    """Wall time of the finished steps less their stalls and updates: forward, backward, the loop's own."""
+    """Wall time of the finished steps less stalls and updates: forward, backward, the loop's own code."""
 
     step_seconds: float | None
     """Wall time of the last finished step; None before one."""
@@ -100,14 +100,14 @@ class Stats:
     """The latest loss scale; None unless compute is fp16."""
 
     peaks: dict[str, int]
-    """Most bytes in use, by the name of the pool."""
+    """The most bytes in use at one time, by the name of the pool."""
 
     last_step: Stats | None = None
-    """The same of the last finished step alone (all since the one before ended); None before one."""
+    """The same for the last finished step alone, from the end of the step before it; None before one."""
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of accesses that were no misses; None without accesses."""
+        """The share of accesses that were not misses; None without accesses."""
         return 1 - self.misses / self.accesses if self.accesses else None
 
     @property

@@ -3,18 +3,18 @@
 Rows, from the top:
 
 - step: each step, with its figures; an instant at its end
-- compute: the training thread, where it neither waits nor is at an update, named by the phase it is in
-- waits: the training thread, where it does not compute: for an edge (and why), or for an update
-- update: each chunk's, with its parameters, from when a thread of the pool (or who waits) began it to its end
-- every edge: each transfer from when it was asked for to when its last byte landed, with its bytes
+- compute: the training thread while it neither waits nor works on an update, named by its phase
+- waits: the training thread while it does not compute: it waits for an edge (and why), or for an update
+- update: each chunk's update from its begin to its end, with its number of parameters
+- every edge: each transfer from the request to the arrival of its last byte, with its bytes
 
 compute and waits are the host's: on CUDA they are the time of queuing kernels, not of running them.
 
 [Note: lanes]
 Transfers of one edge overlap. As spans of one row they would have to nest, so each goes to the first lane of
-its edge that is free: the number of lanes at a moment is the number of requests in flight, and what a lane
-holds are whole requests that can be clicked and summed up. Asynchronous pairs of events ("b", "e") would take
-two lines each and lose their end in a file that breaks off; a counter of bytes in flight would not show which
+its edge that is free: the number of lanes at a moment is the number of requests in flight, and each lane
+holds whole requests that can be clicked and summed up. Asynchronous pairs of events ("b", "e") would take two
+lines each and lose their end in a file that breaks off; a counter of bytes in flight would not show which
 request is slow.
 """
 
@@ -36,27 +36,27 @@ from infinity.telemetry.trace_event import Args, EventFile, Lanes, Value, instan
 from infinity.tiers.link import Timing, Transfer
 
 _THREADS_ROWS = ("update", *(edge.value for edge in Edge))
-"""Of what goes on while the training thread does something else."""
+"""Rows of work that goes on while the training thread does something else."""
 _ROWS = ("step", "compute", "waits", *_THREADS_ROWS)
 _MOST_LANES = 1000
-"""Of a row; only its numbers."""
+"""Numbers that each row has for its lanes."""
 _FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
 _BUFFERED = 4096
-"""Events after which the file is written to, also in the middle of a step."""
+"""Number of events after which they are written to the file, also in the middle of a step."""
 
 
 class _UnderWay(NamedTuple):
-    """A transfer, or a chunk's update, that was under way when somebody last looked."""
+    """A transfer, or a chunk's update, that was under way when it was last asked about."""
 
     asked: int
     name: str
     args: Args
     timing: Timing | None
-    """None: it was over when it was told of."""
+    """The timing to ask for its end; None where it was done already when it was told of."""
 
 
 class _Boundary(NamedTuple):
-    """A finished step that more may still be said of."""
+    """A finished step that `annotate` may still add to."""
 
     name: str
     start: int
@@ -65,47 +65,48 @@ class _Boundary(NamedTuple):
 
 
 class Timeline(Closing):
-    """Writes what a runtime does to a file, as it happens; see `Runtime.timeline`. A context manager.
+    """A file of a runtime's events, written as they happen; see `Runtime.timeline`. A context manager.
 
-    At the end of each step all that is over goes to the file, so memory holds a step's events at the most. A
+    At the end of each step all finished events go to the file, so memory holds one step's events at most. A
     write that fails ends the timeline and not the training: it warns (RuntimeWarning), once, and `failure`
-    says why. Raises StorageError and StorageFull where the file cannot be begun.
+    says why. Raises StorageError and StorageFull where the file cannot be opened or its first line written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = EventFile(path)
         self.failure: StorageError | None = None
-        """What ended the timeline before its time."""
+        """The error that ended the timeline early; None while there is none."""
         self._lock = threading.RLock()
         self._origin: int | None = None
-        """When the first recording began: the file's time zero."""
+        """The begin of the first recording in nanoseconds: the file's time zero."""
         self._phase: Phase | None = None
-        """None: nothing is recorded now."""
+        """The training thread's phase; None while nothing is recorded."""
         self._mark = 0
-        """Up to here it is known what the training thread did."""
+        """The time in nanoseconds up to which the training thread's spans are complete."""
         self._step_began = 0
         self._boundary: _Boundary | None = None
         self._spans: list[tuple[str, str, int, int, Args]] = []
-        """(row, name, start, end, args): as text they take longer, which is better done at once."""
+        """Spans not written yet: (row, name, start, end, args). They become text many at a time, since that
+        takes longer than keeping them."""
         self._lanes = {row: Lanes() for row in _ROWS}
         self._rows: set[int] = set()
-        """Those that have a name."""
+        """Numbers of the rows that have a name in the file."""
         self._under_way: dict[str, deque[_UnderWay]] = {row: deque() for row in _THREADS_ROWS}
         self._noted = 0
-        """Events since the file was written to."""
+        """Number of events since the file was last written to."""
 
     @property
     def path(self) -> str:
         return self._file.path
 
     def annotate(self, **args: Value) -> None:
-        """Say more of the step that ended last, before the next one does: its loss, above all."""
+        """Add figures, such as the loss, to the step that ended last, before the next one ends."""
         with self._lock:
             if self._boundary is not None:
                 self._boundary.args.update(args)
 
     def close(self) -> None:
-        """Complete the file. Again: does nothing."""
+        """Complete the file. Calling it again does nothing."""
         with self._lock:
             self.ended()
             if self.failure is None:
@@ -134,7 +135,7 @@ class Timeline(Closing):
         with self._lock:
             if self._phase is None:
                 return
-            start = max(start, self._mark)  # of a wait that began before the recording did
+            start = max(start, self._mark)  # the wait may have begun before the recording
             end = max(start, end)
             self._compute_until(start)
             self._span("waits", name, start, end, {} if wait is None else {"for": wait.value})
@@ -189,13 +190,13 @@ class Timeline(Closing):
                 self._note()
 
     def _note(self) -> None:
-        """Something more happened: write when that is much."""
+        """Count an event, and write to the file when there are many."""
         self._noted += 1
         if self._noted >= _BUFFERED:
             self._write()
 
     def _take_ended(self) -> None:
-        """What is over of each row, in the order in which it was asked for, up to the first under way."""
+        """Take the finished entries of each row, in the order of requests, up to the first unfinished one."""
         for row, under_way in self._under_way.items():
             while under_way:
                 asked, name, args, timing = under_way[0]
@@ -247,7 +248,7 @@ class Timeline(Closing):
 
 
 def _figures(step: Stats) -> dict[str, Value]:
-    """What a step's span says of it, in seconds and bytes."""
+    """The figures of a step's span, in seconds and bytes."""
     return {
         "limited by": step.limited_by or "",
         "seconds": step.seconds,

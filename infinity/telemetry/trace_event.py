@@ -1,7 +1,7 @@
-"""Chrome's trace event format, which Perfetto reads: a file of events, one a line.
+"""Trace events in Chrome's format, which Perfetto reads: a file of events, one a line.
 
-The format is the JSON array of "Trace Event Format" (Google's document that chrome://tracing links to). Its
-end may be missing: readers take what is there, so a run that was killed leaves a timeline up to its last
+The format is the JSON array of "Trace Event Format" (Google's document that chrome://tracing links to). The
+array's end may be missing: readers accept that, so a run that was killed leaves a timeline up to its last
 write. Every line but the first and the last is one event, with a comma behind it if another follows.
 """
 
@@ -18,19 +18,19 @@ from infinity.errors import StorageError, storage_errors
 
 Value = str | int | float | bool
 Args = Mapping[str, Value]
-"""What is said of an event."""
+"""Named values that an event shows."""
 
 PROCESS = 1
-"""The number that every event's `pid` is: a file is of one process."""
+"""The `pid` of every event: a file holds those of one process."""
 
 _END = "\n]\n"
 
 
 class EventFile:
-    """A file that events are appended to. Begun anew: what it held is gone.
+    """A file that events are appended to. Earlier content of the file is lost.
 
-    Holds nothing back: what `append` was given is the kernel's when it returns. Raises StorageError and
-    StorageFull where the file cannot be opened or written, the first line included.
+    Nothing is buffered: when `append` returns, the kernel has its events. Raises StorageError and StorageFull
+    where the file cannot be opened or written, the first line included.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -49,12 +49,14 @@ class EventFile:
             raise
 
     def append(self, events: Sequence[str]) -> None:
-        """Write events, JSON objects without a line break. After an error the file ends at the last one."""
+        """Write events, JSON objects without a line break. After an error the file ends with the last event
+        of an earlier call."""
         if events and not self._closed:
             self._write("".join(",\n" + event for event in events))
 
     def close(self) -> None:
-        """Write the end. Again: does nothing. Raises StorageError; the file is closed all the same."""
+        """Write the array's end and close the file. Calling it again does nothing. Raises StorageError; the
+        file is closed all the same."""
         if self._closed:
             return
         self._closed = True
@@ -73,7 +75,7 @@ class EventFile:
                 while left:
                     left = left[os.write(self._descriptor, left) :]
         except StorageError:
-            with contextlib.suppress(OSError):  # a device or a pipe, or no room for the end either
+            with contextlib.suppress(OSError):  # it may be a device or a pipe, or have no room for the end
                 os.ftruncate(self._descriptor, self._whole)
                 if self._whole and text is not _END:
                     os.write(self._descriptor, _END.encode())
@@ -93,7 +95,7 @@ def instant(row: int, name: str, at: int, args: Args) -> str:
 
 
 def row_name(row: int, name: str) -> list[str]:
-    """The metadata of a row: its name, and that rows stand in the order of their numbers."""
+    """The metadata of a row: its name, and its place among the rows, which is its number."""
     return [
         _event("thread_name", '"ph":"M"', row, {"name": name}),
         _event("thread_sort_index", '"ph":"M"', row, {"sort_index": row}),
@@ -101,7 +103,8 @@ def row_name(row: int, name: str) -> list[str]:
 
 
 def _event(name: str, what: str, row: int, args: Args) -> str:
-    """The JSON, put together by hand: json.dumps takes several times as long, in the training thread."""
+    """The JSON of an event. It is not made by json.dumps, which takes several times as long, in the training
+    thread."""
     more = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
     return f'{{"name":{_json(name)},{what},"pid":{PROCESS},"tid":{row},"args":{{{more}}}}}'
 
@@ -122,7 +125,7 @@ def _quoted(text: str) -> str:
 
 
 class Lanes:
-    """Rows of one kind: spans that overlap go to different ones, for those of a row may not."""
+    """Rows for spans of one kind: spans of a row must not overlap, so those that do go to different rows."""
 
     def __init__(self) -> None:
         self._free_from: list[int] = []

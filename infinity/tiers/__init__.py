@@ -1,4 +1,4 @@
-"""Tiers: where pages live. Device memory, a host arena, slab files on NVMe, and the leases over them."""
+"""Tiers: where pages live (device memory, a host arena, slab files on NVMe), and the leases over them."""
 
 from infinity.tiers.arena import HostArena
 from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device

@@ -1,4 +1,4 @@
-"""The device's clock in the host's time: when the events around a copy happened."""
+"""Anchor: the device's clock in the host's time, which tells when the events around a copy happened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from infinity.tiers.driver import Event, Stream
 
 _ANCHORED_NS = 10_000_000_000
-"""CUDA measures from event to event in float32 milliseconds: after ten seconds still to a microsecond."""
+"""Nanoseconds for which an anchor is used. CUDA measures from event to event in float32 milliseconds, which
+over ten seconds still tell a microsecond."""
 
 
 class Anchor:
@@ -22,17 +23,17 @@ class Anchor:
 
     @property
     def old(self) -> bool:
-        """Whether it is so long ago that times from it are coarse."""
+        """Whether the anchor is so long ago that times measured from it are coarse."""
         return time.perf_counter_ns() - self.at > _ANCHORED_NS
 
     def time_of(self, event: Event) -> int:
-        """When an event happened that was recorded later, in nanoseconds of time.perf_counter_ns()."""
+        """The time of an event recorded after the anchor, in nanoseconds of time.perf_counter_ns()."""
         return self.at + round(event.milliseconds_since(self._event) * 1e6)
 
 
 @dataclass(frozen=True)
 class EventTiming:
-    """The events around a copy, as the stream came to them."""
+    """The timing of a copy by the two events around it on its stream; see infinity.tiers.link.Timing."""
 
     anchor: Anchor
     began: Event

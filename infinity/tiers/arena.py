@@ -25,25 +25,26 @@ _PROBE_BYTES = 64 << 20
 _LINK_BYTES = 256 << 20
 
 _MARGIN_SHARE = 20
-"""RAM is left to others by LEAST_MARGIN, or by one in so many bytes that are free where that is more."""
+"""Free RAM divided by this is left to others, or LEAST_MARGIN where that is more."""
 
 
 @dataclass(frozen=True)
 class HugePageProbe:
-    """Whether huge pages help here, and how that is known."""
+    """Whether huge pages help on this machine, and how that is known."""
 
     helps: bool
     speedup: float | None
-    """Time with base pages over time with huge ones, or None where it was not measured."""
+    """Time with base pages divided by time with huge ones; None where it was not measured."""
     reason: str
+    """The text that says how it is known, for people."""
 
 
 @functools.cache
 def probe_huge_pages() -> HugePageProbe:
-    """Time passes over 64 MiB with base and with huge pages in turn. About 0.4 s, once a process.
+    """Time passes over 64 MiB with base and with huge pages alternately. It takes 0.4 s, once a process.
 
-    They help unless the median pair runs slower with them: an equal pass is a gain already, since a disk
-    takes larger requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md) and
+    Huge pages help unless the median pair of passes is slower with them. An equal pass is a gain already: a
+    disk takes larger requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md) and
     registering has 512 times fewer pages to pin. The first touch is left out: on a virtual machine it
     measures how the host finds memory, tens of times slower once than the next time.
     """
@@ -69,7 +70,7 @@ def _time_passes(huge: bool) -> float:
 
 @dataclass(frozen=True)
 class Registration:
-    """Whether somebody took the arena for direct access, and if not, why."""
+    """Whether CUDA has registered an arena for direct access, and if not, why."""
 
     done: bool
     reason: str
@@ -78,15 +79,18 @@ class Registration:
 class HostArena(MemoryTier):
     """The process's host tier: anonymous memory of exactly `nbytes`, 2 MiB aligned.
 
-    Huge pages where `probe_huge_pages` says that they help; on the NUMA node of `device`; registered with
-    CUDA where `device` is a CUDA device, so that copies run by DMA at full speed and beside compute. Not
-    torch's pinned allocator, which rounds each allocation up to a power of two. It is not inherited over
-    fork(): a forked child (a DataLoader worker) must not touch tensors that live in it.
+    The memory has huge pages where `probe_huge_pages` says that they help, and lies on the NUMA node of
+    `device`. Where `device` is a CUDA device, it is registered with CUDA, so that copies run by DMA at full
+    speed and beside compute. It does not come from torch's pinned allocator, which rounds each allocation up
+    to a power of two. It is not inherited over fork(): a forked child (a DataLoader worker) must not touch
+    tensors that live in it.
 
-    nbytes: bytes of the budget. populate: fault all pages in at once, on all CPUs, so that a machine without
-    the memory says so here; what is registered with CUDA is populated in any case, since registering would
-    fault it in on one. Warns, once for each cause, where CUDA does not take it. Raises BudgetError where this
-    process cannot have that much, ConfigError for a device that is not at hand.
+    nbytes: bytes of the budget. huge_pages: None lets the probe decide. populate: whether to fault all pages
+    in at once, on all CPUs, so that a machine without the memory says so here. An arena to be registered with
+    CUDA is populated in any case, since registering would fault it in on one CPU.
+
+    Warns, once for each cause, where CUDA does not register the memory. Raises BudgetError where this process
+    cannot have that much, ConfigError for a device that is not at hand.
     """
 
     def __init__(
@@ -119,13 +123,13 @@ class HostArena(MemoryTier):
 
 
 def available_ram() -> int:
-    """Bytes of RAM that this process can have now, less a margin: the host budget of who gives none."""
+    """Bytes of RAM that this process can have now, less a margin: the host budget where none is given."""
     free = machine.memory().usable
     return less_margin(free, max(LEAST_MARGIN, free // _MARGIN_SHARE))
 
 
 def arena_link() -> tuple[LinkSpeed, Registration]:
-    """The link to the current CUDA device from an arena, and whether that could be registered."""
+    """The link's speed between an arena and the current CUDA device, and the arena's registration."""
     with (
         HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,
         arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease,
@@ -136,8 +140,8 @@ def arena_link() -> tuple[LinkSpeed, Registration]:
 def register_with_cuda(region: _tiers.Region, driver: Driver) -> Registration:
     """Page-lock a region for DMA by every CUDA device, for as long as it is mapped.
 
-    A failure is a fact, not an error: copies work without, only slower. The CUDA runtime does not hear of it,
-    and so cannot blame the next kernel launch for it.
+    A failure is returned, not raised: copies work without registration, only slower. The call goes to the
+    driver: the CUDA runtime would report its failure at the next kernel launch.
     """
     try:
         driver.register_host(region.address, region.nbytes)

@@ -1,9 +1,10 @@
 """The cap: the most that torch's allocator may take on a CUDA device while runtimes have budgets there.
 
 Pages are one tensor of torch's, and activations, workspaces and all else come from the same allocator: so
-one limit, of reserved bytes, holds the budget. It stands above what this process had on the device before,
-which is nobody's budget, and above other runtimes' budgets. Beyond it torch raises OutOfMemoryError in
-whoever asks, often the model's own forward; the cure is a warning then: nothing of ours is around that code.
+one limit, of reserved bytes, holds the budget. The limit is the sum of all runtimes' budgets and of the bytes
+that this process had on the device before, which no budget counts. Beyond it torch raises OutOfMemoryError in
+the code that asks, often the model's own forward. No code of this package is around that to add the cure to
+the error, so a warning gives it.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from infinity.config import format_size
 
 @dataclass(frozen=True)
 class Share:
-    """What one runtime has of a device."""
+    """One runtime's share of a device."""
 
     budget: int
-    """Bytes: of pages, and of what torch allocates besides."""
+    """Bytes for pages, and for all else that torch allocates."""
     pages: int
-    """Of these, bytes of pages and what moves them, which are there from the start."""
+    """Bytes within the budget for pages and the buffers that move them; taken from the start."""
 
 
 def fraction_of(total: int, others: int, budgets: int) -> float:
-    """The fraction of `total` bytes by which torch lets exactly `others + budgets` be reserved. Pure.
+    """The fraction of `total` bytes with which torch's limit is `others + budgets` bytes. Pure.
 
-    Not a byte less: torch multiplies and cuts off, and a budget may be a sum of whole segments.
+    The limit is not a byte less: torch multiplies and rounds down, and a budget may be exactly a sum of whole
+    segments.
     """
     return min(1.0, math.nextafter((others + budgets) / total, 2.0))
 
 
 def advice(asked: int, share: Share) -> str:
-    """For who runs out of memory on a device with this share, by asking for `asked` bytes. Pure."""
+    """The warning's text where torch asked for `asked` bytes and the device's share was used up. Pure."""
     rest = share.budget - share.pages
     return (
         f"Torch asked for {format_size(asked)} and its allocator is at the device budget of "
@@ -53,7 +55,7 @@ def advice(asked: int, share: Share) -> str:
 
 
 class _Device:
-    """The shares of one device, and what the process had there before the first of them."""
+    """The shares of one device, and `others`: bytes that the process had there before the first of them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -74,7 +76,7 @@ _devices: dict[int, _Device] = {}
 
 @contextlib.contextmanager
 def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]:
-    """Inside, torch's allocator ends with OutOfMemoryError beyond `share.budget` bytes.
+    """A context in which torch's allocator raises OutOfMemoryError beyond `share.budget` bytes.
 
     others: bytes that this process had allocated on the device before the runtime opened, and will keep.
     """
@@ -96,14 +98,14 @@ def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]
 
 @functools.cache
 def _watch() -> None:
-    """Have torch tell of every OutOfMemoryError before it raises it. Once: there is no way to end that."""
+    """Have torch call `_out_of_memory` before every OutOfMemoryError. Once: torch cannot be told to stop."""
     attach: Callable[[Any], None] | None = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:
         attach(_out_of_memory)
 
 
 def _out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
-    """Called by torch in the thread that asked. An exception from here would take that error's place."""
+    """Warn, in the thread that asked torch for memory. An exception would replace the OutOfMemoryError."""
     found = _devices.get(device)
     if found is None or not found.shares:
         return

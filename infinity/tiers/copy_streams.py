@@ -1,15 +1,15 @@
-"""Copy streams: copies between host RAM and a device of its own memory, and who must wait for whom.
+"""Copy streams: copies between host RAM and a device with memory of its own, and the order among them.
 
 [Note: streams and leases]
-Queues work beside each other on a device: compute (the stream current where the trainer calls), two of
+A device runs four queues beside each other: compute (the stream current where the trainer calls), two of
 copies up (see `Lane`), one of copies down. Each order that matters is made by an event and is a member of
-`Order`, which says why: `CopyStreams._wait` and `_ask` are the only places where anybody waits or looks
-whether he has to. What runs on compute, and what the host does with the bytes, is told by `uses`, so that
-a driver with a checker finds any two uses that no event orders (tests/test_copy_order.py).
+`Order`, which says why. `CopyStreams._wait` and `_ask` are the only places where a queue or the host waits
+for an event, or asks whether it has happened. `uses` tells a driver with a checker which bytes compute and
+the host use, so that it finds any two uses that no event orders (tests/test_copy_order.py).
 
 A lease knows the pool's count of returns when any of its bytes last came back (`Lease.last_return`). `mark`
-records an event on compute together with that count, so that a copy up waits for the first mark made at or
-after it, and not for all that compute has queued.
+records an event on compute together with the pool's count. A copy up into leased bytes waits for the first
+mark whose count is at least the lease's, and not for all that compute has queued.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from infinity.tiers.driver import Driver, Event, Stream, cuda_driver, emulation
 from infinity.tiers.link import After, CpuLink, DeviceLink, Lane, Transfer, User
 
 _PIECE = 64 << 20
-"""Bytes of a copy up at the most, so that an urgent one passes a page of 1 GiB: 1.3 ms at 50 GB/s, in which
-launching the next piece (some 2 us) costs nothing."""
+"""Bytes of one piece of a copy up, so that an urgent copy need not wait for a page of 1 GiB. A piece takes
+1.3 ms at 50 GB/s, against some 2 us for launching the next one."""
 
 
 class Order(enum.Enum):
@@ -38,24 +38,24 @@ class Order(enum.Enum):
     """The first copies up come after all that compute had queued when the link was opened: torch's allocator
     hands out memory that kernels of the same stream may still use."""
     ARRIVAL = "arrival"
-    """Compute comes after the copy up of what it uses."""
+    """Compute comes after the copy up of the bytes that it uses."""
     LAST_USE = "last use"
     """A copy up into bytes that were lent before comes after compute's last use of them."""
     FOLLOWING = "following"
-    """A copy up over bytes that stay where they are, an update's outcome, comes after the kernels that are
-    queued and still use what was there."""
+    """A copy up of an update's result, which overwrites parameters that stay in their place, comes after the
+    queued kernels that still use the old ones."""
     LAST_WRITER = "last writer"
-    """A copy down comes after the kernels that write what it reads."""
+    """A copy down comes after the kernels that write the bytes it reads."""
     HOST_WAITS = "host waits"
-    """The host reads what came down, and reuses what went up, after the copy."""
+    """The host reads bytes that came down, or reuses bytes that went up, after it has waited for the copy."""
     HOST_ASKS = "host asks"
-    """The same, where the host has looked whether the copy is done, and done something else until then."""
+    """The same, where the host has asked whether the copy is done, and did something else until it was."""
     DRAIN = "drain"
-    """What rests in RAM is updated in place after the copies up that read it, whoever waits for these."""
+    """An update in place in RAM comes after all copies up that read the bytes."""
 
 
 class EventTransfer:
-    """A copy on a stream: done when its event is. Keeps both ends alive until then."""
+    """A copy on a stream: done when its event has happened. It keeps both ends' memory alive until then."""
 
     def __init__(
         self, link: CopyStreams, event: Event, *ends: torch.Tensor, timing: EventTiming | None = None
@@ -78,34 +78,34 @@ class EventTransfer:
 
 
 class CopyStreams:
-    """PCIe or NVLink: streams for copies beside the trainer's, by a driver's calls."""
+    """The link over PCIe or NVLink: streams for copies beside the trainer's, through a driver."""
 
     direct = False
 
     def __init__(self, driver: Driver, compute: Callable[[], Stream]) -> None:
-        """compute: the stream on which the calling thread's kernels are queued."""
+        """compute: gives the stream on which the calling thread's kernels are queued."""
         self._driver = driver
         self.checked = driver.checked
         self._compute = compute
         self._up = {Lane.PREFETCH: driver.stream(), Lane.URGENT: driver.stream(priority=1)}
         self._down = driver.stream()
         self._marks: deque[tuple[int, Event]] = deque()
-        """That compute has not come to, as far as is known."""
+        """Marks that compute is not known to have reached: the pool's count of returns, and an event."""
         self._over = 0
-        """Bytes that came back up to this return of the pool: compute was seen to be done with them."""
+        """The pool's count of returns at the last mark that compute is known to have reached."""
         self._under_way: deque[EventTransfer] = deque()
-        """Copies down, oldest first: torch's allocator may own what they read (a fresh gradient), and would
-        hand it out again if nobody kept it."""
+        """Copies down, oldest first. They keep the memory that they read: torch's allocator may own it, as it
+        owns a fresh gradient's, and would hand it out again."""
         self._queueing_down = threading.Lock()
-        """Guards them: more than one thread asks for copies down."""
+        """Guards `_under_way`: more than one thread asks for copies down."""
         self._idle: Stream | None = None
-        """For anchors, while copies are timed."""
+        """The stream for anchors; None while copies are not timed."""
         self._anchor: Anchor | None = None
         self._let_copies_up_wait(Order.OPENING)
 
     @property
     def streams(self) -> dict[str, Stream]:
-        """By name."""
+        """The streams for copies, by name."""
         return {**{f"up ({lane.value})": stream for lane, stream in self._up.items()}, "down": self._down}
 
     def to_device(
@@ -157,7 +157,7 @@ class CopyStreams:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Two events more for each copy, which others are spared."""
+        """A context in which each copy records two more events, from which its timing follows."""
         self._idle = self._driver.stream()
         try:
             yield
@@ -170,14 +170,14 @@ class CopyStreams:
         self._marks.clear()
 
     def _wait(self, order: Order, event: Event, waiter: Stream | None) -> None:
-        """Have a stream, or the host (None), come after an event."""
+        """Make a stream, or the host (None), wait for an event."""
         if waiter is None:
             event.synchronize()
         else:
             waiter.wait(event)
 
     def _ask(self, order: Order, event: Event) -> bool:
-        """Whether an event has happened: what the host does next then comes after it."""
+        """Whether an event has happened. If so, all that the host does next comes after it."""
         return event.done()
 
     def _let_copies_up_wait(self, order: Order) -> None:
@@ -190,7 +190,7 @@ class CopyStreams:
             self._wait(order, stream.record(), None)
 
     def _last_use(self, last_return: int) -> Event:
-        """When compute is done with bytes that came back as the pool's `last_return`th."""
+        """The event after which compute no longer uses bytes of the pool's `last_return`th return."""
         marked = next((event for returns, event in self._marks if returns >= last_return), None)
         return self.record() if marked is None else marked
 
@@ -206,7 +206,7 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """A recent one, where copies are timed. Another thread may end that meanwhile."""
+        """A recent anchor; None where copies are not timed. Another thread may end the timing meanwhile."""
         idle, anchor = self._idle, self._anchor
         if idle is None:
             return None
@@ -232,7 +232,7 @@ class _Current:
 
 
 def open_link(device: torch.device) -> DeviceLink:
-    """The link to `device`, which is a CUDA device, or the CPU with memory of its own in RAM.
+    """The link to `device`: a CUDA device, or the CPU with a device tier in RAM.
 
     Raises DeviceError where the driver refuses.
     """

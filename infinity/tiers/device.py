@@ -12,24 +12,24 @@ from infinity.tiers.region import adopt
 from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _CUDA_ALIGNMENT = 512
-"""Bytes; what torch's CUDA allocator aligns to. Nothing on the device needs more."""
+"""Bytes that torch's CUDA allocator aligns to. Nothing on the device needs more."""
 
 _MARGIN_SHARE = 64
-"""Beside LEAST_MARGIN, which is for kernels' code, loaded when they first run, and for other processes, one
-in so many free bytes is left to what grows with the device: stacks of threads, page tables."""
+"""Free bytes divided by this are left to stacks of threads and page tables, which grow with the device.
+LEAST_MARGIN is left besides: to kernels' code, loaded when they first run, and to other processes."""
 
 
 def left_of(free: int, cached: int) -> int:
     """Bytes of a CUDA device that this process can have, in whole 4 KiB, less a margin. Pure.
 
-    free: as CUDA says. cached: in segments that torch's allocator holds and nothing lies in.
+    free: free bytes as CUDA counts them. cached: bytes of empty segments that torch's allocator holds.
     """
     found = free + cached
     return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can have on a CUDA device now, less a margin: the budget of who gives none."""
+    """Bytes that this process can have on a CUDA device now, less a margin: the budget if none is given."""
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     in_use = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
@@ -65,7 +65,7 @@ class CudaTier(MemoryTier):
         self.shares_host = False
 
     def close(self) -> None:
-        """As MemoryTier.close, once all work on the device is done: torch may hand the block out again."""
+        """Close as MemoryTier does, once all work on the device is done: torch may reuse the block then."""
         if not self.closed:
             torch.cuda.synchronize(self.device)
         super().close()
@@ -81,8 +81,8 @@ class CpuDeviceTier(MemoryTier):
 
 
 class UnifiedTier(MemoryTier):
-    """Device and host are the same RAM: pools come out of the host arena, and a page that is in one tier
-    is in the other without a copy."""
+    """The device tier where device and host are the same RAM: its pools come out of the host arena, and a
+    page in one tier is in the other without a copy."""
 
     def __init__(self, host: HostArena) -> None:
         super().__init__(Tier.DEVICE, host.region, host.budget)
@@ -106,7 +106,7 @@ DeviceTier = CudaTier | CpuDeviceTier | UnifiedTier
 
 
 def open_device(device: torch.device | str, budget: int | None, host: HostArena) -> DeviceTier:
-    """The device tier for `device` with `budget` bytes; None means all that is free.
+    """The device tier for `device` with `budget` bytes; None means all free bytes, less a margin.
 
     On the CPU, None means unified memory: the tier shares `host`. Raises BudgetError where the bytes
     cannot be had, ConfigError for a device that is neither the CPU nor a CUDA device at hand.

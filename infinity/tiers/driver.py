@@ -1,9 +1,9 @@
-"""The device through one table of driver calls: streams, events, copies, kernels, and what is told of memory.
+"""Driver: streams, events, copies and kernels of a device, through one table of driver calls.
 
-The table is filled from the CUDA driver's library, or from any other that exports the same names: tests load
-one whose memory is RAM and whose streams dawdle, and which checks that accesses are ordered and that nothing
-is left (csrc/test_driver/). Every wait but `Driver.synchronize` ends with a signal (Ctrl-C), all of them
-release the GIL, and every result is looked at.
+The table is filled from the CUDA driver's library, or from any other that exports the same names. Tests load
+one whose memory is RAM and whose streams lag on purpose; it checks that accesses are ordered and that nothing
+is left behind (csrc/test_driver/). A signal (Ctrl-C) ends every wait but `Driver.synchronize`; all of them
+release the GIL, and every result is checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 @functools.cache
 def cuda_driver(device: int) -> Driver:
-    """The CUDA driver's, for the device of this number; one a process.
+    """The CUDA driver for the device of this number; one a process.
 
     Raises ConfigError where there is no such driver, DeviceError where there is no such device.
     """
@@ -49,11 +49,11 @@ def cuda_driver(device: int) -> Driver:
 
 @dataclass(frozen=True)
 class Emulation:
-    """What stands in for a device's driver."""
+    """The driver and the compute stream that make the CPU look like a device of its own."""
 
     driver: Driver
     compute: Stream
-    """The stream that stands for what torch does on the CPU."""
+    """The stream that stands for torch's work on the CPU."""
 
 
 _emulation = threading.local()
@@ -61,7 +61,7 @@ _emulation = threading.local()
 
 @contextmanager
 def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
-    """What this thread opens inside on the CPU takes it for a device of `driver`: how order is tested."""
+    """A context in which this thread takes the CPU for a device of `driver`; for tests of copies' order."""
     before = emulation()
     _emulation.now = Emulation(driver, compute)
     try:
@@ -71,18 +71,18 @@ def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
 
 
 def emulation() -> Emulation | None:
-    """What the CPU is taken for where this is called; None outside of `emulated`."""
+    """The emulation that this thread is in; None outside of `emulated`."""
     found: Emulation | None = getattr(_emulation, "now", None)
     return found
 
 
 def has_driver(device: torch.device) -> bool:
-    """Whether `driver_of(device)` is one."""
+    """Whether a device has a driver; see `driver_of`."""
     return device.type == "cuda" or emulation() is not None
 
 
 def driver_of(device: torch.device) -> Driver | None:
-    """The driver of a device: None of the CPU, unless it is emulated. Raises as `cuda_driver`."""
+    """The driver of a device; None for the CPU, unless it is emulated. Raises as `cuda_driver`."""
     if device.type == "cuda":
         return cuda_driver(torch.cuda.current_device() if device.index is None else device.index)
     found = emulation()
@@ -90,8 +90,9 @@ def driver_of(device: torch.device) -> Driver | None:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Has torch use a CUDA device inside, and the one before again afterwards.
+    """A context in which torch uses a CUDA device; afterwards it uses the device from before.
 
-    A thread that has no context keeps the one that a driver's call needed, and torch would take the device of
-    that for the thread's."""
+    Without it, a thread that had no CUDA context would keep the one that a driver's call made, and torch
+    would take that context's device for the thread's.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""The link between host RAM and a device: what copies both ways are asked of, and what they answer."""
+"""The link between host RAM and a device: the interface for copies both ways, and for those under way."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import torch
 from infinity.tiers.driver import Event, has_driver
 
 After = Event | Sequence[Event] | None
-"""What a copy down comes after: see `DeviceLink.to_host`."""
+"""The events that a copy down comes after; see `DeviceLink.to_host`."""
 
 
 class Lane(enum.Enum):
-    """The streams up."""
+    """The streams for copies up."""
 
     PREFETCH = "prefetch"
-    """Pages, long before they are used as a rule."""
+    """Pages, as a rule long before they are used."""
     URGENT = "urgent"
-    """What is short and awaited: outcomes of updates. It has the higher priority and passes prefetches."""
+    """Short copies that somebody waits for: results of updates. They have priority over prefetches."""
 
 
 class User(enum.Enum):
-    """Whoever uses bytes besides copies."""
+    """Users of bytes other than copies."""
 
     COMPUTE = "compute"
     HOST = "host"
 
 
 class Timing(Protocol):
-    """When one transfer began and ended. It holds nothing of the transfer's memory."""
+    """The begin and the end of one transfer, without its memory."""
 
     def times(self) -> tuple[int, int] | None:
         """(began, ended), in nanoseconds of time.perf_counter_ns(); None while under way."""
 
 
 class Transfer(Protocol):
-    """Bytes under way. Whoever asked keeps it until it is done."""
+    """A copy or a request under way. The caller keeps this object until it is done."""
 
     def done(self) -> bool:
         """Whether all bytes have arrived or failed. Never blocks."""
@@ -50,11 +50,14 @@ class Transfer(Protocol):
 
     @property
     def timing(self) -> Timing | None:
-        """When it began and ended; None of a copy on a link that was not `timed`."""
+        """The transfer's begin and end; None for a copy on a link that was not `timed`."""
 
 
 class Arrived:
-    """A transfer that ended before its call returned, from `began` to `ended`, and its timing."""
+    """A transfer that ended before its call returned, and its timing.
+
+    began, ended: nanoseconds of time.perf_counter_ns().
+    """
 
     def __init__(self, began: int = 0, ended: int = 0) -> None:
         self._times = (began, ended)
@@ -80,28 +83,32 @@ class DeviceLink(Protocol):
     """Copies between host RAM and a device. Called under the runtime's lock, but for `to_host`."""
 
     direct: bool
-    """Whether code on the CPU can use what is on the device."""
+    """Whether code on the CPU can use the device's memory."""
     checked: bool
     """Whether a checker listens to `uses`."""
 
     def to_device(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
     ) -> Transfer:
-        """Copy host bytes up. Both contiguous, of equal bytes. `last_return`: of the lease over `into`, see
-        [Note: streams and leases] in infinity/tiers/copy_streams.py; 0 for bytes that were never lent, or
-        where `follow_compute` covers their last use."""
+        """Copy host bytes to the device. Both tensors are contiguous and have equally many bytes.
+
+        last_return: of the lease over `into`, see [Note: streams and leases] in
+        infinity/tiers/copy_streams.py; 0 for bytes that were never lent, or whose last use comes before a
+        `follow_compute`.
+        """
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
-        """Copy device bytes down, as they are after the events (see `record`), or without one as compute will
-        have left them by all that is queued. Both contiguous, of equal bytes; `source` is kept until then.
+        """Copy device bytes to the host. Both tensors are contiguous and have equally many bytes.
 
-        With events, any thread may call it, and wait for the transfer."""
+        after: events (see `record`) that the copy comes after; None: after all that compute has queued.
+        `source` is kept until the copy is done. With events, any thread may call this and wait for the copy.
+        """
 
     def record(self) -> Event | None:
-        """The moment when compute has come to what is queued now; None where it has already."""
+        """The event at which compute has done all that is queued now; None where it has done so already."""
 
     def mark(self, returns: int) -> None:
-        """Note that compute has by now queued all use of bytes returned up to the pool's `returns`th."""
+        """Note that all use of bytes that came back by the `returns`th return is queued on compute by now."""
 
     def fence(self, transfer: Transfer) -> None:
         """Order compute's further work after a transfer."""
@@ -113,17 +120,17 @@ class DeviceLink(Protocol):
         """Wait until no copy is under way, and `follow_compute`."""
 
     def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
-        """Tell a checker that `user`'s next work uses these contiguous bytes. Nothing on a real device."""
+        """Tell a checker that `user`'s next work uses these contiguous bytes. Real devices have none."""
 
     def timed(self) -> AbstractContextManager[None]:
-        """Copies issued inside have a timing."""
+        """A context in which copies have a timing."""
 
     def close(self) -> None:
         """Wait until no copy is under way: the memory may go."""
 
 
 class CpuLink:
-    """Device and host are both RAM: a copy is a copy, done when it returns."""
+    """The link where device and host are both RAM: a copy is done when its call returns."""
 
     direct = True
     checked = False
@@ -156,7 +163,7 @@ class CpuLink:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """All copies have a timing here."""
+        """A context that changes nothing: every copy on this link has a timing."""
         yield
 
     def close(self) -> None:
@@ -170,5 +177,5 @@ def _copied(into: torch.Tensor, source: torch.Tensor) -> Arrived:
 
 
 def is_direct(device: torch.device) -> bool:
-    """What `direct` will be of the link to a device."""
+    """Whether code on the CPU can use the device's memory; `direct` of a link to it."""
     return not has_driver(device)

@@ -74,11 +74,10 @@ class NvmeExtent(NamedTuple):
 class NvmeTier(Closing):
     """Pages in slab files, one file per path and rank, with an I/O engine per path.
 
-    budgets: the most bytes per directory; each directory should be on a device of its own. nbytes: what is
-    needed in all, which is what the files are preallocated for. Several paths are striped in proportion to
-    `speeds` (bytes per second of each, in the order of `budgets`; by default as `infinity tune` found, else
-    measured now, some two seconds per path), as far as their budgets allow. A path whose share comes out as
-    nothing gets no file.
+    budgets: the most bytes per directory; each directory should be on a device of its own. nbytes: the bytes
+    needed in all, for which the files are preallocated. Several paths are striped in proportion to `speeds`
+    (bytes per second of each, in the order of `budgets`; by default as `infinity tune` found, else measured
+    now, some two seconds per path), as far as their budgets allow. A path whose share is zero gets no file.
 
     backend, depth, block_bytes, faults: see infinity.aio.Engine; by default as `infinity tune` found for each
     path. A context manager; closing it waits for what is in flight, cancels what is queued and removes the
@@ -147,7 +146,7 @@ class NvmeTier(Closing):
 
     @property
     def stats(self) -> tuple[Stats, ...]:
-        """What each path's engine has done, in the order of `slabs`."""
+        """Counters of each path's engine, in the order of `slabs`."""
         return tuple(engine.stats for engine in self.engines)
 
     def lease(self, nbytes: int) -> NvmeLease:
@@ -195,7 +194,7 @@ class NvmeTier(Closing):
         return self._open_volume().sync()
 
     def extents(self, lease: NvmeLease) -> list[NvmeExtent]:
-        """Where the lease's bytes lie, in order."""
+        """The ranges of slab files in which the lease's bytes lie, in order."""
         pieces = self._open_volume().map.extents(lease.offset, lease.nbytes)
         return [
             NvmeExtent(os.fspath(self.slabs[slab].path), offset, nbytes) for slab, offset, nbytes in pieces
@@ -204,8 +203,9 @@ class NvmeTier(Closing):
     def register(self, arena: HostArena) -> list[str]:
         """Have every engine register the arena's memory, which saves work per request and pins its pages.
 
-        Returns the reasons of the engines that could not, which work all the same. Ends with the tier; until
-        then the memory stays mapped, also beyond the arena's end, because the engines know it by address.
+        Returns the reasons of the engines that could not, which work all the same. The registration ends with
+        the tier; until then the memory stays mapped, also after the arena is closed, because the engines know
+        it by address.
         """
         region = arena.region
         self._registered.append(region)
@@ -237,7 +237,7 @@ class NvmeTier(Closing):
 
 
 def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequence[float]:
-    """Of each path as `infinity tune` found it, else measured; alike where nothing follows from them."""
+    """The speed of each path as `infinity tune` found it, else as measured now; 1.0 where none is needed."""
     if len(paths) == 1 or not 0 < wanted <= sum(limits):
         return [1.0] * len(paths)
     return tuned_shares(paths) or [
@@ -246,5 +246,5 @@ def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequ
 
 
 def _probe(path: str, limit: int) -> float:
-    """Bytes per second of reads and writes mixed, on a file of no more than the path's budget."""
+    """Bytes per second of reads and writes mixed, on a file of at most `limit` bytes."""
     return disk_speed(path, nbytes=min(limit, _PROBE_BYTES)).mixed

@@ -27,12 +27,12 @@ atexit.register(_tiers._leave)
 _Answer = TypeVar("_Answer")
 
 _LARGEST_REQUEST = 1 << 62
-"""Bytes. Beyond any address space, and far from the overflow of 64 bits."""
+"""Bytes beyond any address space, and far from the overflow of 64 bits; larger requests count as this."""
 
 
 @dataclass(frozen=True)
 class PoolCounters:
-    """What a pool has done. Bytes are in whole granules."""
+    """Counts of a pool's leases and requests. Bytes are in whole granules."""
 
     leased: int
     """Bytes out now."""
@@ -53,9 +53,9 @@ class PoolCounters:
 class Lease:
     """Bytes on loan from a pool: a context manager that returns them at its end.
 
-    A lease knows nothing of streams. Work that was queued before it came back (a kernel, a copy with
+    A lease knows nothing of streams. Work that was queued before the lease came back (a kernel, a copy with
     non_blocking=True from or to pinned host memory) may still use the bytes, so the next holder orders its
-    first write after that work: `last_return` says up to which return of the pool it has to look back.
+    first write after that work: `last_return` says when the bytes came back.
     """
 
     __slots__ = ("_native",)
@@ -80,7 +80,7 @@ class Lease:
 
     @property
     def last_return(self) -> int:
-        """The pool's count of returns when any of these bytes last came back; 0: they never were lent.
+        """The pool's count of returns when any of these bytes last came back; 0 if they never were lent.
 
         An event recorded on the device when `PoolCounters.returns` was at least this covers all earlier
         use of the bytes.
@@ -111,7 +111,8 @@ class Lease:
 class Pool:
     """A hard budget of `nbytes` in one piece, lent out in leases. Made by a tier's `pool`; thread-safe.
 
-    Best fit with neighbours merged: a pool whose leases all have one size never fragments.
+    A lease gets the smallest free range that holds it, and free neighbours are merged: a pool whose leases
+    all have one size never fragments.
     """
 
     def __init__(self, name: str, native: _tiers.Pool) -> None:
@@ -140,7 +141,7 @@ class Pool:
 
     @property
     def counters(self) -> PoolCounters:
-        """All figures, of now."""
+        """All counters as they are now."""
         return self._asked(lambda: PoolCounters(**self._native.counters()))
 
     def lease(self, nbytes: int, *, timeout: float = 0.0) -> Lease:
@@ -181,7 +182,7 @@ class Pool:
         return self._native.forked
 
     def _asked(self, question: Callable[[], _Answer]) -> _Answer:
-        """What the native pool answers. Raises ConfigError in a process forked from the pool's."""
+        """The native pool's answer. Raises ConfigError in a process forked from the pool's."""
         try:
             return question()
         except ChildProcessError as error:

@@ -1,4 +1,4 @@
-"""Probes: what the disk under a directory and the link to a device do now."""
+"""Probes: the present speeds of the disk under a directory and of the link to a device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BUFFERS = 32 << 20
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second of one path, through the I/O engine with direct I/O where there is such."""
+    """Bytes per second of one path through the I/O engine, with direct I/O where the file system has it."""
 
     read: float
     write: float
     mixed: float
-    """Reads and writes together, half of the bytes each; this is what a training step sees."""
+    """Reads and writes together, half of the bytes each, as in a training step."""
     backend: str
 
 
@@ -37,7 +37,10 @@ class LinkSpeed:
 
 
 def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:
-    """Copy `host` (page-locked, uint8, such as a residency of an arena) each way; medians, by CUDA events."""
+    """The link's speed: medians of `repeats` copies of `host` each way, timed by CUDA events.
+
+    host: a page-locked uint8 tensor, such as a residency of an arena.
+    """
     there = torch.empty_like(host, device=device)
     cuda: Any = torch.cuda  # its events have no types
 
@@ -64,12 +67,13 @@ def disk_speed(
     fill_seconds: float = math.inf,
     backend: str = "auto",
 ) -> DiskSpeed:
-    """Write, read and mix on a temporary file of `nbytes` bytes in `directory`, about `seconds` each.
+    """The disk's speed: writes, reads and both mixed, for about `seconds` each, on a file in `directory`.
 
-    The file is written once before anything is timed, so that no first allocation is in the figures, and it
-    has no name. What is not written after `fill_seconds` is left out. Engine, block size and depth are those
-    of `infinity.system.io_settings.open_engine`. Raises StorageError and StorageFull as `TestFile` and the
-    engine do, ConfigError for an unknown backend."""
+    The file has `nbytes` bytes and no name. It is written once before anything is timed, so that no figure
+    contains a first allocation; bytes not written after `fill_seconds` are left out. Engine, block size and
+    depth are those of `infinity.system.io_settings.open_engine`. Raises StorageError and StorageFull as
+    `TestFile` and the engine do, ConfigError for an unknown backend.
+    """
     with open_engine(directory, backend=backend) as engine:
         facts = engine.facts
     settings = IoSettings(facts.backend, facts.block_bytes, facts.depth)

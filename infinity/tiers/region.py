@@ -12,7 +12,7 @@ _CPU_KIND, _CUDA_KIND = 1, 2
 
 
 def adopt(address: int, nbytes: int, device: torch.device, owner: object) -> _tiers.Region:
-    """Memory that somebody else made, as a region. `owner` is let go of with whoever uses the region last.
+    """A region over memory that others allocated. `owner` is kept until the region's last user is gone.
 
     address: of the first byte, on `device`, which is the CPU or a CUDA device with its index.
     """

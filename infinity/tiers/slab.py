@@ -1,4 +1,4 @@
-"""Slabs: the one preallocated file per path and rank that NVMe pages live in. Ownership only; no I/O."""
+"""Slabs: preallocated files, one per path and rank, in which NVMe pages live. Ownership only; no I/O."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """Who holds the flock of an open file, for people."""
+    """The holder of an open file's flock, as text for people."""
     inode = os.fstat(descriptor).st_ino
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

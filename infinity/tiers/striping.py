@@ -1,4 +1,4 @@
-"""How much of the NVMe tier lies on each path. Pure arithmetic."""
+"""Striping: how much of the NVMe tier lies on each path. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SMALLEST_STRIPE = 4096
 
 @dataclass(frozen=True)
 class Striping:
-    """Which stripes of a volume lie on which path."""
+    """The pattern by which a volume's stripes lie on its paths."""
 
     weights: tuple[int, ...]
     """Stripes of each path in one period, without a common divisor; a path may have none."""
     stripe_bytes: int
 
     def path_bytes(self, nbytes: int) -> list[int]:
-        """Room that each path's file needs for a volume of `nbytes`: whole periods, in bytes.
+        """Bytes that each path's file needs for a volume of `nbytes`: those of whole periods.
 
         A single path is not striped and needs just `nbytes`.
         """
@@ -60,10 +60,10 @@ def choose_striping(
 ) -> Striping:
     """The striping of a volume of `nbytes` bytes over paths with these budgets (bytes) and speeds.
 
-    Close to `proportional_shares`, with the shortest period that comes within 5% of it, and never above a
-    budget. Stripes are `stripe_bytes` long; where budgets are so tight that whole periods of them do not
-    fit, they are halved until they do. Raises BudgetError where the budgets cannot hold `nbytes`, and
-    ConfigError for numbers that make no sense.
+    It comes close to `proportional_shares`, with the shortest period that is within 5% of them, and never
+    above a budget. Stripes are `stripe_bytes` long; where budgets are so tight that whole periods of such
+    stripes do not fit, stripes are halved until they do. Raises BudgetError where the budgets cannot hold
+    `nbytes`, and ConfigError for numbers that make no sense.
     """
     if nbytes <= 0:
         raise ConfigError(f"An nvme tier of {nbytes} bytes was asked for.", "Ask for at least one page.")
@@ -107,7 +107,7 @@ def _closest(nbytes: int, budgets: Sequence[int], shares: Sequence[float], strip
 
 
 def _apportion(shares: Sequence[float], period: int, limits: Sequence[float]) -> list[int]:
-    """Whole stripes that add up to `period` by largest remainders, paths at their limit last."""
+    """Whole stripes per path that add up to `period`: by largest remainders, paths at their limit last."""
     total = sum(shares)
     exact = [share / total * period for share in shares]
     weights = [math.floor(share) for share in exact]

@@ -1,4 +1,4 @@
-"""The three tiers, and what those of them that are memory have in common."""
+"""The three tiers, and the memory tier, which two of them are."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from infinity.system.closing import Closing
 from infinity.tiers.pool import Pool
 
 PAGE_ALIGNMENT = 4096
-"""Bytes. The default granule: direct I/O accepts it everywhere, and every vector width divides it."""
+"""Bytes of the default granule: direct I/O accepts it everywhere, and every vector width divides it."""
 
 LEAST_MARGIN = 512 << 20
-"""Bytes of RAM, and of a device's memory, that are left to others at the least where no budget is given."""
+"""Bytes of RAM, and of a device's memory, that are left to others at least where no budget is given."""
 
 
 class Tier(enum.Enum):
-    """Where a page can be."""
+    """The places where a page can be."""
 
     DEVICE = "device"
     """Memory of the device that computes. The scarcest."""
@@ -41,12 +41,12 @@ def map_ram(
 ) -> _tiers.Region:
     """RAM for a tier: exactly `nbytes` (to whole 4 KiB pages), 2 MiB aligned, not inherited over fork().
 
-    Raises BudgetError where this process cannot have that much now: the kernel would grant the
-    addresses all the same and kill somebody once they are written.
+    Raises BudgetError where this process cannot have that much now: the kernel would grant the addresses all
+    the same, and kill a process once they are written.
     """
     if nbytes <= 0:
         raise ConfigError(f"A {tier.value} tier of {nbytes} bytes was asked for.", "Give at least one page.")
-    # What was mapped before and is not touched yet still counts as available.
+    # Memory that was mapped before and is not touched yet still counts as available.
     usable = max(0, machine.memory().usable - _tiers.unbacked_bytes())
     cure = f"Give a {tier.value} budget of at most {format_size(usable)} ({usable} bytes)."
     if nbytes > usable:
@@ -80,7 +80,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 class MemoryTier(Closing):
-    """A tier that is memory: one region of exactly the budget's bytes, carved into pools.
+    """A tier in memory: one region of exactly the budget's bytes, carved into pools.
 
     A context manager. Closing it ends its pools; the memory itself goes when the last lease and storage
     over it does, so an alias that outlives the tier stays readable.
@@ -92,7 +92,7 @@ class MemoryTier(Closing):
         self.tier = tier
         self.budget = budget
         self.granule = granule
-        """Bytes. What a pool's leases are multiples of, where it is not told otherwise."""
+        """Bytes that leases are multiples of, in pools that are given no granule of their own."""
         self.pools: dict[str, Pool] = {}
         self._region: _tiers.Region | None = region
         self._carved = 0

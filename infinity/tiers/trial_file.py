@@ -1,4 +1,4 @@
-"""A file to try a disk on, and how fast a moment of I/O with some settings is."""
+"""Trial file: a file to time a disk on, and the rate of a short burst of I/O with some settings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from infinity.system.io_settings import IoSettings
 from infinity.tiers.region import tensor_over
 
 MODES = ("read", "write", "mixed")
-"""What is tried; "mixed" is half of the bytes each, which is what a training step does."""
+"""Kinds of trials; "mixed" is reads and writes, half of the bytes each, as in a training step."""
 
 REQUEST_BYTES = 4 << 20
-"""As the runtime asks: larger than most blocks, so that the engine cuts them."""
+"""Bytes of a request, as the runtime makes them: larger than most blocks, so that the engine cuts them."""
 SMALLEST = 32 << 20
-"""Bytes of a file that still says something about a disk."""
+"""Bytes of the smallest file that still says something about a disk."""
 _AHEAD = 2
 """Requests that wait in the queue beyond those in flight."""
 _PATTERN_BYTES = 32 << 20
@@ -33,19 +33,21 @@ _PATTERN_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes per second of some requests, two ways."""
+    """Bytes per second of some requests, over two spans of time."""
 
     whole: float
-    """From the first one's start to the last one's end: what a disk does with so many bytes."""
+    """Bytes per second from the start of the first request to the end of the last."""
     steady: float
-    """Between the first one that was done and the last one within the time, so that neither the filling of
-    the queue nor its draining counts: settings are compared by it, in moments that are short."""
+    """Bytes per second from the end of the first request to the last end within the time, so that neither the
+    filling of the queue nor its draining counts. Short trials of settings are compared by it."""
 
 
 class Memory:
-    """RAM that transfers start from or end in. Its bytes are random: a disk may find zeros, or what
-    compresses, less work. Huge pages, as an arena has them: a request over base pages has more segments, and
-    a disk half the speed."""
+    """RAM that transfers start from or end in.
+
+    Its bytes are random: zeros, or bytes that compress, may be less work for a disk. It has huge pages, as an
+    arena has: requests over base pages have more segments, and run at half the speed.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.region = _tiers.map_host(nbytes, huge_pages=True, populate=True)
@@ -62,15 +64,15 @@ class Memory:
         return self.region.nbytes
 
     def part(self, offset: int, nbytes: int) -> tuple[int, int, object]:
-        """A buffer as the engine takes it."""
+        """A buffer as the engine takes it: address, bytes, and the object that owns them."""
         return self.region.address + offset, nbytes, self.region
 
 
 class TestFile(Closing):
-    """A nameless file in `directory`, every byte of it written: nothing is left behind, however this ends.
+    """A nameless file in `directory`, every byte of it written. Nothing is left behind, however this ends.
 
-    nbytes: its size; preallocated, so that a full disk says so at once. settings: how it is written. What
-    is not written after `seconds` is left out, so that slow disks are tried on a smaller file. A context
+    nbytes: its size; preallocated, so that a full disk says so at once. settings: how it is written. Bytes
+    not written after `seconds` are left out, so that slow disks are tried on a smaller file. A context
     manager.
 
     Raises StorageError for a directory that cannot be written, StorageFull for one without that much room.
@@ -88,7 +90,7 @@ class TestFile(Closing):
         self._cleanup.callback(os.close, self._descriptor)
         self._position = 0
         self.direct = False
-        """O_DIRECT; without it, all passes through the page cache."""
+        """Whether the file is open with O_DIRECT; without it, all I/O passes through the page cache."""
         try:
             preallocate(self._descriptor, nbytes, self.directory)
             with self._errors_of_the_directory():
@@ -99,15 +101,15 @@ class TestFile(Closing):
         self.nbytes = written
         """Bytes that were written, and that trials use."""
         self.first_write = rate
-        """Bytes per second of that."""
+        """Bytes per second of writing them."""
 
     @property
     def path(self) -> str:
-        """Under which this process can open it."""
+        """The path under which this process can open the file."""
         return f"/proc/self/fd/{self._descriptor}"
 
     def rate(self, settings: IoSettings, mode: str, seconds: float) -> Rate:
-        """What `mode` of MODES reaches with these settings, for some time.
+        """The rate of `mode` (one of MODES) with these settings, over about `seconds`.
 
         Raises StorageError and StorageFull, naming the directory.
         """
@@ -121,15 +123,16 @@ class TestFile(Closing):
 
     @contextlib.contextmanager
     def opened(self, settings: IoSettings) -> Iterator[aio.File]:
-        """The file on an engine of its own, which has the memory registered where the kernel allows."""
-        # Tried in memory: that it works on this disk is known, and a trial there would cost a sync each time.
+        """The file, open in an engine of its own that has the memory registered where the kernel allows."""
+        # The engine gets no directory, so that it tries itself out in memory: that it works on this disk is
+        # known, and a trial there would cost a sync each time.
         engine = aio.Engine(backend=settings.backend, depth=settings.depth, block_bytes=settings.block_bytes)
         with engine, engine.open(self.path) as file:
             engine.register_buffer(self._memory.region.address, self._memory.nbytes)
             yield file
 
     def close(self) -> None:
-        """The file is gone. Again: does nothing."""
+        """Close the file, which removes it. Calling it again does nothing."""
         self._cleanup.close()
 
     def requests(self, file: aio.File, mode: str, nbytes: int) -> Iterator[aio.Future]:
@@ -164,7 +167,7 @@ class TestFile(Closing):
         return written, rate
 
     def _drop_page_cache(self) -> None:
-        """Where there is no O_DIRECT: what was read or written before must not be found in RAM."""
+        """Drop the file from the page cache. Without O_DIRECT, reads would find earlier bytes in RAM."""
         os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -181,7 +184,7 @@ class TestFile(Closing):
 def issue(
     target: aio.File | aio.Volume, mode: str, nbytes: int, places: Iterator[int], memory: Memory
 ) -> Iterator[aio.Future]:
-    """Requests of `nbytes` at these offsets: reads, writes, or for "mixed" both in turn."""
+    """Requests of `nbytes` at these offsets: reads, writes, or for "mixed" both alternately."""
     kinds = {"read": (target.read,), "write": (target.write,), "mixed": (target.read, target.write)}[mode]
     buffers = max(1, memory.nbytes // nbytes)  # some are used twice at a time; nobody looks at the bytes
     for number, place in enumerate(places):

@@ -1,1 +1,1 @@
-"""`infinity tune` as a library: the sweep of each disk, how several share the bytes, memory and the link."""
+"""`infinity tune` as a library: sweeps of disks, their shares of the bytes, speeds of memory and the link."""

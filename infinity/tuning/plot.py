@@ -1,4 +1,4 @@
-"""A picture of what was tried: bytes per second over block size, a line per engine and depth."""
+"""Plot of a tuning: bytes per second over block size, with a line for each backend and depth."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _COLOURS = {"io_uring": "tab:blue", "libaio": "tab:orange", "threads": "tab:gree
 
 
 def check_plot(path: str | os.PathLike[str]) -> Path:
-    """The path of a plot to be. Raises ConfigError for another kind of file, and where matplotlib is missing.
+    """The path of a plot that is to be written, checked; nothing is written yet.
 
-    Raises StorageError for a directory that does not exist. Nothing is written.
+    Raises ConfigError for a name that ends in neither .png nor .svg, and where matplotlib is missing;
+    StorageError for a directory that does not exist.
     """
     target = Path(path)
     if target.suffix.lower() not in _FORMATS:
@@ -35,7 +36,7 @@ def check_plot(path: str | os.PathLike[str]) -> Path:
 
 
 def draw(tuning: Tuning, path: str | os.PathLike[str]) -> None:
-    """Write the plot of a tuning: a row per path, a column per mode; the choice is circled.
+    """Write the plot of a tuning: a row per path, a column per mode. The chosen settings are circled.
 
     Raises what `check_plot` does, and StorageError where the file cannot be written.
     """
@@ -94,7 +95,7 @@ def _panel(axis: Any, disk: DiskSweep, mode: str) -> None:
 
 
 def _pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files."""
+    """The module matplotlib.pyplot, set to draw into files. Raises ConfigError where it is missing."""
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")

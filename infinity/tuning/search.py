@@ -1,4 +1,4 @@
-"""Which settings are best, from rates that swing: halving, in turns, by medians. Pure but for its clock."""
+"""Search for the best settings by rates that vary: successive halving, by medians. Pure but for its clock."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from infinity.aio import BACKENDS
 from infinity.system.io_settings import IoSettings
 
 TIE = 0.03
-"""Points whose scores are this close are equally good, as far as noise lets anybody say."""
+"""The share by which two scores may differ and still count as equal, because of noise."""
 
 _ERROR_OF_MEDIAN = 1.4826 * 1.2533
-"""Of normal noise: its standard deviation by the median absolute one, and by it a median's error, times the
-root of their number."""
+"""The standard error of a median of n trials with normal noise, as a multiple of their median absolute
+deviation divided by sqrt(n): 1.4826 makes it a standard deviation, and 1.2533 that a median's error."""
 
 _MOST_THREADS = 16
-"""Of the threads backend: a deeper queue has no more of them."""
+"""The most threads of the threads backend, however deep its queue."""
 _FIRST_PASS = 0.6
-"""Of the time, before the first pass is cut short."""
+"""The share of the time after which the first pass is cut short."""
 
 Point = TypeVar("Point", bound=Hashable)
 Rates = Mapping[str, float]
-"""Mode -> bytes per second, of one trial."""
+"""Bytes per second of one trial, by mode."""
 Pass = Mapping[Point, Rates]
-"""One trial of each point, taken one after the other."""
+"""One trial of each point, made one after the other."""
 
 
 def grid(
     backends: Sequence[str], blocks: Sequence[int], depths: Sequence[int], bytes_in_flight: int
 ) -> list[IoSettings]:
-    """Every combination with no more than `bytes_in_flight` under way, nor threads that would not exist."""
+    """Every combination with at most `bytes_in_flight` in flight, and no more threads than there can be."""
     return [
         settings
         for backend in backends
@@ -48,11 +48,13 @@ def grid(
 class Halving(Generic[Point]):
     """Successive halving (Jamieson and Talwalkar, 2016) of points by several rates at once.
 
-    Rounds take equal time: the first tries all points once, the next ones fewer points more often. The better
-    half by `scores` stays each time, until `finalists` are left; so does whoever is best in a mode, and
-    `always`. What the first pass has no time for is left out, at random.
+    Rounds take equal time: the first tries all points once, the next ones fewer points more often. After each
+    round the better half by `scores` stays, until `finalists` points are left. The best point of each mode
+    and the points in `always` stay too. Points that the first pass has no time for are left out; its order is
+    random.
 
-    trial: the rates of a point in every mode, now. order: of the points within a pass, anew each time.
+    trial: measures the rates of a point in every mode. seconds: for all rounds. order: shuffles the points
+    anew for each pass.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Halving(Generic[Point]):
             self.finalists = self._best(wanted, always)
 
     def _try_until(self, until: float) -> None:
-        """Passes over the finalists, one at least, until the next would end too late."""
+        """Make passes over the finalists, at least one, until another one would end after `until`."""
         while True:
             start = self._clock()
             self.passes.append(self._one_pass())
@@ -107,14 +109,15 @@ class Halving(Generic[Point]):
 
 
 def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
-    """The modes of the rates in passes."""
+    """The modes that the passes have rates of."""
     return list(next(iter(passes[0].values())))
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """Rates relative to the others': each point's median, over passes, of its share of the pass's median.
+    """Relative rates of the points that all passes have: 1 is as fast as the middle one.
 
-    A disk that is twice as fast a second later so favours nobody. Of the points that all passes have.
+    A point's is the median, over passes, of its rate divided by the pass's median rate. So no point gains if
+    the disk is twice as fast a second later.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -126,9 +129,9 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The speed of moving equal bytes in every mode, each mode relative to its best; 1 is the most.
+    """The points' relative speeds of moving equal bytes in every mode; at most 1.
 
-    The harmonic mean, over modes, of each point's `standing` as a share of the mode's best.
+    A point's is the harmonic mean, over modes, of its `standing` divided by the mode's best one.
     """
     shares: dict[Point, list[float]] = {}
     for mode in modes_of(passes):
@@ -140,12 +143,13 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
 
 
 def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
-    """The settings with the best score, or of those within 3% the cheapest; `usual` if none beats it.
+    """The cheapest settings whose score is within 3% of the best; `usual` where the best does not beat it.
 
-    The cheapest is the first backend in the order of choice, which costs the least CPU time, and there the
-    fewest bytes in flight, since what is wanted next waits behind them. usual: what is used without tuning.
-    The best of many noisy figures is too good, and the cheapest near it is lucky: one run in ten would end
-    with settings that are slower than no tuning at all.
+    The cheapest settings have the first backend in the order of choice, which costs the least CPU time, and
+    among these the fewest bytes in flight, since the next urgent request waits behind them.
+
+    usual: the settings without tuning. They are kept in case of doubt, because the best of many noisy figures
+    is too high by chance: without this, one run in ten would choose settings slower than no tuning at all.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)
@@ -159,10 +163,10 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
 
 
 def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
-    """Whether `one` moves equal bytes in every mode faster than `other` by more than a tie and the noise.
+    """Whether `one` moves equal bytes in every mode faster than `other`, by more than a tie and the noise.
 
-    That is the standard error of the median, over passes, of the logarithm of how many times as fast it is,
-    from the median absolute deviation as of normal noise.
+    In each pass that has both, the logarithm of the ratio of their speeds is taken. Its median over passes is
+    compared; the noise is the standard error of this median, from the median absolute deviation.
     """
     times = [
         math.log(statistics.harmonic_mean([each[one][mode] / each[other][mode] for mode in each[one]]))
@@ -175,11 +179,11 @@ def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
 
 
 def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:
-    """The point that stands best in a mode, or by `scores` in all of them."""
+    """The point with the best `standing` in a mode, or with the best of `scores` for None."""
     found = scores(passes) if mode is None else standing(passes, mode)
     return max(found, key=found.__getitem__)
 
 
 def median_rate(passes: Sequence[Pass[Point]], point: Point, mode: str) -> float:
-    """Bytes per second, over the passes that had the point."""
+    """The median of a point's bytes per second in a mode, over the passes that have it."""
     return statistics.median(each[point][mode] for each in passes if point in each)

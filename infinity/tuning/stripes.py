@@ -1,4 +1,4 @@
-"""How several disks share the bytes: candidates in turn, through a volume as the NVMe tier has it."""
+"""The sweep of stripes: shares of the bytes of several disks, tried through a volume as in the NVMe tier."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from infinity.tuning.sweep import DiskSweep, Effort, Progress
 Shares = tuple[float, ...]
 
 _SAME = 0.02
-"""Shares this close are one candidate."""
+"""The difference up to which two candidates' shares count as the same."""
 _FILL = 0.9
-"""Of the test files, so that whole periods of stripes fit."""
+"""The share of the test files that a volume uses, so that whole periods of stripes fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StripeSweep:
-    """What was found for several paths together."""
+    """The findings for several paths together."""
 
     paths: tuple[str, ...]
     shares: Shares
-    """Of all bytes, in the order of the paths; they add up to 1."""
+    """Each path's share of the bytes, in the order of the paths; they add up to 1."""
     read: float
     """Bytes per second of all paths together, with these shares."""
     write: float
     mixed: float
     candidates: dict[str, float]
-    """What was tried (shares in percent) -> bytes per second of reads and writes together."""
+    """Bytes per second of reads and writes together, by the shares that were tried (text, in percent)."""
 
 
 def candidate_shares(disks: Sequence[DiskSweep]) -> list[Shares]:
-    """In proportion to each disk's rates alone (mixed, read, write), and even; each once."""
+    """The distinct shares to try: in proportion to each disk's own rates (mixed, read, write), and even."""
     speeds = [
         *([getattr(disk.chosen, mode) for disk in disks] for mode in reversed(MODES)),
         [1.0] * len(disks),
@@ -60,9 +60,9 @@ def sweep_stripes(
     seconds: float,
     progress: Progress,
 ) -> StripeSweep:
-    """Try the candidates on these files, each with the settings chosen for its disk.
+    """The best shares for these files, each with the settings chosen for its disk.
 
-    Raises what requests raise: StorageError, StorageFull.
+    seconds: for all trials. Raises what requests raise: StorageError, StorageFull.
     """
     candidates = candidate_shares(disks)
 

@@ -1,4 +1,4 @@
-"""The sweep of a disk: engines, block sizes and depths tried in turn, for reads, writes and both."""
+"""The sweep of a disk: backends, block sizes and depths tried in turn, for reads, writes and both mixed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from infinity.tiers.trial_file import MODES, TestFile
 from infinity.tuning.search import Halving, best_of, choose, grid, median_rate
 
 Progress = Callable[[str], None]
-"""Called before each trial with what is tried."""
+"""A function that is called before each trial with a text on the settings that it tries."""
 
 _LATENCY = 0.064
-"""Seconds. By Little's law, bytes in flight are rate x latency: a disk that nobody else uses needs far less
-of them than this, but of one that is shared a deeper queue gets a larger share."""
+"""Seconds of latency up to which bytes in flight are tried: by Little's law they are rate x latency. A disk
+that nobody else uses needs far fewer bytes in flight, but a deeper queue gets more of a shared disk."""
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is tried, and for how long."""
+    """The settings that a sweep tries, and the seconds that it takes."""
 
     seconds: float
-    """Of all sweeps together."""
+    """Seconds of all sweeps together."""
     blocks: tuple[int, ...]
+    """Block sizes in bytes."""
     depths: tuple[int, ...]
     slice_seconds: float
-    """Of one mode in one trial."""
+    """Seconds of one mode in one trial."""
 
 
 QUICK = Effort(
@@ -48,7 +49,7 @@ THOROUGH = Effort(
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of one combination."""
+    """The median rates of one combination of settings, in bytes per second."""
 
     settings: IoSettings
     read: float
@@ -59,18 +60,18 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSweep:
-    """What was found on one path. Rates are bytes per second."""
+    """The findings for one path."""
 
     path: str
     nbytes: int
-    """Of the test file."""
+    """Bytes of the test file."""
     direct: bool
-    """O_DIRECT; without it, all passes through the page cache."""
+    """Whether the file was open with O_DIRECT; without it, all I/O passes through the page cache."""
     chosen: Measured
     best: dict[str, Measured]
-    """Mode -> the fastest there of those that were tried to the end."""
+    """The fastest settings in each mode, among those that every pass tried."""
     points: tuple[Measured, ...]
-    """All that were tried; those that were tried most come first."""
+    """All settings that were tried, those with the most trials first."""
 
 
 def sweep_disk(
@@ -82,9 +83,10 @@ def sweep_disk(
     bytes_in_flight: int,
     progress: Progress,
 ) -> DiskSweep:
-    """Try the effort's grid on a file with these backends, no more than `bytes_in_flight` under way.
+    """The best settings for a file: the effort's grid is tried with these backends.
 
-    Raises what `TestFile.rate` raises.
+    seconds: for all trials. bytes_in_flight: the most bytes in flight that are tried. Raises what
+    `TestFile.rate` raises.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)

@@ -1,4 +1,4 @@
-"""Tuning: every path swept, several together, memory and the link measured, and what was found kept."""
+"""Tuning: sweeps every path, and several together, measures memory and the link, and keeps the findings."""
 
 from __future__ import annotations
 
@@ -28,32 +28,35 @@ from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
 _STRIPES = 0.2
-"""Of the time, where there are several paths."""
+"""The share of the time that the sweep of stripes has, where there are several paths."""
 _FILL_SECONDS = 8.0
-"""Of writing all test files once, at most."""
+"""Seconds for writing all test files once, at most."""
 
 Report = Callable[[float, str], None]
-"""Called before each trial with the share that is done, from 0 to 1, and what is tried."""
+"""A function that is called before each trial with the share that is done, from 0 to 1, and a text on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Everything that one run of `infinity tune` found. Rates are bytes per second."""
+    """The findings of one run of `infinity tune`. Rates are bytes per second."""
 
     disks: tuple[DiskSweep, ...]
     stripes: StripeSweep | None
-    """None for a single path."""
+    """The findings for several paths together; None for a single path."""
     shared: tuple[tuple[str, str], ...]
-    """Pairs of paths that are on one device, where striping brings nothing."""
+    """Pairs of paths that are on one device, where striping gains nothing."""
     stream: float
+    """The rate at which the update's threads read and write memory."""
     link: LinkSpeed | None
-    """None without a CUDA device."""
+    """The link's speed; None without a CUDA device."""
     seconds: float
+    """Seconds that the run took."""
     profile: str
-    """The file that holds what was found."""
+    """The path of the file that keeps the findings."""
     saved: bool
+    """Whether that file could be written."""
     note: str | None
-    """Why an older profile was not used and is gone."""
+    """The reason why an older profile could not be used and was replaced; None if there was none."""
 
 
 def tune(
@@ -63,24 +66,25 @@ def tune(
     size: Size | None = None,
     report: Report = lambda done, what: None,
 ) -> Tuning:
-    """Find how to speak to the disks under these directories, and keep it for plans and all I/O.
+    """Find the best I/O settings for the disks under these directories, and keep them for plans and all I/O.
 
-    size: bytes of each test file; by default 2 GiB, or half of what is free. It is written once and removed.
-    Raises ConfigError for directories or sizes that cannot be used and for an unknown INFINITY_AIO,
-    StorageError and StorageFull for directories that cannot hold the file; nothing is left behind then.
+    size: bytes of each test file; by default 2 GiB, or half of the free bytes where that is less. It is
+    written once and removed. Raises ConfigError for directories or sizes that cannot be used and for an
+    unknown INFINITY_AIO, StorageError and StorageFull for directories that cannot hold the file; nothing is
+    left behind then.
     """
     effort, start = THOROUGH if thorough else QUICK, time.monotonic()
     sizes = _file_sizes(paths, size)
     backends = [_backends(path) for path in paths]
 
     def progress(what: str) -> None:
-        # Beyond the sweeps: a moment for files, memory and the link.
+        # Files, memory and the link take some 4 s beside the sweeps.
         report(min(1.0, (time.monotonic() - start) / (effort.seconds + 4.0)), what)
 
     progress("memory")
     stream = stream_speed()
     disks, stripes = _sweep(paths, sizes, backends, effort, progress)
-    stream = max(stream, stream_speed())  # whoever else is at work only slows it down
+    stream = max(stream, stream_speed())  # others at work only slow it down
     link = arena_link()[0] if torch.cuda.is_available() else None
     profile = Profile()
     note = profile.note
@@ -162,7 +166,7 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
 
 
 def _usable_bytes(directories: Sequence[str]) -> list[int]:
-    """Free room of each directory's file system, divided by the directories that share it.
+    """Free bytes of each directory's file system, divided by the number of directories that share it.
 
     Raises StorageError as `check_directory` does.
     """
@@ -172,7 +176,7 @@ def _usable_bytes(directories: Sequence[str]) -> list[int]:
 
 
 def _backends(path: str) -> list[str]:
-    """The engines that work in a directory, in the order of choice; INFINITY_AIO leaves one."""
+    """The backends that work in a directory, in the order of choice; INFINITY_AIO leaves only one."""
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if forced != "auto":
         with aio.Engine(path, backend=forced) as engine:
