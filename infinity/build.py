@@ -42,8 +42,8 @@ from infinity.system import machine
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
 
-_GUARD_MARGIN = 8 << 20
-"""Bytes below the budget at which holes in the heap are returned; at most a twentieth of the budget. In a
+_GUARD_MARGIN = 16 << 20
+"""Bytes below the budget at which holes in the heap are returned; at most a sixteenth of the budget. In a
 budget of 160 MiB, memory grew by 4 to 6 MiB between two checks."""
 
 
@@ -249,7 +249,7 @@ def _guard(plan: Plan) -> HeapGuard:
     if plan.device.type != "cpu":
         return HeapGuard(None)
     budget = plan.ram_budget
-    margin = min(_GUARD_MARGIN, budget // 20)
+    margin = min(_GUARD_MARGIN, budget // 16)
     return HeapGuard(machine.process_memory().resident + budget - margin)
 
 
