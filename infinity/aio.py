@@ -150,9 +150,10 @@ class Engine(_aio.Engine):
 
     Backends are tried in `directory` (any directory on the device; for None, in memory). `backend` is "auto"
     or one of BACKENDS; for "auto" the environment variable INFINITY_AIO decides, if set.
-    Requests are cut into blocks of `block_bytes`, of which `depth` are in flight. Blocks go out by deadline:
-    a read's is the moment it is asked for, a write's is `write_slack` seconds later, so that reads go ahead
-    of writes and writes never starve. `faults` makes a wrapper around the backend inject faults.
+
+    Requests are cut into blocks of `block_bytes`; up to `depth` blocks are in flight. Blocks go out by
+    deadline: a read's is the moment of its request, a write's is `write_slack` seconds later, so that reads
+    go ahead of writes and writes never starve. `faults` makes a wrapper around the backend inject faults.
 
     Raises ConfigError for an unknown or unavailable backend (with the reason), StorageError for a directory
     that cannot be written, StorageFull for one without room.

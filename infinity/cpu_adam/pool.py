@@ -1,4 +1,4 @@
-"""The thread pool: jobs go in, tickets come out."""
+"""The thread pool: takes updates, gradient passes and streams as jobs, and gives a ticket for each."""
 
 from __future__ import annotations
 
@@ -297,6 +297,6 @@ _open_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 @atexit.register
 def _close_pools() -> None:
-    # Before the interpreter ends: it would free the tensors' memory while threads still use it.
+    # Pools close before the interpreter ends, which frees the tensors' memory: no thread may still use it.
     for pool in list(_open_pools):
         pool.close()

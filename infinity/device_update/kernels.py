@@ -44,7 +44,7 @@ _BLOCK = 256
 _OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
-    # IEEE 754's rounding, denormals kept, operations fused only where the source says so: the CPU's bits.
+    # For the CPU's bits: IEEE 754's rounding, denormals kept, operations fused only where the source says so.
     "--fmad=false",
     "--ftz=false",
     "--prec-div=true",

@@ -82,8 +82,8 @@ class DeviceTable:
     """The table of some chunks' pieces, in memory of the device."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
-        """memory: uint8, with the bytes of these chunks' WorkspaceSize. The caller keeps it, for the table
-        alone, as long as the table is used. Returns when it has been written."""
+        """memory: uint8, as many bytes as these chunks' WorkspaceSize says. The caller keeps it while the
+        table is used, and puts nothing else there. Returns when the table has been written."""
         self.rows: dict[Hashable, int] = {}
         """The index of each parameter in `totals`."""
         for chunk in chunks:

@@ -30,7 +30,7 @@ _LARGEST_PIECE = 4 << 20
 """Bytes of the largest piece of transit: disks and links are at their best, and it is small beside a page."""
 
 _SMALLEST_PIECE = 4 * BLOCK
-"""Bytes of the smallest piece of transit: one block of gradients, which have float32 at the most."""
+"""Bytes of the smallest piece of transit, and of a block of float32 gradients, the largest there are."""
 
 
 class Candidate:
@@ -47,8 +47,11 @@ class Candidate:
         line: Sequence[Kind],
         ring: bool = False,
     ) -> None:
-        """line: the order of kinds, parameters first; see `line_of`. ring: whether gradients leave the device
-        through a ring."""
+        """The candidate for one grouping and one length of chunks.
+
+        line: the order of kinds, parameters first; see `line_of`. ring: whether gradients leave the device
+        through a ring.
+        """
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [

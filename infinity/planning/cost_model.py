@@ -42,7 +42,7 @@ class MachineRates:
 
 
 UpdateTime = Literal["lazy", "eager", "sync"]
-"""When updates run: under the next forward, under the last backward, or after it."""
+"""The time when updates run: under the next forward, under the last backward, or after it."""
 
 
 @dataclass(frozen=True, kw_only=True)

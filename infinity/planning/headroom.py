@@ -92,7 +92,7 @@ class Headroom:
         return Headroom.for_cuda(torch.cuda.get_device_capability(device), os.environ)
 
     def beside(self, live: int) -> int:
-        """Bytes of headroom for tensors of which at most `live` bytes live at one time."""
+        """Bytes of headroom for a step whose tensors have at most `live` bytes at one time."""
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:

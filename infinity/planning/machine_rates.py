@@ -28,7 +28,7 @@ _FILL_SECONDS = 1.0
 _DISK_SECONDS = 0.6
 """Seconds, about, of all three probes of all paths together; the files are written once before them."""
 _DISK_EXPIRES = 300.0
-"""Seconds for which a disk's figures are valid: others use it too, and clouds ration it."""
+"""Seconds for which a disk's figures are valid: other processes use it too, and clouds limit its rate."""
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
 _MATMUL_SECONDS = 0.2

@@ -29,8 +29,8 @@ MOST_BYTES = 1 << 30
 """Bytes that operands and results of the runs take at most; a quarter of free memory where that is less."""
 
 _COLD_BYTES = 64 << 20
-"""Bytes of memory that successive operands and results walk through, so that no cache has them ready: in a
-step none has."""
+"""Bytes of memory that runs take operands and results from in order, so that no cache holds them yet: in a
+step none does either."""
 
 _ROUNDS = 4
 """Rounds over all operations, at most. The first warms up, and counts only where there is no other."""

@@ -13,7 +13,7 @@ from infinity.tiers import Tier
 
 
 class Kind(enum.Enum):
-    """What a page holds of its unit."""
+    """The kinds of pages that a unit has."""
 
     PARAMETER = "parameter"
     """Parameters as forward and backward take them."""

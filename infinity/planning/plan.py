@@ -71,7 +71,7 @@ class Plan:
     compute: Seconds | None = None
     """Seconds of the operations of one forward and backward; None: unknown."""
     update: UpdateTime = "lazy"
-    """When a step's updates run; see infinity.planning.cost_model.UpdateTime."""
+    """The time when a step's updates run; see infinity.planning.cost_model.UpdateTime."""
     accumulation: int | None = None
     """Backwards of a step, as declared; None: unknown."""
     updates_there: bool = False

@@ -46,7 +46,7 @@ class Available:
 
     @staticmethod
     def now(device: torch.device) -> Available:
-        """The free bytes of `device` and of this machine's RAM."""
+        """The free bytes of `device` and of this machine's RAM, each less its margin."""
         near = available_bytes(device) if device.type == "cuda" else 0
         return Available(near, available_ram(), Headroom.of(device))
 

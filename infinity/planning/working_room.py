@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE = 4
-"""Staging takes at the most the host budget divided by this."""
+"""Staging takes at most the host budget divided by this, but at least two chains."""
 
 _RING_SHARE = 64
-"""The ring for gradients takes at the most the device budget divided by this."""
+"""The ring for gradients takes at most the device budget divided by this, but at least two blocks."""
 
 _LARGEST_RING = 64 << 20
 """Bytes of the largest ring. A link of 50 GB/s takes 1.3 ms for them; the host's threads are seldom later."""

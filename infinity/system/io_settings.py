@@ -162,7 +162,7 @@ def open_engine(
     block_bytes: int | None = None,
     faults: Faults | None = None,
 ) -> Engine:
-    """An engine for an existing directory, with `settings_for` it in place of arguments that are not given.
+    """An engine for an existing directory. Arguments that are not given come from `settings_for` it.
 
     Where the tuned backend does not work any more, the defaults are used. Raises what `Engine` raises.
     """

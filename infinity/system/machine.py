@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP_UNLIMITED = 1 << 60
-"""Bytes from which on a limit of cgroup v1 means "no limit"; the kernel writes a number near 2**63."""
+"""Bytes; a limit of cgroup v1 of this or more means "no limit". The kernel writes a number near 2**63."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -49,7 +49,7 @@ class Order(enum.Enum):
     HOST_WAITS = "host waits"
     """The host reads bytes that came down, or reuses bytes that went up, after it has waited for the copy."""
     HOST_ASKS = "host asks"
-    """The same, where the host has asked whether the copy is done, and did something else until it was."""
+    """The host reads or reuses such bytes after it has asked whether the copy is done, instead of waiting."""
     DRAIN = "drain"
     """An update in place in RAM comes after all copies up that read the bytes."""
 

@@ -3,8 +3,8 @@
 [Note: a residency is a Storage]
 A unit that becomes resident gets a `torch.Storage` of its own over leased bytes (`Lease.residency`). The
 Storage's deleter gives the lease back, so the bytes stay taken for as long as any view of them lives: in an
-autograd context, in a user's variable, in another thread. Nothing is ever handed out twice, whoever forgot
-to let go, and what is held too long shows as taken bytes of the pool, never as garbage in a tensor.
+autograd context, in a user's variable, in another thread. No byte is ever lent twice at a time. A view that
+is kept too long shows as taken bytes of the pool, never as garbage in a tensor.
 """
 
 from __future__ import annotations

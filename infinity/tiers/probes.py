@@ -14,7 +14,7 @@ from infinity.system.io_settings import IoSettings, open_engine
 from infinity.tiers.trial_file import Memory, TestFile
 
 _BUFFERS = 32 << 20
-"""Bytes of RAM, at the most, that a disk is probed with."""
+"""Bytes of RAM that a disk is probed with, at most."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Regions: ranges of memory that live as long as anything that lies in them, as torch sees them."""
+"""Regions: ranges of memory that live as long as any tensor or lease over them, and tensors over regions."""
 
 from __future__ import annotations
 

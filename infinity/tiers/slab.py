@@ -63,7 +63,7 @@ class Slab(Closing):
                 with storage_errors("lock", self.path):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # The last owner may have removed the file between our open and our lock: then what we
-                    # hold has no name any more, and somebody else can own the name.
+                    # hold has no name any more, and another process can own the name.
                     if _is_at(descriptor, self.path):
                         return descriptor
                     os.close(descriptor)
@@ -87,7 +87,7 @@ class Slab(Closing):
 def _remove(descriptor: int, path: Path, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
-            # Before the lock goes: a process that waits for it must not find this file again.
+            # The name goes before the lock: a process that waits for the lock must not find this file again.
             if _is_at(descriptor, path):
                 os.unlink(path)
     os.close(descriptor)

@@ -133,7 +133,7 @@ class MemoryTier(Closing):
             raise ConfigError(
                 f"A granule of {granule} bytes cannot be used.", "Give a power of two up to 2097152."
             )
-        # Multiples in the address space: a device's region may start anywhere.
+        # Pools start at multiples of the granule in the address space: a device's region may start anywhere.
         start = round_up(region.address + self._carved, granule) - region.address
         size = round_up(nbytes, granule)
         if start + size > self.budget:

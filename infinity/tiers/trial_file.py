@@ -52,7 +52,7 @@ class Memory:
     def __init__(self, nbytes: int) -> None:
         self.region = _tiers.map_host(nbytes, huge_pages=True, populate=True)
         words = tensor_over(self.region)[: nbytes // 8 * 8].view(torch.int64)
-        # What is measured leaves no trace in the caller's random numbers.
+        # A generator of its own: measuring must not change the caller's random numbers.
         own = torch.Generator().manual_seed(0)
         pattern = words[: _PATTERN_BYTES // 8].random_(generator=own)
         for start in range(pattern.numel(), words.numel(), pattern.numel()):
@@ -186,7 +186,7 @@ def issue(
 ) -> Iterator[aio.Future]:
     """Requests of `nbytes` at these offsets: reads, writes, or for "mixed" both alternately."""
     kinds = {"read": (target.read,), "write": (target.write,), "mixed": (target.read, target.write)}[mode]
-    buffers = max(1, memory.nbytes // nbytes)  # some are used twice at a time; nobody looks at the bytes
+    buffers = max(1, memory.nbytes // nbytes)  # requests may share a buffer; its bytes do not matter
     for number, place in enumerate(places):
         yield kinds[number % len(kinds)](memory.part(number % buffers * nbytes, nbytes), place)
 

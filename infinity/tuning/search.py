@@ -165,8 +165,8 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
 def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
     """Whether `one` moves equal bytes in every mode faster than `other`, by more than a tie and the noise.
 
-    In each pass that has both, the logarithm of the ratio of their speeds is taken. Its median over passes is
-    compared; the noise is the standard error of this median, from the median absolute deviation.
+    Each pass that has both gives the logarithm of the ratio of their speeds. The median of these must exceed
+    a tie plus its own standard error, which follows from the median absolute deviation.
     """
     times = [
         math.log(statistics.harmonic_mean([each[one][mode] / each[other][mode] for mode in each[one]]))

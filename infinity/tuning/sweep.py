@@ -15,7 +15,7 @@ Progress = Callable[[str], None]
 
 _LATENCY = 0.064
 """Seconds of latency up to which bytes in flight are tried: by Little's law they are rate x latency. A disk
-that nobody else uses needs far fewer bytes in flight, but a deeper queue gets more of a shared disk."""
+without other users needs far fewer bytes in flight, but a deeper queue gets more of a shared disk."""
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
 
