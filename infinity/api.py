@@ -115,7 +115,7 @@ def plan(
     )
     if estimate is None:
         return draft()
-    draft(activations=estimate.activations)  # what cannot fit fails before anything is measured
+    draft(activations=estimate.activations)  # raises before anything is measured if it cannot fit
     speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype)
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
     compute = seconds_of(estimate.operations, roofline, target)

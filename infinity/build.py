@@ -55,7 +55,7 @@ def carry_out(
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
 ) -> Runtime:
-    """`offload` by a plan that was made before, for this model, optimizer and budget."""
+    """The runtime that `offload` returns, by a plan made before for this model, optimizer and budget."""
     heap = _guard(plan)
     with ExitStack() as cleanup:
         meter = Meter()

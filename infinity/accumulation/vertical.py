@@ -123,7 +123,7 @@ class Accumulator:
     def _run_group(
         self, batches: Sequence[Any], loss_fn: LossFunction, blocks: list[nn.Module]
     ) -> list[torch.Tensor]:
-        if self._reason is not None:  # found out by the group before
+        if self._reason is not None:  # an earlier group found it
             return _plain(batches, loss_fn)
         devices = [self.plan.device] if self.plan.device.type == "cuda" else []
         random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

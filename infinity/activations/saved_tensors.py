@@ -156,5 +156,5 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
         yield
     finally:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is not None and getattr(top[0], "__self__", None) is hooks:  # else left out of order
+        if top is not None and getattr(top[0], "__self__", None) is hooks:  # else closed out of order
             torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -112,7 +112,7 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
         if target.is_dir():
             if any(target.iterdir()):
                 raise ConfigError(f"{target} is not empty.", cure)
-            if target.is_mount():  # nothing can be renamed to it
+            if target.is_mount():  # a directory cannot be renamed to it
                 raise ConfigError(f"{target} is where a file system is mounted.", "Give a directory in it.")
         elif target.exists():
             raise ConfigError(f"{target} is no directory.", cure)

@@ -165,7 +165,7 @@ class _Walk:
             with _reading(folder):
                 if not self._is_new(os.stat(folder)):
                     continue
-                # In the order of names, because a file with several names gets the first.
+                # In the order of names, because a file with several names is known by the first.
                 inside = sorted(name for name in os.listdir(folder) if not name.startswith("."))
             below = []
             for name in inside:

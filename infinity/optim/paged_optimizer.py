@@ -124,8 +124,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._rule = rule
         self._backend = backend
         self._paged = PagedState(rule, backend, _parameters(optimizer))
-        # Not super().__init__, which would build groups of its own; this is how torch makes an optimizer
-        # of parts when it unpickles one.
+        # Not super().__init__, which would build groups of its own; torch uses __setstate__ like this when it
+        # unpickles an optimizer.
         self.__setstate__(
             {
                 "defaults": optimizer.defaults,
@@ -217,8 +217,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                     f"optimizer's {len(group['params'])}.",
                     "Load a state dict of an optimizer with the same groups.",
                 )
-            # A state dict of an older torch may lack options; all else that it lacks is dropped, as in
-            # torch (a scheduler's initial_lr).
+            # Options that a state dict of an older torch lacks are kept. Other entries that it lacks (a
+            # scheduler's initial_lr) are dropped, as in torch.
             kept = {key: group[key] for key in (*self.defaults, "param_names") if key in group}
             options = {key: value for key, value in new.items() if key != "params"}
             loaded.append(self._rule.loaded({**kept, **deepcopy(options), "params": group["params"]}))

@@ -129,7 +129,7 @@ class EditTracker:
     def _held_outside(self, page: ParameterPage, memory: torch.Tensor) -> bool:
         """Whether any code but the runtime holds the storage of `memory`, bytes of the page."""
         storage = memory.untyped_storage()
-        ours = len(self._loans.get(page.index, ())) + 1  # the wrapper above
+        ours = len(self._loans.get(page.index, ())) + 1  # one for `storage` above
         if page.residency is not None:
             ours += 1 + len(page.parameters)
         return torch._C._storage_Use_Count(storage._cdata) > ours

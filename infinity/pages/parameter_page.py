@@ -92,8 +92,8 @@ class ParameterPage:
                 if torch._has_compatible_shallow_copy_type(parameter, placeholder):
                     parameter.data = placeholder
                 else:
-                    # From the meta device. Not torch.utils.swap_tensors: that swaps attributes as well, and
-                    # refuses what has weak references, as nn.LSTM's weights do.
+                    # The parameter is on the meta device. torch.utils.swap_tensors would swap attributes as
+                    # well, and it refuses tensors with weak references, such as nn.LSTM's weights.
                     torch._C._swap_tensor_impl(parameter, nn.Parameter(placeholder, parameter.requires_grad))
         self.acknowledge()
 
