@@ -247,9 +247,9 @@ def injected(faults: Faults | None) -> Iterator[None]:
     if faults is None:
         yield
         return
-    from infinity import store  # what only these tests need of the inside
+    from infinity.pages.store import injected  # what only these tests need of the inside
 
-    with store.injected(faults):
+    with injected(faults):
         yield
 
 

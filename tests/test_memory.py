@@ -85,7 +85,7 @@ def check_resting(runtime: Any) -> None:
         if page.presence is Presence.PRESENT and not page.permanent
     ]
     assert store.pools["resident"].counters.leased == sum(present) <= plan.resident_bytes
-    assert store.host.resident_bytes <= store.host.budget == plan.host_bytes
+    assert store.host.region.resident_bytes() <= store.host.budget == plan.host_bytes
     if not plan.unified:
         assert store.device.region.resident_bytes() <= store.device.budget == plan.device_bytes
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,10 +54,15 @@ def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureF
 
 
 def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
-    """By SIGTERM, while the disk is measured."""
+    """By SIGTERM, while the disk is measured on a file without a name."""
     process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), script=False)
+
+    def measures() -> bool:
+        opened = Path(f"/proc/{process.pid}/fd").glob("*")
+        return any(os.path.realpath(each).startswith(f"{job.pages}{os.sep}") for each in opened)
+
     with ended(process):
-        wait_for(lambda: any(job.pages.iterdir()), process)
+        wait_for(measures, process)
         process.terminate()
         stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130

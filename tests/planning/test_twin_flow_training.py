@@ -164,8 +164,8 @@ def stop_everywhere(accumulator: Accumulator, blocks: Any) -> dict[nn.Module, fr
 
 
 @pytest.mark.parametrize("part", [False, True])
-@pytest.mark.filterwarnings("error")
 @pytest.mark.filterwarnings("ignore:Saved activations take")
+@pytest.mark.filterwarnings("error")
 def test_micro_batches_together_have_the_bits_of_the_plain_loop(
     part: bool, kernels: None, updated: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
