@@ -172,7 +172,7 @@ class _Builder:
         return Runtime(parts)
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
-        """The parameter pages, converted; permanent ones have landed."""
+        """The parameter pages, whose Parameters are paged from now on; permanent pages are resident."""
         placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [
             ParameterPage(

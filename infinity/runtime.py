@@ -166,7 +166,7 @@ class Runtime(Closing):
             yield
 
     def save(self, path: str | None = None, *, state: Mapping[str, Any] | None = None) -> NoReturn:
-        """Raises ConfigError: commits do not exist yet."""
+        """Raises ConfigError always: checkpoints of a run cannot be written yet."""
         raise ConfigError(
             "Durable commits are not there yet.",
             "Save model.state_dict() and runtime.optimizer.state_dict() with torch.save, if they fit in RAM.",

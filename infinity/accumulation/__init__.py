@@ -1,1 +1,1 @@
-"""Accumulation: the micro-batches of a step, page by page."""
+"""Accumulation: all micro-batches of a step take a page before the next page is fetched."""

@@ -54,7 +54,7 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class Mixed(Exception):
-    """Micro-batches of this model, or loss function, cannot be under way at the same time. str(): why."""
+    """This model, or loss function, does not let its micro-batches run together; str() says why."""
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ _SLACK = 8 << 20
 
 _BETWEEN_LOOKS = 2 << 20
 _LOOKS = 128
-"""Most checks while as many bytes as the limit are allocated. A check takes 4 us, beside busy threads 50."""
+"""At most this many checks are made while the limit's bytes are allocated: one takes 4 to 50 us."""
 
 
 def malloc_trim() -> Callable[[int], int] | None:

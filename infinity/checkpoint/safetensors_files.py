@@ -38,7 +38,7 @@ DTYPES = {
 """Name of a dtype in safetensors -> the dtype."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes any of which fills any other. float8 is not one: it comes with scales in tensors of their own."""
+"""Dtypes that are converted to each other. float8 is left out: its scales are in other tensors."""
 
 _CONVERT = "Save the model with safetensors (save_pretrained does), and give the directory or the file."
 

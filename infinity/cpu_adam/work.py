@@ -14,7 +14,7 @@ from infinity import _cpu_adam
 from infinity.cpu_adam.hyper import Hyper
 
 BLOCK: int = _cpu_adam.BLOCK
-"""Elements of a block whose squares have one sum. Parameters may be split over segments only at multiples."""
+"""Number of elements whose squares have one sum: segments may split a parameter only at its multiples."""
 
 CODE_BLOCK: int = _cpu_adam.CODE_BLOCK
 """Elements of a parameter that share an exponent in int8 moments."""

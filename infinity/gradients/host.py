@@ -158,7 +158,8 @@ class Gradients:
                 self.staged.complete(page, number)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
-        """Add a new gradient, (numel,) in memory order, to one of a unit that is `on_device`."""
+        """Add a new gradient to the one that the device holds of a parameter. flat: (numel,), in memory
+        order."""
         assert self._on_device is not None
         self._on_device.add(unit, parameter, flat)
 

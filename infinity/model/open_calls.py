@@ -59,8 +59,8 @@ class OpenCalls:
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     """This frame and its callers.
 
-    The caller passes its own caller's frame: a frame in a list of its own would keep itself alive, with all
-    variables.
+    Pass the frame of your caller, not your own: a function whose list holds its own frame is a reference
+    cycle, which keeps all of its variables alive.
     """
     while frame is not None:
         yield frame

@@ -6,7 +6,7 @@ stream through staging (infinity/optim/staging.py) in the order in which the nex
 some are read while one is computed and others are written, and all of it while the model computes. A caller
 that needs a unit meanwhile (`complete`) waits for its chains only.
 
-Two kinds of units are updated at once. One is a unit that rests in host RAM as a whole, where the CPU
+Two kinds of units are updated immediately. One is a unit that rests in host RAM as a whole, where the CPU
 computes the model too: there is nothing to overlap. The other is a unit that rests where the device updates
 it: the device's stream orders the update before what is queued later.
 """

@@ -135,7 +135,8 @@ class ParameterPage:
         self.presence = Presence.AWAY
 
     def living(self) -> torch.Tensor | None:
-        """The bytes that views see: the residency, or the ghost of an earlier one; None if there is none."""
+        """The bytes that the parameters' views see: the residency, or one that left and that views keep
+        alive."""
         if self.residency is not None or self._ghost is None:
             return self.residency
         storage = torch.UntypedStorage._new_with_weak_ptr(self._ghost.cdata)

@@ -156,9 +156,10 @@ class Candidate:
         return self.ends[cut] + self.residents(pages)[cut]
 
     def cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
-        """The places in line where the device's pages (unified: none) end, and where the host's end.
+        """Two places in the line of pages: where the device's share ends (unified: 0), and where the host's
+        ends.
 
-        Both are as far down the line as room allows. None where the pages do not fit.
+        Both are as large as `room` allows. None where the pages do not fit.
         """
         working = self.working(level, room)
         if working > room.host or self.staging(level, room) > level.share * room.host:

@@ -79,7 +79,8 @@ class Arrival:
         return Edge.HOST_TO_DEVICE
 
     def advance(self, *, block: bool) -> bool:
-        """Move pieces on; with `block`, at least one. Returns whether a piece of transit came free."""
+        """Move the page's pieces to their next hop; with `block`, wait for one. Returns whether transit came
+        free."""
         try:
             return self._advance(block)
         except InfinityError as error:

@@ -103,7 +103,7 @@ class Stats:
     """The most bytes in use at one time, by the name of the pool."""
 
     last_step: Stats | None = None
-    """The same for the last finished step alone, from the end of the step before it; None before one."""
+    """These figures for the last finished step alone; None until a step has finished."""
 
     @property
     def hit_rate(self) -> float | None:

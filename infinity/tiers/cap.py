@@ -98,7 +98,8 @@ def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]
 
 @functools.cache
 def _watch() -> None:
-    """Have torch call `_out_of_memory` before every OutOfMemoryError. Once: torch cannot be told to stop."""
+    """Have torch call `_out_of_memory` before any OutOfMemoryError; once a process, for nothing unregisters
+    it."""
     attach: Callable[[Any], None] | None = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:
         attach(_out_of_memory)
