@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import covered
 from homes import ROOMY
 from parity import copied, differences, tensors_copied
 from small_runtime import TIED, files, loss_of
@@ -300,9 +301,7 @@ def train_eagerly(
     return [seen, losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
 
 
-@pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("gradients", GRADIENT_HOMES)
-@pytest.mark.parametrize("act", BEFORE_FORWARD, ids=lambda each: each.__name__)
+@covered({"act": BEFORE_FORWARD, "gradients": GRADIENT_HOMES, "backwards": (1, 2)})
 def test_the_bits_of_eager_updates_whose_states_were_read(
     act: Any, gradients: Tier, backwards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
