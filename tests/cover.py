@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 Case = dict[str, Any]
-Pair = tuple[str, int, str, int]
-"""Two factors, each with the index of a value."""
 
 
 def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
@@ -17,38 +17,45 @@ def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """A cover of all pairs, always the same one.
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
+) -> list[Case]:
+    """A cover of all pairs that any combination has which is allowed; always the same one.
 
-    Greedy, as AETG (Cohen et al., 1997): a combination begins with a pair that is missing, and every other
-    factor gets the value with which most pairs are new; of equals, the one that came least.
+    Greedy: the next is the one with most pairs that are missing; of equals, that whose values came least.
     """
-    sizes = {name: len(values) for name, values in factors.items()}
-    missing = dict.fromkeys(
-        pair
-        for (a, size), (b, other) in itertools.combinations(sizes.items(), 2)
-        for pair in itertools.product((a,), range(size), (b,), range(other))
-    )
-    order = {name: number for number, name in enumerate(factors)}
-    used: Counter[tuple[str, int]] = Counter()
+    numbers = list(itertools.product(*(range(len(values)) for values in factors.values())))
+    named = product(factors)
+    pairs: dict[Any, int] = {}
+    masks = {}
+    for at, chosen in enumerate(numbers):
+        if allowed(named[at]):
+            both = itertools.combinations(enumerate(chosen), 2)
+            masks[at] = sum(1 << pairs.setdefault(pair, len(pairs)) for pair in both)
+    missing = (1 << len(pairs)) - 1
+    used: Counter[tuple[int, int]] = Counter()
     found = []
     while missing:
-        a, one, b, other = next(iter(missing))
-        chosen = {a: one, b: other}
-        for name in sorted(sizes.keys() - chosen.keys(), key=lambda name: (-sizes[name], order[name])):
-            new = [
-                sum(pair in missing for pair in _pairs({**chosen, name: value}, order) if name in pair)
-                for value in range(sizes[name])
-            ]
-            chosen[name] = max(range(sizes[name]), key=lambda value: (new[value], -used[name, value]))
-        for pair in _pairs(chosen, order):
-            missing.pop(pair, None)
-        used.update(chosen.items())
-        found.append({name: factors[name][chosen[name]] for name in factors})
+        most = max((mask & missing).bit_count() for mask in masks.values())
+        equals = (at for at, mask in masks.items() if (mask & missing).bit_count() == most)
+        best = min(equals, key=lambda at: sum(used[value] for value in enumerate(numbers[at])))
+        missing &= ~masks[best]
+        used.update(enumerate(numbers[best]))
+        found.append(named[best])
     return found
 
 
-def _pairs(chosen: Mapping[str, int], order: Mapping[str, int]) -> Iterator[Pair]:
-    """Of the values chosen so far."""
-    for a, b in itertools.combinations(sorted(chosen, key=order.__getitem__), 2):
-        yield a, chosen[a], b, chosen[b]
+def covered(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
+) -> pytest.MarkDecorator:
+    """Parametrises a test by these factors: combinations that cover all pairs are quick, the others slow."""
+    quick = pairwise(factors, allowed)
+    found = [
+        pytest.param(
+            *case.values(),
+            id="-".join(getattr(value, "__name__", str(value)) for value in case.values()),
+            marks=() if case in quick else pytest.mark.slow,
+        )
+        for case in filter(allowed, product(factors))
+    ]
+    return pytest.mark.parametrize(tuple(factors), found)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from cover import pairwise, product
+from cover import covered, pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +33,7 @@ def test_every_pair_comes_and_no_case_twice(factors: dict[str, list[int]]) -> No
 
 
 @pytest.mark.parametrize(
-    ("sizes", "most"), [((13, 6, 2, 2, 2, 2), 78), ((6, 2, 2, 2, 2), 12), ((3, 3, 3, 3), 12), ((2,) * 8, 8)]
+    ("sizes", "most"), [((13, 6, 2, 2, 2, 2), 78), ((6, 2, 2, 2, 2), 12), ((3, 3, 3, 3), 15), ((2,) * 8, 8)]
 )
 def test_a_cover_is_hardly_larger_than_its_two_largest_factors_need(
     sizes: tuple[int, ...], most: int
@@ -42,6 +42,35 @@ def test_a_cover_is_hardly_larger_than_its_two_largest_factors_need(
     cases = pairwise(factors)
     check_every_pair(factors, cases)
     assert len(cases) <= most
+
+
+def test_pairs_that_nothing_allowed_has_are_left_out() -> None:
+    factors = {"a": (1, 2, 3), "b": (1, 2, 3), "c": (1, 2)}
+    cases = pairwise(factors, lambda case: case["a"] >= case["b"])
+    assert all(case["a"] >= case["b"] for case in cases)
+    assert {(case["a"], case["b"]) for case in cases} == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)}
+    assert {(case["a"], case["c"]) for case in cases} == set(itertools.product((1, 2, 3), (1, 2)))
+    assert {(case["b"], case["c"]) for case in cases} == set(itertools.product((1, 2, 3), (1, 2)))
+
+
+@covered({"a": (1, 2, 3), "b": "xy", "c": (False, True)})
+def test_a_covered_test_gets_its_values(a: int, b: str, c: bool) -> None:
+    assert {"a": a, "b": b, "c": c} in product({"a": (1, 2, 3), "b": "xy", "c": (False, True)})
+
+
+def test_what_a_cover_leaves_out_is_slow() -> None:
+    factors = {"a": (1, 2, 3), "b": "xy", "c": (False, True)}
+    (parameters,) = (mark.args[1] for mark in [covered(factors).mark])
+    quick = [each for each in parameters if not each.marks]
+    assert [each.id for each in quick] == [
+        "1-x-False",
+        "1-y-True",
+        "2-x-False",
+        "2-y-True",
+        "3-x-True",
+        "3-y-False",
+    ]
+    assert len(parameters) == 12
 
 
 def test_a_factor_alone_or_none() -> None:

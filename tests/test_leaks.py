@@ -23,7 +23,7 @@ import infinity
 from infinity.prefetch import trace
 
 WARM = 24
-STEPS = 504
+STEPS = 264
 FEW = 120
 INTERVALS = 8
 """Into which the steps after WARM are divided: all are multiples of the periods of the tests."""

@@ -26,6 +26,17 @@ pytestmark = pytest.mark.usefixtures("cpu_updates")
 each_entry = pytest.mark.parametrize("entry", zoo.ENTRIES, ids=str)
 TRANSFORMER = zoo.entry("transformer")
 
+
+def one_home_each(*homes: str) -> pytest.MarkDecorator:
+    """Each model at the next one of these homes. At the others it is slow: the matrix has it there."""
+    found = [
+        pytest.param(entry, home, marks=() if at % len(homes) == number else pytest.mark.slow)
+        for at, entry in enumerate(zoo.ENTRIES)
+        for number, home in enumerate(homes)
+    ]
+    return pytest.mark.parametrize("entry, home", found, ids=str)
+
+
 FACTORS: dict[str, tuple[Any, ...]] = {
     "entry": zoo.ENTRIES,
     "home": HOMES,
@@ -159,8 +170,7 @@ def test_late_reads_and_writes_change_nothing_on_cuda(
     assert differences(vars(run), vars(placed.on_device(entry, recipe, watch=True))) == []
 
 
-@each_entry
-@pytest.mark.parametrize("home", ["nvme", "mixed"])
+@one_home_each("nvme", "mixed")
 def test_every_step_is_the_same_wherever_pages_are(
     entry: Entry, home: str, placed: Placed, tmp_path: Path
 ) -> None:
@@ -236,10 +246,10 @@ def test_the_optimizers_state_dict_is_torchs(name: str, optimizer: str, placed: 
             )
 
 
-@each_entry
-def test_fifty_steps_follow_pytorch(entry: Entry, tmp_path: Path) -> None:
+@one_home_each(*HOMES)
+def test_fifty_steps_follow_pytorch(entry: Entry, home: str, tmp_path: Path) -> None:
     recipe = Recipe(steps=50)
-    run = parity.paged(entry, recipe, "nvme", tmp_path)
+    run = parity.paged(entry, recipe, home, tmp_path)
     parity.check_losses(entry, recipe, run, plain(entry, recipe))
 
 

@@ -6,6 +6,7 @@ copy is a function that does nothing: a copied model is a plain one.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,10 +23,12 @@ from infinity.gradients.loss_scale import LossScale
 from infinity.model.pager import Pager
 
 
+@functools.cache
 def keep_out_of_graphs() -> None:
     """Have torch.compile break its graphs where this package is called, and never trace or compile it.
 
-    A traced graph would run without the hooks and page faults, and use wrong data.
+    A traced graph would run without the hooks and page faults, and use wrong data. Once a process is enough:
+    torch compiles a regular expression of all such names each time, which takes 80 ms.
     """
     import torch._dynamo.trace_rules as rules  # torch loads it late, when the first optimizer is made
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,33 +170,42 @@ def _has_capability(number: int) -> bool:
     return False
 
 
-def _cgroup_chain(controller: str) -> list[Path]:
+def _cgroup_chain(controller: str) -> Sequence[Path]:
     """Directories of this process's cgroup and its ancestors for a controller, v2 or v1."""
-    chain: list[Path] = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                roots = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
-            elif controller in controllers.split(","):
-                roots = [Path("/sys/fs/cgroup") / controllers, Path("/sys/fs/cgroup") / controller]
-            else:
-                continue
-            for root in roots:
-                directory = root / path.lstrip("/")
-                # In a container the path may be the host's: then the root itself is what is mounted.
-                for candidate in [directory, *directory.parents]:
-                    if candidate.is_relative_to(root) and candidate.is_dir() and candidate not in chain:
-                        chain.append(candidate)
-    return chain
-
-
-def _read_int(path: Path) -> int | None:
     try:
-        text = path.read_text().strip()
+        return _directories(controller, Path("/proc/self/cgroup").read_text())
+    except OSError:
+        return ()
+
+
+@functools.cache
+def _directories(controller: str, cgroups: str) -> Sequence[Path]:
+    """Directories of a process that is in these cgroups, as /proc/self/cgroup lists them."""
+    chain: list[Path] = []
+    for line in cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            roots = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+        elif controller in controllers.split(","):
+            roots = [Path("/sys/fs/cgroup") / controllers, Path("/sys/fs/cgroup") / controller]
+        else:
+            continue
+        for root in roots:
+            directory = root / path.lstrip("/")
+            # In a container the path may be the host's: then the root itself is what is mounted.
+            for candidate in [directory, *directory.parents]:
+                if candidate.is_relative_to(root) and candidate.is_dir() and candidate not in chain:
+                    chain.append(candidate)
+    return tuple(chain)
+
+
+def _read_int(path: Path | str) -> int | None:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            text = file.read().strip()
     except OSError:
         return None
-    return None if text == "max" else int(text)
+    return None if text == b"max" else int(text)
 
 
 def _memory_limit(directory: Path) -> tuple[int, int] | None:
@@ -203,9 +214,11 @@ def _memory_limit(directory: Path) -> tuple[int, int] | None:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit = _read_int(directory / limit_name)
-        usage = _read_int(directory / usage_name)
-        if limit is None or usage is None or limit >= CGROUP_UNLIMITED:
+        limit = _read_int(f"{directory}/{limit_name}")
+        if limit is None or limit >= CGROUP_UNLIMITED:
+            continue
+        usage = _read_int(f"{directory}/{usage_name}")
+        if usage is None:
             continue
         reclaimable = 0
         with contextlib.suppress(OSError):

@@ -56,6 +56,7 @@ def openmp_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.alone
 def test_openmp_threads_help_who_waits_and_the_pool_sleeps(openmp_threads: Callable[[int], None]) -> None:
     n, jobs = 1 << 20, 50
     openmp_threads(2)
@@ -74,6 +75,7 @@ def test_openmp_threads_help_who_waits_and_the_pool_sleeps(openmp_threads: Calla
         assert same_bits(first.parameter, second.parameter)
 
 
+@pytest.mark.alone
 def test_fewer_openmp_threads_than_the_pool_has_do_not_stand_in_for_it(
     openmp_threads: Callable[[int], None],
 ) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from cover import pairwise
 from homes import needs_cuda
 
 from infinity.device_update import kernels as device_kernels
@@ -75,15 +75,18 @@ def _refused(self: Path, content: bytes) -> int:
     raise PermissionError(13, "no")
 
 
+KINDS = pairwise(
+    {"rule": range(len(RULES)), "formats": ((0, 0, 0), (1, 4, 2), (2, 3, 1)), "architecture": ARCHITECTURES}
+)
+"""formats: of gradients, parameters and moments."""
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_is_fused_approximated_or_flushed(architecture: str, kept: Path) -> None:
     """All of fp32 and fp64 that the kernels compute is rounded to nearest, denormals kept."""
     kinds = {
-        UpdateKind(rule, gradient, parameter, moments)
-        for rule, (gradient, parameter, moments) in product(
-            range(len(RULES)), ((0, 0, 0), (1, 4, 2), (2, 3, 1))
-        )
+        UpdateKind(case["rule"], *case["formats"]) for case in KINDS if case["architecture"] == architecture
     }
     text = image(kinds, f"compute_{architecture}").decode()
     assert all(f".entry {name}(" in text for name in KERNELS)

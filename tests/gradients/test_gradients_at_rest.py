@@ -12,6 +12,7 @@ import parity
 import pytest
 import torch
 import zoo
+from cover import covered
 from device_units import kernels
 from emulated_device import EmulatedDevice
 from homes import HOMES, ROOMY
@@ -39,9 +40,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 # ---- Bits ----
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
-@pytest.mark.parametrize("home", [*HOMES, "mirrored"])
+@covered({"home": (*HOMES, "mirrored"), "compute": ("bf16", "fp16"), "clip": (None, 0.05)})
 def test_every_bit_is_that_of_gradients_in_fp32(
     home: str, compute: str, clip: float | None, tmp_path: Path
 ) -> None:
@@ -78,9 +77,7 @@ def test_every_bit_of_parameters_of_two_dtypes_recomputed_and_frozen(name: str, 
     assert differences(vars(wide), vars(single)) == []
 
 
-@pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
-@pytest.mark.parametrize("home", ["host", "nvme", "mirrored"])
+@covered({"home": ("host", "nvme", "mirrored"), "compute": ("bf16", "fp16"), "threads": (False, True)})
 def test_every_bit_of_gradients_that_leave_through_the_ring(
     home: str, compute: str, threads: bool, tmp_path: Path
 ) -> None:

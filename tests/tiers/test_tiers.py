@@ -142,6 +142,7 @@ def test_an_empty_arena_is_refused(nbytes: int) -> None:
         HostArena(nbytes)
 
 
+@pytest.mark.alone
 def test_more_than_the_machine_has_fails_before_anything_is_taken() -> None:
     usable = machine.memory().usable
     for make in (HostArena, CpuDeviceTier):
@@ -149,6 +150,7 @@ def test_more_than_the_machine_has_fails_before_anything_is_taken() -> None:
             make(2 * usable)
 
 
+@pytest.mark.alone
 def test_memory_promised_to_one_tier_is_not_promised_again() -> None:
     usable = machine.memory().usable
     with HostArena(usable * 7 // 10) as host:

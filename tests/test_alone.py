@@ -1,0 +1,73 @@
+"""A test that is alone waits for those that run, and those that come later wait for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from alone import Machine
+
+SOON = 0.2
+"""Seconds in which what is not held back would have happened."""
+BOUND = 30.0
+
+
+class Worker:
+    """Another process, as far as the files of a Machine can tell."""
+
+    def __init__(self, directory: Path, *, alone: bool) -> None:
+        self.entered, self._leave = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(Machine(directory), alone), daemon=True)
+        self._thread.start()
+
+    def _run(self, machine: Machine, alone: bool) -> None:
+        with machine.used(alone=alone):
+            self.entered.set()
+            self._leave.wait(BOUND)
+
+    def leave(self) -> None:
+        self._leave.set()
+        self._thread.join(BOUND)
+        assert not self._thread.is_alive()
+
+
+def test_many_run_at_a_time(tmp_path: Path) -> None:
+    workers = [Worker(tmp_path, alone=False) for _ in range(3)]
+    assert all(each.entered.wait(BOUND) for each in workers)
+    for each in workers:
+        each.leave()
+
+
+def test_one_alone_waits_for_all_and_is_not_overtaken(tmp_path: Path) -> None:
+    running = Worker(tmp_path, alone=False)
+    assert running.entered.wait(BOUND)
+    lone = Worker(tmp_path, alone=True)
+    assert not lone.entered.wait(SOON)
+    later = Worker(tmp_path, alone=False)
+    assert not later.entered.wait(SOON), "whoever waits to be alone keeps its place"
+    running.leave()
+    assert lone.entered.wait(BOUND)
+    assert not later.entered.wait(SOON)
+    lone.leave()
+    assert later.entered.wait(BOUND)
+    later.leave()
+
+
+def test_two_that_are_alone_come_one_after_the_other(tmp_path: Path) -> None:
+    first = Worker(tmp_path, alone=True)
+    assert first.entered.wait(BOUND)
+    second = Worker(tmp_path, alone=True)
+    assert not second.entered.wait(SOON)
+    first.leave()
+    assert second.entered.wait(BOUND)
+    second.leave()
+
+
+def test_an_error_inside_lets_the_next_one_in(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    with pytest.raises(ZeroDivisionError), machine.used(alone=True):
+        raise ZeroDivisionError
+    other = Worker(tmp_path, alone=True)
+    assert other.entered.wait(BOUND)
+    other.leave()
