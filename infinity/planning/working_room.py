@@ -59,6 +59,7 @@ LEAST_IN_RAM = WorkingRoom(1, chains=1, pieces=1, nvme=False)
 
 WORKING_ROOMS = (
     WorkingRoom(3, nvme=False),
+    WorkingRoom(2, nvme=False),
     LEAST_IN_RAM,
     WorkingRoom(AMPLE_PAGES, share=0.25),
     WorkingRoom(3, share=0.5),
