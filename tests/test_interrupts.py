@@ -114,6 +114,21 @@ def test_a_failed_operation_can_be_repeated_or_says_that_it_cannot(
             assert detached.data_ptr() == next(model.parameters()).data_ptr()
 
 
+def test_a_gradient_that_could_not_be_written_home_is_written_again(tmp_path: Path) -> None:
+    expected, _ = done_well(save)
+    faults = Faults()
+    with opened("nvme", "bf16", tmp_path, faults) as (model, runtime):
+        one_step(model, runtime, 0)
+        runtime.optimizer.zero_grad()
+        # The staging is full of gradients, so the first update writes one home before it reads.
+        faults.fail("write", 1, errno.EIO)
+        with pytest.raises(StorageError):
+            save(model, runtime)
+        got = save(model, runtime), everything(model, runtime)
+        assert faults.fired == 1
+        assert differences(got, expected) == []
+
+
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_runtime_closes_whatever_fails_then(kind: str, tmp_path: Path) -> None:
     faults = Faults()

@@ -116,7 +116,7 @@ class StagedChunks:
         changed.
         """
         page = self._pages[unit]
-        self._store.write(page.home, page.offset(number), data).wait()
+        self._store.write_now(page.home, page.offset(number), data, spare=True)
         if (unit, number) in self._chunks:
             self.drop(page, number)
             page.states[number].stored = True

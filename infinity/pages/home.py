@@ -3,7 +3,8 @@
 [Note: order of requests]
 The I/O engine does not order requests in flight. So a home remembers the requests under way over its bytes: a
 read waits for writes that overlap it, a write for reads and writes. A failed write leaves undefined bytes:
-the home is lost from then on, and every later use raises the write's error.
+the home is lost from then on, and every later use raises the write's error. A write of a spare copy is the
+exception: these bytes are still elsewhere, and may be written again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class InFlightRequest:
     transfer: Transfer
     lost: Callable[[InfinityError], None] | None = None
     """Function to call with the error if a write fails."""
+    spare: bool = False
+    """Whether the home survives a failure of this write, because its bytes are still elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,13 +73,14 @@ class Home:
             raise self.failure.again()
 
     def finish(self, request: InFlightRequest) -> None:
-        """Wait for a request and forget it; a failed write loses the home. Raises its error, once."""
+        """Wait for a request and forget it; a failed write loses the home, if not `spare`. Raises its error,
+        once."""
         if request not in self.in_flight:
             return
         try:
             request.transfer.wait()
         except InfinityError as error:
-            if request.writes:
+            if request.writes and not request.spare:
                 self.failure = error.again()
                 if request.lost is not None:
                     request.lost(error)

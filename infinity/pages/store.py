@@ -175,18 +175,20 @@ class Store:
         offset: int,
         source: torch.Tensor,
         lost: Callable[[InfinityError], None] | None = None,
-    ) -> Transfer:
-        """Write host bytes home. `source` (uint8, contiguous) must not change until the transfer is done.
+        *,
+        spare: bool = False,
+    ) -> None:
+        """Begin to write host bytes home. `source` (uint8, contiguous) must not change until they are there.
 
-        If the caller does not wait, an error is raised by a later `finish_oldest_write`, `poll` or `settle`.
-        lost: function to call with it then.
+        An error is raised by a later `finish_oldest_write`, `poll` or `settle`. lost: function to call with it
+        then. spare: whether the bytes stay elsewhere, so that a failure does not lose the home.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
         if home.extent is not None:
             assert self.nvme is not None
             transfer: Transfer = self.nvme.write(home.extent, source, offset=offset)
-            request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost)
+            request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost, spare)
             home.in_flight.append(request)
             self._writes.append((home, request))
             self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
@@ -194,13 +196,22 @@ class Store:
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
-            transfer = ARRIVED
         else:
             if home.computed:
                 self.link.follow_compute()
-            transfer = self.copy_up(home.view(offset, source.nbytes), source)
-            transfer.wait()  # else the lease of `source` might return while the copy is under way
-        return transfer
+            # The lease of `source` might return while the copy is under way.
+            self.copy_up(home.view(offset, source.nbytes), source).wait()
+
+    def write_now(self, home: Home, offset: int, source: torch.Tensor, *, spare: bool = False) -> None:
+        """`write`, and wait. Raises StorageError, here and not once more later."""
+        self.write(home, offset, source, spare=spare)
+        if home.extent is not None:
+            latest = self._writes[-1]
+            try:
+                home.finish(latest[1])
+            finally:
+                if latest[1].transfer.done():  # it is not if Ctrl-C ended the wait
+                    self._writes.remove(latest)
 
     def copy_up(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
@@ -239,7 +250,7 @@ class Store:
             if (first, last) != (start, end):
                 self.read(home, start, piece).wait()
             piece[first - start : last - start].copy_(data[first - offset : last - offset])
-            self.write(home, start, piece).wait()
+            self.write_now(home, start, piece)
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
