@@ -67,18 +67,18 @@ class Source:
         layout = page.layout.parameters[index]
         master = self._master(place, dtype)
         pieces = page.layout.pieces(index) if master is not None else ((0, Piece(index, 0, 0, layout.numel)),)
-        for number, piece in pieces:
+        for chunk_index, piece in pieces:
             for done in range(0, piece.count, _WINDOW):
                 count = min(_WINDOW, piece.count - done)
                 part = Piece(index, piece.start + done, piece.offset + done, count)
                 if master is not None and layout.dtype != torch.bfloat16:
-                    yield self._state(master, number, "master", part).view(torch.float32)
+                    yield self._state(master, chunk_index, "master", part).view(torch.float32)
                     continue
                 size = layout.dtype.itemsize
                 found = self.store.fetch(page.home, page.start(index) + part.start * size, count * size)
                 values = found.view(layout.dtype)
                 if master is not None:
-                    yield join(values, self._state(master, number, "remainder", part).view(torch.int16))
+                    yield join(values, self._state(master, chunk_index, "remainder", part).view(torch.int16))
                 else:
                     yield values.to(dtype)
 
@@ -90,8 +90,8 @@ class Source:
         state = self.states.pages[place.page.index]
         return None if place.index in state.edited else state
 
-    def _state(self, page: StatePage, number: int, name: str, part: Piece) -> torch.Tensor:
-        return self.store.fetch(page.home, *page.place(number, name, part))
+    def _state(self, page: StatePage, chunk_index: int, name: str, part: Piece) -> torch.Tensor:
+        return self.store.fetch(page.home, *page.place(chunk_index, name, part))
 
 
 @dataclass(frozen=True)

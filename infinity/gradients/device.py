@@ -40,9 +40,9 @@ class DeviceUnits:
         """Whether gradients may have changed since they were measured."""
         assert store.workspace is not None and store.kernels is not None
         chunks = [
-            self._chunk(unit, number)
+            self._chunk(unit, chunk_index)
             for unit, page in self._gradients.items()
-            for number in range(len(page.layout.chunks))
+            for chunk_index in range(len(page.layout.chunks))
         ]
         self._updates = DeviceUpdates(chunks, store.workspace, store.kernels)
 
@@ -77,12 +77,12 @@ class DeviceUnits:
         self._changed = False
         totals = here.numpy()
         for unit, page in self._gradients.items():
-            for number, chunk in enumerate(page.layout.chunks):
+            for chunk_index, chunk in enumerate(page.layout.chunks):
                 for piece in chunk.pieces:
                     # A parameter's total stands for all of its blocks, in its first piece.
                     row = self._updates.row((unit, piece.parameter))
                     place = slice(row, row + 1 if piece.start == 0 else row)
-                    page.states[number].blocks[piece.parameter, piece.start] = totals[place]
+                    page.states[chunk_index].blocks[piece.parameter, piece.start] = totals[place]
 
     def update(self, unit: int, turns: Mapping[int, Turn], scale: float) -> None:
         """Queue the update of these parameters of a unit; work queued on the device later sees it.
@@ -108,28 +108,28 @@ class DeviceUnits:
     def _prepare(self, unit: int, parameter: int) -> None:
         """Fill the moments that begin now, and set the masters of edited parameters."""
         state = self._states.pages[unit]
-        for number, piece in self._gradients[unit].layout.pieces(parameter):
-            if not state.begun[number]:
-                self._states.fill(state, number, self._content(unit, number))
-                state.begun[number] = True
+        for chunk_index, piece in self._gradients[unit].layout.pieces(parameter):
+            if not state.begun[chunk_index]:
+                self._states.fill(state, chunk_index, self._content(unit, chunk_index))
+                state.begun[chunk_index] = True
             if parameter in state.edited:
-                arrays = state.arrays(number, self._content(unit, number))
+                arrays = state.arrays(chunk_index, self._content(unit, chunk_index))
                 place = slice(piece.offset, piece.offset + piece.count)
                 if "remainder" in arrays:
                     arrays["remainder"][place] = 0
                 elif "master" in arrays:
-                    arrays["master"][place] = self._parameters(unit, number)[place]
+                    arrays["master"][place] = self._parameters(unit, chunk_index)[place]
 
-    def _chunk(self, unit: int, number: int) -> Chunk:
+    def _chunk(self, unit: int, chunk_index: int) -> Chunk:
         """A chunk's arrays where they rest, and its pieces."""
         page = self._gradients[unit]
-        arrays = self._states.pages[unit].arrays(number, self._content(unit, number))
-        parameter = self._parameters(unit, number)
+        arrays = self._states.pages[unit].arrays(chunk_index, self._content(unit, chunk_index))
+        parameter = self._parameters(unit, chunk_index)
         master = arrays.get("master")
         moments: dict[str, Any] = self._states.rule.moments_of(arrays)
-        pieces = page.layout.chunks[number].pieces
+        pieces = page.layout.chunks[chunk_index].pieces
         work = Update(
-            grad=page.typed(number, page.home.view(page.offset(number), page.nbytes(number))),
+            grad=page.typed(chunk_index, page.home.view(page.offset(chunk_index), page.nbytes(chunk_index))),
             segments=[Segment(each.offset, each.count, index=each.start) for each in pieces],
             hypers=[],
             parameter=parameter if master is None else master,
@@ -139,14 +139,14 @@ class DeviceUnits:
         )
         return Chunk(work, [(unit, each.parameter) for each in pieces])
 
-    def _content(self, unit: int, number: int) -> torch.Tensor:
+    def _content(self, unit: int, chunk_index: int) -> torch.Tensor:
         """A chunk's part of the optimizer page."""
         state = self._states.pages[unit]
-        return state.home.view(state.offset(number), state.formats[number].nbytes)
+        return state.home.view(state.offset(chunk_index), state.formats[chunk_index].nbytes)
 
-    def _parameters(self, unit: int, number: int) -> torch.Tensor:
+    def _parameters(self, unit: int, chunk_index: int) -> torch.Tensor:
         """A chunk's part of the parameter page."""
         page = self._pages[unit]
-        chunk = page.layout.chunks[number]
+        chunk = page.layout.chunks[chunk_index]
         dtype = page.layout.regions[chunk.region].dtype
-        return page.home.view(page.layout.chunk_start(number), chunk.count * dtype.itemsize).view(dtype)
+        return page.home.view(page.layout.chunk_start(chunk_index), chunk.count * dtype.itemsize).view(dtype)

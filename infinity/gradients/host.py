@@ -134,17 +134,19 @@ class Gradients:
             sums = self._accumulate(fresh[start : start + target.numel()], target, again=again)
             first, *others = places
             page.states[first[0]].blocks[parameter, first[1]] = sums
-            for number, begin in others:  # the first piece has the sums of the whole run
-                page.states[number].blocks[parameter, begin] = _NO_SUMS
+            for chunk_index, begin in others:  # the first piece has the sums of the whole run
+                page.states[chunk_index].blocks[parameter, begin] = _NO_SUMS
 
-    def add_piece(self, page: GradientPage, number: int, piece: Piece, fresh: torch.Tensor) -> None:
+    def add_piece(self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor) -> None:
         """Add one piece of a new gradient, (piece.count,), to a chunk that is in RAM."""
-        state = page.states[number]
-        data = page.memory(number)
+        state = page.states[chunk_index]
+        data = page.memory(chunk_index)
         assert data is not None
         if state.stage is None:
-            page.home.settle(page.offset(number), page.offset(number) + page.nbytes(number), True)
-        target = page.typed(number, data)[piece.offset : piece.offset + piece.count]
+            page.home.settle(
+                page.offset(chunk_index), page.offset(chunk_index) + page.nbytes(chunk_index), True
+            )
+        target = page.typed(chunk_index, data)[piece.offset : piece.offset + piece.count]
         again = piece.parameter in page.content
         if self._ring is None:
             blocks = self._accumulate(fresh, target, again=again)
@@ -155,7 +157,7 @@ class Gradients:
         if state.stage is not None:
             state.stage.waiting.discard(piece.parameter)
             if not state.stage.waiting:
-                self.staged.complete(page, number)
+                self.staged.complete(page, chunk_index)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
         """Add a new gradient to the one that the device holds of a parameter. flat: (numel,), in memory
@@ -212,7 +214,10 @@ class Gradients:
             )
         layout = page.layout.parameters[parameter]
         dtype = self._store.plan.precision.accumulate_dtype(layout.dtype)
-        parts = [self._copy(page, number, piece).to(dtype) for number, piece in page.layout.pieces(parameter)]
+        parts = [
+            self._copy(page, chunk_index, piece).to(dtype)
+            for chunk_index, piece in page.layout.pieces(parameter)
+        ]
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
         if self.unscale != 1.0:
             flat.mul_(self.unscale)
@@ -226,9 +231,9 @@ class Gradients:
         """Give the unit's gradients to an eager update; no other code may use them any more."""
         page = self.pages[unit]
         page.consumed = True
-        for number, state in enumerate(page.states):
+        for chunk_index, state in enumerate(page.states):
             if state.stage is not None:
-                self.staged.drop(page, number)
+                self.staged.drop(page, chunk_index)
 
     def clear(self) -> None:
         """Forget every gradient, and the failures."""
@@ -336,10 +341,12 @@ class Gradients:
         # A waiting trainer thread helps; the ring's worker must not, as torch's threads are the trainer's.
         return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
 
-    def _copy(self, page: GradientPage, number: int, piece: Piece) -> torch.Tensor:
-        here = page.in_ram(number)
+    def _copy(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor:
+        here = page.in_ram(chunk_index)
         if here is not None:
-            return page.typed(number, here)[piece.offset : piece.offset + piece.count].clone()
-        size = page.dtype(number).itemsize
-        data = self._store.fetch(page.home, page.offset(number) + piece.offset * size, piece.count * size)
-        return data.view(page.dtype(number))
+            return page.typed(chunk_index, here)[piece.offset : piece.offset + piece.count].clone()
+        size = page.dtype(chunk_index).itemsize
+        data = self._store.fetch(
+            page.home, page.offset(chunk_index) + piece.offset * size, piece.count * size
+        )
+        return data.view(page.dtype(chunk_index))

@@ -45,39 +45,39 @@ class StagedChunks:
         self._most_kept = store.plan.staging_bytes // 2
         """Most bytes of chunks that wait for no gradient but stay staged; the other half is for new ones."""
 
-    def missing(self, page: GradientPage, number: int) -> int:
+    def missing(self, page: GradientPage, chunk_index: int) -> int:
         """Bytes of staging that `add` needs before a piece can be added to a chunk; 0 if it is in RAM."""
-        if page.states[number].stage is not None or page.home.in_place:
+        if page.states[chunk_index].stage is not None or page.home.in_place:
             return 0
-        return page.nbytes(number)
+        return page.nbytes(chunk_index)
 
-    def add(self, page: GradientPage, number: int, memory: torch.Tensor) -> None:
+    def add(self, page: GradientPage, chunk_index: int, memory: torch.Tensor) -> None:
         """Stage a chunk, and read its content, if it has any. memory: staging, uint8 (missing,).
 
         Raises StorageError.
         """
-        waiting = {piece.parameter for piece in page.layout.chunks[number].pieces}
-        state = page.states[number]
+        waiting = {piece.parameter for piece in page.layout.chunks[chunk_index].pieces}
+        state = page.states[chunk_index]
         if state.stored:
             with self._store.meter.stalling(Edge.NVME_TO_HOST):
-                self._store.read(page.home, page.offset(number), memory).wait()
+                self._store.read(page.home, page.offset(chunk_index), memory).wait()
         state.stage = Stage(memory, waiting)
-        self._chunks[page.index, number] = None
+        self._chunks[page.index, chunk_index] = None
 
-    def complete(self, page: GradientPage, number: int) -> None:
+    def complete(self, page: GradientPage, chunk_index: int) -> None:
         """Note that a staged chunk waits for no gradient of this backward; the oldest such are written home.
 
         Raises StorageError.
         """
-        stage = page.states[number].stage
+        stage = page.states[chunk_index].stage
         assert stage is not None
         if self.more_to_come:
-            stage.waiting.update([each.parameter for each in page.layout.chunks[number].pieces])
+            stage.waiting.update([each.parameter for each in page.layout.chunks[chunk_index].pieces])
             return
-        if (page.index, number) in self._whole:
+        if (page.index, chunk_index) in self._whole:
             return
-        nbytes = page.nbytes(number)
-        self._whole[page.index, number] = nbytes
+        nbytes = page.nbytes(chunk_index)
+        self._whole[page.index, chunk_index] = nbytes
         self._whole_bytes += nbytes
         for unit, oldest in [*self._whole]:
             if self._whole_bytes <= self._most_kept:
@@ -92,40 +92,40 @@ class StagedChunks:
         """
         if self.more_to_come:
             return
-        for unit, number in [*self._chunks]:
-            stage = self._pages[unit].states[number].stage
-            if stage is not None and (unit, number) not in self._whole:
+        for unit, chunk_index in [*self._chunks]:
+            stage = self._pages[unit].states[chunk_index].stage
+            if stage is not None and (unit, chunk_index) not in self._whole:
                 stage.waiting.clear()
-                self.complete(self._pages[unit], number)
+                self.complete(self._pages[unit], chunk_index)
 
     def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
         """Write the oldest staged chunk home, but not (unit, chunk) `kept`; False if there is none.
 
         Raises StorageError.
         """
-        for unit, number in self._chunks:
-            if (unit, number) != kept:
-                self._write_back(self._pages[unit], number)
+        for unit, chunk_index in self._chunks:
+            if (unit, chunk_index) != kept:
+                self._write_back(self._pages[unit], chunk_index)
                 return True
         return False
 
-    def write_back_now(self, unit: int, number: int, data: torch.Tensor) -> None:
+    def write_back_now(self, unit: int, chunk_index: int, data: torch.Tensor) -> None:
         """Write a chunk's gradient home for an update that keeps it staged, and wait.
 
         data: the gradient, uint8; the update may have the only copy. Raises StorageError; then nothing has
         changed.
         """
         page = self._pages[unit]
-        self._store.write_now(page.home, page.offset(number), data, spare=True)
-        if (unit, number) in self._chunks:
-            self.drop(page, number)
-            page.states[number].stored = True
+        self._store.write_now(page.home, page.offset(chunk_index), data, spare=True)
+        if (unit, chunk_index) in self._chunks:
+            self.drop(page, chunk_index)
+            page.states[chunk_index].stored = True
 
-    def drop(self, page: GradientPage, number: int) -> None:
+    def drop(self, page: GradientPage, chunk_index: int) -> None:
         """Remove a chunk from staging, without writing it."""
-        page.states[number].stage = None
-        del self._chunks[page.index, number]
-        self._whole_bytes -= self._whole.pop((page.index, number), 0)
+        page.states[chunk_index].stage = None
+        del self._chunks[page.index, chunk_index]
+        self._whole_bytes -= self._whole.pop((page.index, chunk_index), 0)
 
     def clear(self) -> None:
         """Forget every staged chunk."""
@@ -133,15 +133,15 @@ class StagedChunks:
         self._whole.clear()
         self._whole_bytes = 0
 
-    def _write_back(self, page: GradientPage, number: int) -> None:
-        state = page.states[number]
+    def _write_back(self, page: GradientPage, chunk_index: int) -> None:
+        state = page.states[chunk_index]
         if self._ring is not None:
             self._ring.wait(state.sent)  # `Gradients.check` raises its failure
         stage = state.stage
         assert stage is not None
-        self.drop(page, number)
+        self.drop(page, chunk_index)
         try:
-            self._store.write(page.home, page.offset(number), stage.data)
+            self._store.write(page.home, page.offset(chunk_index), stage.data)
         except BaseException as error:
             self._failure.lose(error)
             raise

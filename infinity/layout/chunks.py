@@ -95,9 +95,9 @@ class UnitLayout:
         parameter = self.parameters[index]
         return self.regions[parameter.region].byte_offset + parameter.offset * parameter.dtype.itemsize
 
-    def chunk_start(self, number: int) -> int:
-        """Bytes from the page's start to chunk `number`; a multiple of 4096."""
-        chunk = self.chunks[number]
+    def chunk_start(self, chunk_index: int) -> int:
+        """Bytes from the page's start to chunk `chunk_index`; a multiple of 4096."""
+        chunk = self.chunks[chunk_index]
         region = self.regions[chunk.region]
         return region.byte_offset + chunk.start * region.dtype.itemsize
 
@@ -108,9 +108,9 @@ class UnitLayout:
     @functools.cached_property
     def _pieces(self) -> dict[int, tuple[tuple[int, Piece], ...]]:
         found: dict[int, list[tuple[int, Piece]]] = {}
-        for number, chunk in enumerate(self.chunks):
+        for chunk_index, chunk in enumerate(self.chunks):
             for piece in chunk.pieces:
-                found.setdefault(piece.parameter, []).append((number, piece))
+                found.setdefault(piece.parameter, []).append((chunk_index, piece))
         return {index: tuple(pieces) for index, pieces in found.items()}
 
 
@@ -241,13 +241,13 @@ def _build_unit(name: str, members: Sequence[SurveyedParameter], chunk_elements:
 def _chunks(
     parameters: Sequence[ParameterLayout], regions: Sequence[Region], chunk_elements: int
 ) -> Iterator[Chunk]:
-    for number, region in enumerate(regions):
+    for region_index, region in enumerate(regions):
         if not region.trainable:
             continue
         count = -(-region.elements // chunk_elements)
         pieces: list[list[Piece]] = [[] for _ in range(count)]
         for index, parameter in enumerate(parameters):
-            if parameter.region != number:
+            if parameter.region != region_index:
                 continue
             done = 0
             while done < parameter.numel:
@@ -258,7 +258,7 @@ def _chunks(
         for chunk, inside in enumerate(pieces):
             start = chunk * chunk_elements
             length = min(chunk_elements, region.elements - start)
-            yield Chunk(number, start, length, tuple(inside))
+            yield Chunk(region_index, start, length, tuple(inside))
 
 
 def _check_chunk(chunk_elements: int) -> None:

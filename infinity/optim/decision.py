@@ -60,7 +60,7 @@ def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -
         native=[each.native() for each in hypers],
         parameters=parameters,
         scale=gradients.unscale,
-        fresh=frozenset(number for number, begun in enumerate(state.begun) if not begun),
+        fresh=frozenset(chunk_index for chunk_index, begun in enumerate(state.begun) if not begun),
         edited=frozenset(state.edited),
     )
 
@@ -69,9 +69,9 @@ def count_step(page: ParameterPage, states: States, decision: Decision, group_of
     """Count a unit's update as done (steps, moments, versions), however late it runs."""
     state, touched = states.pages[page.index], decision.parameters.keys()
     if not all(state.begun):
-        for number, chunk in enumerate(page.layout.chunks):
+        for chunk_index, chunk in enumerate(page.layout.chunks):
             if any(piece.parameter in touched for piece in chunk.pieces):
-                state.begun[number] = True
+                state.begun[chunk_index] = True
     state.edited -= touched
     for index in touched:
         state.steps[index] += 1

@@ -67,8 +67,10 @@ class Updater:
         self._ahead = self._read_ahead()
 
     def _chains_of(self, page: ParameterPage, threads: cpu_adam.ThreadPool, health: Health) -> list[Chain]:
-        gradients, numbers = self._gradients.pages[page.index], range(len(page.layout.chunks))
-        updates = [ChunkUpdate(page, self._states, gradients, number, threads) for number in numbers]
+        gradients, indices = self._gradients.pages[page.index], range(len(page.layout.chunks))
+        updates = [
+            ChunkUpdate(page, self._states, gradients, chunk_index, threads) for chunk_index in indices
+        ]
         return [Chain(each, self._store, health) for each in updates]
 
     def _read_ahead(self) -> ReadAhead | None:
@@ -100,11 +102,13 @@ class Updater:
             elif page.home.in_place and self._store.link.direct:
                 gradients.add_in_place(page, parameter, flat)
             else:
-                for number, piece in gradients.pieces(page, parameter):
-                    missing = gradients.staged.missing(page, number)
+                for chunk_index, piece in gradients.pieces(page, parameter):
+                    missing = gradients.staged.missing(page, chunk_index)
                     if missing:
-                        gradients.staged.add(page, number, self._staging.take(missing))
-                    gradients.add_piece(page, number, piece, flat[piece.start : piece.start + piece.count])
+                        gradients.staged.add(page, chunk_index, self._staging.take(missing))
+                    gradients.add_piece(
+                        page, chunk_index, piece, flat[piece.start : piece.start + piece.count]
+                    )
         if self._ahead is not None and self._ahead.gradient_added(unit):
             self._staging.read_ahead(self._ahead.candidates(self.pending))
 

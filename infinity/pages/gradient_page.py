@@ -106,45 +106,51 @@ class GradientPage:
             for index in self._trainable
         )
 
-    def dtype(self, number: int) -> torch.dtype:
+    def dtype(self, chunk_index: int) -> torch.dtype:
         """Dtype of a chunk's elements."""
-        return self._dtypes[number]
+        return self._dtypes[chunk_index]
 
-    def nbytes(self, number: int) -> int:
+    def nbytes(self, chunk_index: int) -> int:
         """Bytes of a chunk at home, in whole 4 KiB blocks."""
-        return round_up(self.layout.chunks[number].count * self._dtypes[number].itemsize, PAGE_ALIGNMENT)
+        return round_up(
+            self.layout.chunks[chunk_index].count * self._dtypes[chunk_index].itemsize, PAGE_ALIGNMENT
+        )
 
-    def offset(self, number: int) -> int:
+    def offset(self, chunk_index: int) -> int:
         """Bytes from the page's start to a chunk."""
-        return self._offsets[number]
+        return self._offsets[chunk_index]
 
-    def in_ram(self, number: int) -> torch.Tensor | None:
+    def in_ram(self, chunk_index: int) -> torch.Tensor | None:
         """A chunk's bytes, uint8 (nbytes,), if they are in host RAM, staged or at home; else None.
 
         Waits until all that was added to the chunk has arrived. Raises the ring's failure.
         """
-        self.settle(number)
-        return self.memory(number)
+        self.settle(chunk_index)
+        return self.memory(chunk_index)
 
-    def is_in_ram(self, number: int) -> bool:
+    def is_in_ram(self, chunk_index: int) -> bool:
         """Whether a chunk is in host RAM, even if gradients for it are still arriving."""
-        return self.home.in_place or self.states[number].stage is not None
+        return self.home.in_place or self.states[chunk_index].stage is not None
 
-    def arrived(self, number: int) -> bool:
+    def arrived(self, chunk_index: int) -> bool:
         """Whether all that was added to a chunk has arrived. Never blocks."""
-        return self._ring is None or self._ring.arrived(self.states[number].sent)
+        return self._ring is None or self._ring.arrived(self.states[chunk_index].sent)
 
-    def settle(self, number: int) -> None:
+    def settle(self, chunk_index: int) -> None:
         """Wait until all that was added to a chunk has arrived. Raises the ring's failure."""
-        if self._ring is not None and self.states[number].sent:
-            self._ring.settle(self.states[number].sent)
+        if self._ring is not None and self.states[chunk_index].sent:
+            self._ring.settle(self.states[chunk_index].sent)
 
-    def memory(self, number: int) -> torch.Tensor | None:
+    def memory(self, chunk_index: int) -> torch.Tensor | None:
         """`in_ram` without waiting, for code that adds to the chunk."""
-        stage = self.states[number].stage
+        stage = self.states[chunk_index].stage
         if stage is not None:
             return stage.data
-        return self.home.view(self._offsets[number], self.nbytes(number)) if self.home.in_place else None
+        return (
+            self.home.view(self._offsets[chunk_index], self.nbytes(chunk_index))
+            if self.home.in_place
+            else None
+        )
 
     def runs(self, parameter: int) -> Sequence[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
         """The contiguous runs of a parameter's gradient at home in memory; one if its chunks have no gap.
@@ -163,23 +169,23 @@ class GradientPage:
         start = offset = nbytes = 0
         places: list[tuple[int, int]] = []
         pieces = self.layout.pieces(parameter)
-        for number, piece in pieces:
-            size = self.dtype(number).itemsize
-            begin = self.offset(number) + piece.offset * size
+        for chunk_index, piece in pieces:
+            size = self.dtype(chunk_index).itemsize
+            begin = self.offset(chunk_index) + piece.offset * size
             if places and begin != offset + nbytes:
                 yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
                 places = []
             if not places:
                 start, offset, nbytes = piece.start, begin, 0
             nbytes += piece.count * size
-            places.append((number, piece.start))
+            places.append((chunk_index, piece.start))
         if places:
             yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
 
-    def typed(self, number: int, data: torch.Tensor) -> torch.Tensor:
+    def typed(self, chunk_index: int, data: torch.Tensor) -> torch.Tensor:
         """A chunk's elements, a view of uint8 `data` that starts with them."""
-        count = self.layout.chunks[number].count
-        return data[: count * self._dtypes[number].itemsize].view(self._dtypes[number])
+        count = self.layout.chunks[chunk_index].count
+        return data[: count * self._dtypes[chunk_index].itemsize].view(self._dtypes[chunk_index])
 
     def squares(self, parameter: int) -> float:
         """The sum of squares of a stored gradient: finite if and only if every element is.
@@ -187,9 +193,9 @@ class GradientPage:
         Waits until the gradient has arrived. Raises the ring's failure.
         """
         total = 0.0
-        for number, piece in self.layout.pieces(parameter):
-            self.settle(number)
-            sums = self.states[number].blocks[parameter, piece.start]
+        for chunk_index, piece in self.layout.pieces(parameter):
+            self.settle(chunk_index)
+            sums = self.states[chunk_index].blocks[parameter, piece.start]
             if sums.size:
                 total = cpu_adam.sum_in_order(sums, total)
         return total

@@ -32,7 +32,7 @@ class StatePage:
         self.layout = layout
         self.home = home
         self.formats: list[StateFormat] = [
-            plan.state_format(index, number) for number in range(len(layout.chunks))
+            plan.state_format(index, chunk_index) for chunk_index in range(len(layout.chunks))
         ]
         self.version = 0
         """Counter of writes of states by anything but updates."""
@@ -46,13 +46,13 @@ class StatePage:
         """Parameters whose master is their present value; the one in the page is out of date."""
         self._offsets = [plan.state_offset(index, each) for each in range(len(layout.chunks))]
 
-    def offset(self, number: int) -> int:
+    def offset(self, chunk_index: int) -> int:
         """Bytes from the page's start to a chunk."""
-        return self._offsets[number]
+        return self._offsets[chunk_index]
 
-    def master_bytes(self, number: int) -> int:
+    def master_bytes(self, chunk_index: int) -> int:
         """Bytes of a chunk that have content before any update: its remainder or master array."""
-        form = self.formats[number]
+        form = self.formats[chunk_index]
         others = [
             offset
             for array, offset in zip(form.arrays, form.offsets, strict=True)
@@ -60,18 +60,18 @@ class StatePage:
         ]
         return others[0] if others else form.nbytes
 
-    def arrays(self, number: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
+    def arrays(self, chunk_index: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
         """A chunk's whole arrays by name, views of uint8 `data` that starts with them."""
-        form = self.formats[number]
+        form = self.formats[chunk_index]
         return {
             array.name: data[offset : offset + nbytes].view(array.dtype)
             for array, offset, nbytes in zip(form.arrays, form.offsets, form.sizes, strict=True)
         }
 
-    def place(self, number: int, name: str, piece: Piece) -> tuple[int, int]:
+    def place(self, chunk_index: int, name: str, piece: Piece) -> tuple[int, int]:
         """(offset in the page, bytes) of a piece of one array."""
-        offset, nbytes = self.formats[number].place(name, piece.offset, piece.count)
-        return self._offsets[number] + offset, nbytes
+        offset, nbytes = self.formats[chunk_index].place(name, piece.offset, piece.count)
+        return self._offsets[chunk_index] + offset, nbytes
 
     def seed(self, parameter: int, step: int) -> int:
         """The 32-bit seed of the stochastic rounding of a parameter's moments in update `step`, from 1.
@@ -166,9 +166,9 @@ class States:
                 "Offload the model with that parameter trainable, or leave its state out.",
             )
         given = [name for name in self.rule.moments if isinstance(state.get(name), torch.Tensor)]
-        for number, _ in page.layout.pieces(parameter):
-            if given and not page.begun[number]:
-                self._begin(page, number)
+        for chunk_index, _ in page.layout.pieces(parameter):
+            if given and not page.begun[chunk_index]:
+                self._begin(page, chunk_index)
         for name in given:
             for array, values in self._encoded(name, _flat(state[name], layout)).items():
                 self._write(page, parameter, array, values)
@@ -178,19 +178,19 @@ class States:
         else:
             page.has_moments.discard(parameter)
 
-    def fill(self, page: StatePage, number: int, data: torch.Tensor) -> None:
+    def fill(self, page: StatePage, chunk_index: int, data: torch.Tensor) -> None:
         """Set a chunk's moments in RAM to their initial values."""
-        arrays = page.arrays(number, data)
+        arrays = page.arrays(chunk_index, data)
         for name, initial in self._initial().items():
             arrays[name].fill_(initial.item())
 
-    def _begin(self, page: StatePage, number: int) -> None:
-        piece = Piece(0, 0, 0, page.layout.chunks[number].count)
+    def _begin(self, page: StatePage, chunk_index: int) -> None:
+        piece = Piece(0, 0, 0, page.layout.chunks[chunk_index].count)
         page.version += 1
         for name, initial in self._initial().items():
-            offset, nbytes = page.place(number, name, piece)
+            offset, nbytes = page.place(chunk_index, name, piece)
             self._store.patch(page.home, offset, initial.repeat(nbytes // initial.itemsize))
-        page.begun[number] = True
+        page.begun[chunk_index] = True
 
     def _initial(self) -> dict[str, torch.Tensor]:
         """Name of a moments' array -> the initial value of its entries, (1,)."""
@@ -222,16 +222,16 @@ class States:
         """A parameter's entries of an array, in order."""
         dtype = self._array(page, parameter, name).dtype
         parts = [
-            self._store.fetch(page.home, *page.place(number, name, piece)).view(dtype)
-            for number, piece in page.layout.pieces(parameter)
+            self._store.fetch(page.home, *page.place(chunk_index, name, piece)).view(dtype)
+            for chunk_index, piece in page.layout.pieces(parameter)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
 
     def _write(self, page: StatePage, parameter: int, name: str, values: torch.Tensor) -> None:
         array = self._array(page, parameter, name)
         page.version += 1
-        for number, piece in page.layout.pieces(parameter):
-            offset, _ = page.place(number, name, piece)
+        for chunk_index, piece in page.layout.pieces(parameter):
+            offset, _ = page.place(chunk_index, name, piece)
             first, entries = array.entries(piece.start, piece.count)
             self._store.patch(page.home, offset, values[first : first + entries].contiguous())
 

@@ -180,8 +180,8 @@ class Store:
     ) -> None:
         """Begin to write host bytes home. `source` (uint8, contiguous) must not change until they are there.
 
-        An error is raised by a later `finish_oldest_write`, `poll` or `settle`. lost: function to call with it
-        then. spare: whether the bytes stay elsewhere, so that a failure does not lose the home.
+        An error is raised by a later `finish_oldest_write`, `poll` or `settle`. lost: function to call with
+        it then. spare: whether the bytes stay elsewhere, so that a failure does not lose the home.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
