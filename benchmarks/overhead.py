@@ -161,7 +161,7 @@ class Calls:
 @contextlib.contextmanager
 def forced() -> Iterator[None]:
     """Plans that are made inside have a unit for every module, the smallest chunks, and the working room."""
-    rooms = (WorkingRoom(PAGES, chains=CHAINS, pieces=CHAINS),)
+    rooms = (WorkingRoom(PAGES, chains=CHAINS, transit_buffers=CHAINS),)
     with (
         mock.patch.object(search, "_groupings", lambda surveyed: [surveyed.group(1)]),
         mock.patch.object(search, "_chunk_lengths", lambda surveyed: [BLOCK]),
@@ -183,7 +183,7 @@ def budget_for(
         accumulation=accumulation,
     )
     pages = sum(plan.home_bytes.values())
-    working = CHAINS * plan.chain_bytes + (1 + CHAINS) * plan.piece_bytes
+    working = CHAINS * plan.chain_bytes + (1 + CHAINS) * plan.transit_buffer_bytes
     page = plan.layout.units[0].nbytes
     if home == "unified":
         return infinity.Budget(host=pages + working + PAGES * page)

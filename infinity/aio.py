@@ -35,11 +35,11 @@ __all__ = [
     "BackendReport",
     "DirectoryReport",
     "Engine",
+    "EngineStats",
     "Facts",
     "Faults",
     "File",
     "Future",
-    "Stats",
     "StripeMap",
     "Volume",
     "probe",
@@ -104,7 +104,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Stats:
+class EngineStats:
     """Counts since the engine was made. Bytes are those that were moved; transfers include resubmissions."""
 
     read_requests: int
@@ -193,8 +193,8 @@ class Engine(_aio.Engine):
         return super().open(os.fspath(path), write)
 
     @property
-    def stats(self) -> Stats:
-        return Stats(**self._stats())
+    def stats(self) -> EngineStats:
+        return EngineStats(**self._stats())
 
     @property
     def facts(self) -> Facts:

@@ -35,7 +35,7 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-from infinity.prefetch.engine import Engine, NoUpdates
+from infinity.prefetch.engine import NoUpdates, PrefetchEngine
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
 from infinity.system import machine
@@ -146,7 +146,9 @@ class _Builder:
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
         edits = EditTracker(pages, store, states)
-        engine = Engine(pages, store, Trace(), meter=meter, updates=updater or NoUpdates(), edits=edits)
+        engine = PrefetchEngine(
+            pages, store, Trace(), meter=meter, updates=updater or NoUpdates(), edits=edits
+        )
         pager = Pager(
             pages, addresses, engine, edits, gradients=gradients, scale=scale, health=health, heap=heap
         )
@@ -163,7 +165,7 @@ class _Builder:
             scale=scale,
             pages=pages,
             edits=edits,
-            engine=engine,
+            prefetch_engine=engine,
             pager=pager,
             gradients=gradients,
             states=states,

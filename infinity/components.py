@@ -17,7 +17,7 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 from infinity.planning.plan import Plan
-from infinity.prefetch.engine import Engine
+from infinity.prefetch.engine import PrefetchEngine
 from infinity.telemetry.meter import Meter
 
 
@@ -34,7 +34,7 @@ class Components:
     scale: LossScale
     pages: list[ParameterPage]
     edits: EditTracker
-    engine: Engine
+    prefetch_engine: PrefetchEngine
     pager: Pager
     gradients: Gradients | None
     states: States | None

@@ -212,7 +212,7 @@ class Runtime(Closing):
                 ends.callback(parts.pager.forget)
                 for page in parts.pages:
                     ends.callback(page.end)
-                ends.callback(parts.engine.abandon)
+                ends.callback(parts.prefetch_engine.abandon)
                 if parts.updater is not None:
                     ends.callback(parts.updater.abandon)
                 for handle in self._handles:
@@ -227,7 +227,7 @@ class Runtime(Closing):
     def _forward_done(self) -> None:
         if self._components.gradients is None:
             with self._components.pager.lock:
-                self._components.engine.step_done()
+                self._components.prefetch_engine.step_done()
 
     def _check_copy(self, module: nn.Module) -> None:
         self._check_capacity(sum(each.numel() * each.element_size() for each in module.parameters()))

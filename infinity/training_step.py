@@ -222,13 +222,13 @@ class TrainingStep:
         """Update all units that are not updated eagerly."""
         parts = self._components
         if not parts.store.device.shares_host:
-            parts.engine.land_all()  # a page that arrives now would miss the update
+            parts.prefetch_engine.land_all()  # a page that arrives now would miss the update
         self._edits.sync_edits()
-        order = parts.engine.next_step()
+        order = parts.prefetch_engine.next_step()
         with self._all_or_poisoned():
             self._updater.step(self._group_of(self._param_groups), order, self._edits.exposed)
         self._edits.updated()
-        parts.engine.look_ahead()
+        parts.prefetch_engine.look_ahead()
 
     def _update_early(self, unit: int) -> None:
         """Update a unit if it has all gradients of the step."""
@@ -238,7 +238,7 @@ class TrainingStep:
             return
         groups = eager.options(self._param_groups)
         if not parts.store.device.shares_host:
-            parts.engine.land(unit, for_host=True)
+            parts.prefetch_engine.land(unit, for_host=True)
         self._edits.write_back(parts.pages[unit])
         with self._all_or_poisoned():
             self._updater.begin_early(unit, self._group_of(groups), self._edits.exposed)

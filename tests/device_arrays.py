@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update, sum_in_order
 from infinity.device_update.kernels import Kernels
 from infinity.device_update.table import Chunk
-from infinity.device_update.update import DeviceUpdates, Turn
+from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.device_update.workspace import WorkspaceSize
 from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, encode
 
@@ -94,10 +94,11 @@ def on_device(
     there = {name: each.to(device, copy=True) for name, each in arrays.items()}
     whose = parameters or range(len(segments))
     updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), whose)], device)
-    turns = {
-        each: Turn(hypers[segment.hyper], segment.seed) for each, segment in zip(whose, segments, strict=True)
+    changes = {
+        each: ParameterUpdate(hypers[segment.hyper], segment.seed)
+        for each, segment in zip(whose, segments, strict=True)
     }
-    updates.update(turns, scale)
+    updates.update(changes, scale)
     return {name: each.cpu() for name, each in there.items()}
 
 

@@ -39,9 +39,9 @@ def updated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     update = DeviceUnits.update
 
-    def counted(units: DeviceUnits, unit: int, turns: Any, scale: float) -> None:
-        seen.append(len(turns))
-        update(units, unit, turns, scale)
+    def counted(units: DeviceUnits, unit: int, updates: Any, scale: float) -> None:
+        seen.append(len(updates))
+        update(units, unit, updates, scale)
 
     monkeypatch.setattr(DeviceUnits, "update", counted)
     return seen

@@ -64,7 +64,7 @@ def check(made: Plan, budget: Budget) -> None:
         and index not in made.mirrored
     ]
     assert made.resident_bytes >= max(away, default=0)
-    assert made.transit_bytes >= made.piece_bytes
+    assert made.transit_bytes >= made.transit_buffer_bytes
     moves = not made.unified or made.nvme_bytes
     assert made.staging_bytes >= (made.chain_bytes if made.rule and moves else 0)
     for index, unit in enumerate(made.layout.units):

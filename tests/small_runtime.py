@@ -71,7 +71,7 @@ def settle(runtime: Any) -> None:
     parts = runtime._components
     with parts.pager.lock:
         parts.updater.complete_all()
-        parts.engine.land_all()
+        parts.prefetch_engine.land_all()
         parts.store.settle()
         parts.store.poll()
 

@@ -128,7 +128,7 @@ def test_a_look_ahead_returns_while_copies_are_held() -> None:
     device = EmulatedDevice(3)
     with opened(device) as (model, runtime):
         stepped(model, runtime)
-        engine, streams = runtime._components.engine, runtime._components.store.link.streams
+        engine, streams = runtime._components.prefetch_engine, runtime._components.store.link.streams
         evict_all(engine)
         late: list[str] = []
 

@@ -25,6 +25,7 @@ from infinity.prefetch import trace
 WARM = 24
 STEPS = 264
 FEW = 120
+MANY = 1032
 INTERVALS = 8
 """Into which the steps after WARM are divided: all are multiples of the periods of the tests."""
 BYTES_PER_STEP = 16
@@ -66,7 +67,7 @@ def settle(runtime: Any) -> None:
     """Nothing is due or under way any more."""
     if runtime._components.updater is not None:
         runtime._components.updater.complete_all()
-    runtime._components.engine.abandon()
+    runtime._components.prefetch_engine.abandon()
     runtime._components.store.settle()
     for page in runtime._components.pages:
         page.home.settle(0, page.home.nbytes, True)
@@ -117,8 +118,9 @@ def check_no_growth(grown: Growth) -> None:
     assert grown.per_step(grown.mapped) <= BYTES_PER_STEP, list(grown.mapped)
 
 
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme", "mixed"])
-def test_training_holds_no_more_after_many_steps(home: str, tmp_path: Path) -> None:
+def test_training_holds_no_more_after_many_steps(home: str, steps: int, tmp_path: Path) -> None:
     model = SMALL.make()
     with opened(model, tmp_path, home=home, compute="bf16") as runtime:
 
@@ -128,7 +130,7 @@ def test_training_holds_no_more_after_many_steps(home: str, tmp_path: Path) -> N
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
 
-        check_nothing_grows(runtime, act, STEPS)
+        check_nothing_grows(runtime, act, steps)
 
 
 def one_object() -> bytes:

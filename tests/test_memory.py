@@ -73,10 +73,10 @@ def check_resting(runtime: Any) -> None:
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
     gradients = runtime._components.gradients.pages.values()
-    staged = sum(state.stage.data.nbytes for page in gradients for state in page.states if state.stage)
+    staged = sum(state.staged.data.nbytes for page in gradients for state in page.chunks if state.staged)
     assert staged <= plan.staging_bytes // 2
     assert store.pools["staging"].counters.leased == staged
-    assert store.pools["transit"].counters.leased == plan.piece_bytes  # the bounce buffer
+    assert store.pools["transit"].counters.leased == plan.transit_buffer_bytes  # the bounce buffer
     nvme = store.nvme
     assert (nvme.budget - nvme.free_bytes if nvme else 0) == plan.home_bytes[Tier.NVME] == plan.nvme_bytes
     present = [

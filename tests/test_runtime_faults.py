@@ -245,7 +245,7 @@ def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
     ):
         assert runtime.plan.home_bytes[Tier.NVME]
         model(x)
-        runtime._components.engine.step_done()
+        runtime._components.prefetch_engine.step_done()
         for request in range(1, 9):
             faults.fail("read", request, errno.EIO)
             failures = 0

@@ -18,7 +18,7 @@ from infinity.device_update.kernels import Kernels, UpdateKind
 from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, Chunk, DeviceTable
 
 
-class Turn(NamedTuple):
+class ParameterUpdate(NamedTuple):
     """A parameter's update in one step."""
 
     hyper: Hyper
@@ -39,7 +39,7 @@ class DeviceUpdates:
         """The index of a parameter's sum among the totals."""
         return self.table.rows[whose]
 
-    def update(self, turns: Mapping[Hashable, Turn], scale: float) -> None:
+    def update(self, updates: Mapping[Hashable, ParameterUpdate], scale: float) -> None:
         """Queue an optimizer step of these parameters; the others of their chunks are not touched.
 
         scale: see cpu_adam.Update. Gradients that are not finite are used as they are, as by the CPU's
@@ -49,7 +49,7 @@ class DeviceUpdates:
         """
         self.order()
         rows = sorted(
-            ((self.table.rows[whose], turn) for whose, turn in turns.items()), key=lambda each: each[0]
+            ((self.table.rows[whose], update) for whose, update in updates.items()), key=lambda each: each[0]
         )
         for some in _launches(rows):
             self._launch(some, scale)
@@ -77,14 +77,14 @@ class DeviceUpdates:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def _launch(self, rows: Sequence[tuple[int, Turn]], scale: float) -> None:
+    def _launch(self, rows: Sequence[tuple[int, ParameterUpdate]], scale: float) -> None:
         first, end = rows[0][0], rows[-1][0] + 1
         launch = self.table.update_launch(first, end)
         known: dict[Hyper, int] = {}
-        for row, turn in rows:
-            number = known.setdefault(turn.hyper, len(known))
+        for row, update in rows:
+            number = known.setdefault(update.hyper, len(known))
             launch["hyper"][row - first] = number
-            launch["seeds"][row - first] = turn.seed
+            launch["seeds"][row - first] = update.seed
         folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
         launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
         rules = {each[0] for each in folded}
@@ -95,14 +95,14 @@ class DeviceUpdates:
             self.kernels.launch("infinity_update", warps, launch.tobytes(), kinds)
 
 
-def _launches(rows: Sequence[tuple[int, Turn]]) -> Iterator[Sequence[tuple[int, Turn]]]:
+def _launches(rows: Sequence[tuple[int, ParameterUpdate]]) -> Iterator[Sequence[tuple[int, ParameterUpdate]]]:
     """The rows, divided into as few launches as hold them."""
     start = 0
     hypers: set[Hyper] = set()
-    for end, (row, turn) in enumerate(rows):
-        if row - rows[start][0] >= MOST_PARAMETERS or len(hypers | {turn.hyper}) > MOST_HYPERS:
+    for end, (row, update) in enumerate(rows):
+        if row - rows[start][0] >= MOST_PARAMETERS or len(hypers | {update.hyper}) > MOST_HYPERS:
             yield rows[start:end]
             start, hypers = end, set()
-        hypers.add(turn.hyper)
+        hypers.add(update.hyper)
     if rows:
         yield rows[start:]

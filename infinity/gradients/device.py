@@ -13,7 +13,7 @@ import torch
 
 from infinity.cpu_adam import Segment, Update
 from infinity.device_update.table import Chunk
-from infinity.device_update.update import DeviceUpdates, Turn
+from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
@@ -82,19 +82,19 @@ class DeviceUnits:
                     # A parameter's total stands for all of its blocks, in its first piece.
                     row = self._updates.row((unit, piece.parameter))
                     place = slice(row, row + 1 if piece.start == 0 else row)
-                    page.states[chunk_index].blocks[piece.parameter, piece.start] = totals[place]
+                    page.chunks[chunk_index].blocks[piece.parameter, piece.start] = totals[place]
 
-    def update(self, unit: int, turns: Mapping[int, Turn], scale: float) -> None:
+    def update(self, unit: int, updates: Mapping[int, ParameterUpdate], scale: float) -> None:
         """Queue the update of these parameters of a unit; work queued on the device later sees it.
 
-        turns: parameter -> its update. scale: factor from the stored gradients to those that the rule sees.
+        updates: parameter -> its update. scale: factor from the stored gradients to those that the rule sees.
         """
-        if not turns:
+        if not updates:
             return
-        for parameter in turns:
+        for parameter in updates:
             self._prepare(unit, parameter)
         self._note_uses(unit)
-        self._updates.update({(unit, parameter): turn for parameter, turn in turns.items()}, scale)
+        self._updates.update({(unit, parameter): update for parameter, update in updates.items()}, scale)
 
     def _note_uses(self, unit: int) -> None:
         """Note the memory that an update of the unit reads and writes."""

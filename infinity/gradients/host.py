@@ -26,7 +26,7 @@ from infinity.gradients.failure import GradientFailure
 from infinity.gradients.loss_scale import LossScale
 from infinity.gradients.staged_chunks import StagedChunks
 from infinity.layout.chunks import Piece
-from infinity.pages.gradient_page import ChunkState, GradientPage
+from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
 from infinity.tiers.link import User
@@ -122,7 +122,7 @@ class Gradients:
         found = page.layout.pieces(parameter)
         if page.home.in_place:
             return list(found)
-        return sorted(found, key=lambda each: page.states[each[0]].stage is None)
+        return sorted(found, key=lambda each: page.chunks[each[0]].staged is None)
 
     def add_in_place(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
         """Add a whole new gradient, (numel,) in memory order, to a stored one, both in host RAM.
@@ -133,16 +133,16 @@ class Gradients:
         for start, target, places in page.runs(parameter):
             sums = self._accumulate(fresh[start : start + target.numel()], target, again=again)
             first, *others = places
-            page.states[first[0]].blocks[parameter, first[1]] = sums
+            page.chunks[first[0]].blocks[parameter, first[1]] = sums
             for chunk_index, begin in others:  # the first piece has the sums of the whole run
-                page.states[chunk_index].blocks[parameter, begin] = _NO_SUMS
+                page.chunks[chunk_index].blocks[parameter, begin] = _NO_SUMS
 
     def add_piece(self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor) -> None:
         """Add one piece of a new gradient, (piece.count,), to a chunk that is in RAM."""
-        state = page.states[chunk_index]
+        chunk = page.chunks[chunk_index]
         data = page.memory(chunk_index)
         assert data is not None
-        if state.stage is None:
+        if chunk.staged is None:
             page.home.settle(
                 page.offset(chunk_index), page.offset(chunk_index) + page.nbytes(chunk_index), True
             )
@@ -152,11 +152,11 @@ class Gradients:
             blocks = self._accumulate(fresh, target, again=again)
         else:
             blocks = np.zeros(-(-piece.count // cpu_adam.BLOCK))
-            state.sent = self._send(self._ring, fresh, target, blocks, again=again) or state.sent
-        state.blocks[piece.parameter, piece.start] = blocks
-        if state.stage is not None:
-            state.stage.waiting.discard(piece.parameter)
-            if not state.stage.waiting:
+            chunk.sent = self._send(self._ring, fresh, target, blocks, again=again) or chunk.sent
+        chunk.blocks[piece.parameter, piece.start] = blocks
+        if chunk.staged is not None:
+            chunk.staged.waiting.discard(piece.parameter)
+            if not chunk.staged.waiting:
                 self.staged.complete(page, chunk_index)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
@@ -231,8 +231,8 @@ class Gradients:
         """Give the unit's gradients to an eager update; no other code may use them any more."""
         page = self.pages[unit]
         page.consumed = True
-        for chunk_index, state in enumerate(page.states):
-            if state.stage is not None:
+        for chunk_index, chunk in enumerate(page.chunks):
+            if chunk.staged is not None:
                 self.staged.drop(page, chunk_index)
 
     def clear(self) -> None:
@@ -243,7 +243,7 @@ class Gradients:
             page.content.clear()
             page.arrivals.clear()
             page.consumed = False
-            page.states = [ChunkState() for _ in page.layout.chunks]
+            page.chunks = [GradientChunk() for _ in page.layout.chunks]
             page.home.renew()
         self.staged.clear()
         self._failure.forget()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from infinity.gradients.failure import GradientFailure
-from infinity.pages.gradient_page import GradientPage, Stage
+from infinity.pages.gradient_page import GradientPage, StagedGradient
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
@@ -47,7 +47,7 @@ class StagedChunks:
 
     def missing(self, page: GradientPage, chunk_index: int) -> int:
         """Bytes of staging that `add` needs before a piece can be added to a chunk; 0 if it is in RAM."""
-        if page.states[chunk_index].stage is not None or page.home.in_place:
+        if page.chunks[chunk_index].staged is not None or page.home.in_place:
             return 0
         return page.nbytes(chunk_index)
 
@@ -57,11 +57,11 @@ class StagedChunks:
         Raises StorageError.
         """
         waiting = {piece.parameter for piece in page.layout.chunks[chunk_index].pieces}
-        state = page.states[chunk_index]
-        if state.stored:
+        chunk = page.chunks[chunk_index]
+        if chunk.stored:
             with self._store.meter.stalling(Edge.NVME_TO_HOST):
                 self._store.read(page.home, page.offset(chunk_index), memory).wait()
-        state.stage = Stage(memory, waiting)
+        chunk.staged = StagedGradient(memory, waiting)
         self._chunks[page.index, chunk_index] = None
 
     def complete(self, page: GradientPage, chunk_index: int) -> None:
@@ -69,10 +69,10 @@ class StagedChunks:
 
         Raises StorageError.
         """
-        stage = page.states[chunk_index].stage
-        assert stage is not None
+        staged = page.chunks[chunk_index].staged
+        assert staged is not None
         if self.more_to_come:
-            stage.waiting.update([each.parameter for each in page.layout.chunks[chunk_index].pieces])
+            staged.waiting.update([each.parameter for each in page.layout.chunks[chunk_index].pieces])
             return
         if (page.index, chunk_index) in self._whole:
             return
@@ -93,9 +93,9 @@ class StagedChunks:
         if self.more_to_come:
             return
         for unit, chunk_index in [*self._chunks]:
-            stage = self._pages[unit].states[chunk_index].stage
-            if stage is not None and (unit, chunk_index) not in self._whole:
-                stage.waiting.clear()
+            staged = self._pages[unit].chunks[chunk_index].staged
+            if staged is not None and (unit, chunk_index) not in self._whole:
+                staged.waiting.clear()
                 self.complete(self._pages[unit], chunk_index)
 
     def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
@@ -119,11 +119,11 @@ class StagedChunks:
         self._store.write_now(page.home, page.offset(chunk_index), data, spare=True)
         if (unit, chunk_index) in self._chunks:
             self.drop(page, chunk_index)
-            page.states[chunk_index].stored = True
+            page.chunks[chunk_index].stored = True
 
     def drop(self, page: GradientPage, chunk_index: int) -> None:
         """Remove a chunk from staging, without writing it."""
-        page.states[chunk_index].stage = None
+        page.chunks[chunk_index].staged = None
         del self._chunks[page.index, chunk_index]
         self._whole_bytes -= self._whole.pop((page.index, chunk_index), 0)
 
@@ -134,15 +134,15 @@ class StagedChunks:
         self._whole_bytes = 0
 
     def _write_back(self, page: GradientPage, chunk_index: int) -> None:
-        state = page.states[chunk_index]
+        chunk = page.chunks[chunk_index]
         if self._ring is not None:
-            self._ring.wait(state.sent)  # `Gradients.check` raises its failure
-        stage = state.stage
-        assert stage is not None
+            self._ring.wait(chunk.sent)  # `Gradients.check` raises its failure
+        staged = chunk.staged
+        assert staged is not None
         self.drop(page, chunk_index)
         try:
-            self._store.write(page.home, page.offset(chunk_index), stage.data)
+            self._store.write(page.home, page.offset(chunk_index), staged.data)
         except BaseException as error:
             self._failure.lose(error)
             raise
-        state.stored = True
+        chunk.stored = True

@@ -89,23 +89,23 @@ def materialize(
         return
     buffers = {}
     with torch.device("cpu"), torch.no_grad():
-        stage = _Stage(tensors)
+        substitutes = _Substitutes(tensors)
         try:
-            steps = _steps(model, stage, wanted)
+            steps = _steps(model, substitutes, wanted)
             _check_all_written(tensors, wanted, steps)
-            for key, values in _run(steps, stage, wanted):
+            for key, values in _run(steps, substitutes, wanted):
                 tensor = tensors[key].tensor
                 if isinstance(tensor, nn.Parameter):
                     fill(tensor, values)
                 else:
                     buffers[key] = values.to(device)
         finally:
-            stage.clear()
+            substitutes.clear()
     for key, values in buffers.items():
         tensors[key].put(values)
 
 
-class _Stage:
+class _Substitutes:
     """Substitutes for the model's tensors, which initialisers may write, until `clear`.
 
     They are on the meta device, where writing costs nothing and is lost, except for those that `open` made
@@ -221,16 +221,16 @@ class _Step:
     """Keys of the tensors that the calls write, also of other modules."""
 
 
-def _steps(model: nn.Module, stage: _Stage, wanted: set[int]) -> list[_Step]:
+def _steps(model: nn.Module, substitutes: _Substitutes, wanted: set[int]) -> list[_Step]:
     """The steps that write `wanted`, in the order to run them."""
     owned: dict[int, set[int]] = {}
     for key in wanted:
-        for place, _ in stage.tensors[key].places:
+        for place, _ in substitutes.tensors[key].places:
             owned.setdefault(id(place), set()).add(key)
     steps = []
     for name, module, scope in _children_first("", model, None, set()):
         own = owned.get(id(module._parameters), set()) | owned.get(id(module._buffers), set())
-        step = _step_of(name, module, scope, own, stage)
+        step = _step_of(name, module, scope, own, substitutes)
         step.writes &= wanted
         if step.writes:
             steps.append(step)
@@ -264,12 +264,14 @@ def _initialises_others(module: nn.Module) -> bool:
     return True
 
 
-def _step_of(name: str, module: nn.Module, scope: nn.Module | None, own: set[int], stage: _Stage) -> _Step:
+def _step_of(
+    name: str, module: nn.Module, scope: nn.Module | None, own: set[int], substitutes: _Substitutes
+) -> _Step:
     step = _Step(name, own, [], set())
     if scope is not None:
         initialise: Any = scope._init_weights
         step.calls.append(functools.partial(initialise, module))
-        step.writes |= _dry_run(step.calls[0], own, stage)
+        step.writes |= _dry_run(step.calls[0], own, substitutes)
         if own <= step.writes:
             return step
     # The method that construction itself ran. A parent without tensors of its own need not have run
@@ -280,24 +282,24 @@ def _step_of(name: str, module: nn.Module, scope: nn.Module | None, own: set[int
         method = getattr(module, "reset_parameters", None)
     if callable(method):
         step.calls.insert(0, method)
-        step.writes |= _dry_run(method, own, stage)
+        step.writes |= _dry_run(method, own, substitutes)
     return step
 
 
-def _dry_run(call: Callable[[], Any], own: set[int], stage: _Stage) -> set[int]:
+def _dry_run(call: Callable[[], Any], own: set[int], substitutes: _Substitutes) -> set[int]:
     """The keys of the tensors that `call` would write. No tensor is real, and the RNG's state is restored."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with _AsIfReal():
-                return stage.run(call, own)
+                return substitutes.run(call, own)
         except Exception:
             # Not every initialiser runs without values (item() does not). It is assumed to write its module's
             # own tensors; the real run shows whether it does, and why it fails if it fails there too.
             return set(own)
         finally:
             for key in own:
-                stage.shut(key)
+                substitutes.shut(key)
 
 
 def _check_all_written(tensors: dict[int, Registered], wanted: set[int], steps: list[_Step]) -> None:
@@ -325,32 +327,34 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + rest
 
 
-def _run(steps: list[_Step], stage: _Stage, wanted: set[int]) -> Iterator[tuple[int, torch.Tensor]]:
+def _run(
+    steps: list[_Step], substitutes: _Substitutes, wanted: set[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Run the steps; yields each key of `wanted` with its values after the last step that writes it."""
     last = {key: index for index, step in enumerate(steps) for key in step.writes}
-    order = {key: index for index, key in enumerate(stage.tensors)}
+    order = {key: index for index, key in enumerate(substitutes.tensors)}
     written: set[int] = set()
     opened: set[int] = set()
     for index, step in enumerate(steps):
         for key in step.writes - opened:
-            stage.open(key)
+            substitutes.open(key)
         opened |= step.writes
         try:
             for call in step.calls:
-                written |= stage.run(call, step.own)
+                written |= substitutes.run(call, step.own)
             finished = sorted((key for key in step.writes if last[key] == index), key=order.__getitem__)
-            done = [(key, stage.values(key)) for key in finished]
+            done = [(key, substitutes.values(key)) for key in finished]
         except Exception as error:
             raise ConfigError(
                 f"Initialising {step.name or 'the model'} failed: {type(error).__name__}: {error}",
                 "Mend its initialiser, build the module on the CPU, or load weights.",
             ) from error
-        if unwritten := [stage.tensors[key].names[0] for key, _ in done if key not in written]:
+        if unwritten := [substitutes.tensors[key].names[0] for key, _ in done if key not in written]:
             raise _unwritten(unwritten)
         for key, values in done:
             opened.discard(key)
-            stage.shut(key)
+            substitutes.shut(key)
             yield key, values
     for key in wanted - last.keys():  # tensors without elements, which no step writes
-        stage.open(key)
-        yield key, stage.values(key)
+        substitutes.open(key)
+        yield key, substitutes.values(key)

@@ -22,7 +22,7 @@ from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage, parameter_version
-from infinity.prefetch.engine import Engine
+from infinity.prefetch.engine import PrefetchEngine
 from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
 
@@ -34,7 +34,7 @@ class Pager:
         self,
         pages: Sequence[ParameterPage],
         addresses: dict[int, ParameterPage],
-        engine: Engine,
+        prefetch_engine: PrefetchEngine,
         edits: EditTracker,
         *,
         gradients: Gradients | None,
@@ -46,7 +46,7 @@ class Pager:
         self.pages = pages
         self.addresses = addresses
         """Address of a residency -> its page. Entries of freed memory are overwritten, not removed."""
-        self.engine = engine
+        self.prefetch_engine = prefetch_engine
         self.edits = edits
         self.lock = threading.RLock()
         self.saved_bytes = SavedBytes(heap)
@@ -64,15 +64,15 @@ class Pager:
         """Fetch the pages of a module's own parameters, before it runs."""
         with self.lock:
             self.refuse()
-            self.engine.demand(units, _kind_now())
+            self.prefetch_engine.demand(units, _kind_now())
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
         """Run an operation with the pages of `places` present. See infinity.model.paged_parameter.Pager."""
         with self.lock:
             self.refuse()
             units = list(dict.fromkeys(place.page.index for place in places))
-            if not self.engine.present(units):
-                self.engine.demand(units, _kind_now())
+            if not self.prefetch_engine.present(units):
+                self.prefetch_engine.demand(units, _kind_now())
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
                     with saving(self._find, self._fetch, self.saved_bytes):
@@ -100,7 +100,7 @@ class Pager:
         """Note the beginning of a forward of the root module, called by the frame `caller`."""
         if not self.forwards:
             self.saved_bytes.forward_begins()
-            self.engine.meter.entered(Phase.FORWARD)
+            self.prefetch_engine.meter.entered(Phase.FORWARD)
         self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes))
 
     def end_forward(self) -> None:
@@ -108,7 +108,7 @@ class Pager:
         self.forwards.end()
         if not self.forwards:
             self.saved_bytes.forward_ends()
-            self.engine.meter.entered(Phase.BETWEEN)
+            self.prefetch_engine.meter.entered(Phase.BETWEEN)
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Pager:
         """
         with self.lock:
             self.refuse()
-            self.engine.hold(units, AccessKind.FORWARD)
+            self.prefetch_engine.hold(units, AccessKind.FORWARD)
         try:
             yield
             with self.lock:
@@ -126,7 +126,7 @@ class Pager:
                     self.edits.write_back(self.pages[unit])
         finally:
             with self.lock:
-                self.engine.let_go(units)
+                self.prefetch_engine.let_go(units)
 
     def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
         """A copy of a parameter's values, with its shape and strides; by default on its device.
@@ -135,7 +135,7 @@ class Pager:
         """
         with self.lock:
             self.refuse()
-            self.engine.demand([place.page.index], AccessKind.FORWARD)
+            self.prefetch_engine.demand([place.page.index], AccessKind.FORWARD)
             assert place.page.residency is not None
             view = place.page.view(place.index, place.page.residency)
             with torch.inference_mode(False), torch.no_grad():
@@ -157,7 +157,7 @@ class Pager:
             self.refuse()
             if self.copying:
                 return self.copy(place, "cpu")
-            self.engine.demand([place.page.index], _kind_now())
+            self.prefetch_engine.demand([place.page.index], _kind_now())
             with torch._C.DisableTorchFunctionSubclass():
                 data = place.page.parameters[place.index].data
             self.edits.keep_loan(place.page, place.index, data)
@@ -168,7 +168,7 @@ class Pager:
         with self.lock:
             self.refuse()
             page = place.page
-            self.engine.demand([page.index], _kind_now())
+            self.prefetch_engine.demand([page.index], _kind_now())
             assert page.residency is not None
             present = page.view(place.index, page.residency)
             if value.data_ptr() != present.data_ptr() or value.stride() != present.stride():
@@ -244,8 +244,8 @@ class Pager:
         with self.lock:
             self.refuse()
             page = reference.page
-            self.engine.meter.entered(Phase.BACKWARD)
-            self.engine.demand([page.index], AccessKind.BACKWARD)
+            self.prefetch_engine.meter.entered(Phase.BACKWARD)
+            self.prefetch_engine.demand([page.index], AccessKind.BACKWARD)
             assert page.residency is not None
             with torch.inference_mode(False), torch.no_grad():
                 view = page.residency.view(reference.dtype).as_strided(

@@ -165,7 +165,7 @@ class Chain:
 
     @property
     def states_on_disk(self) -> bool:
-        return self._state_page.home.extent is not None
+        return self._state_page.home.nvme_lease is not None
 
     @property
     def has_moments(self) -> bool:

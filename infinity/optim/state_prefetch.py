@@ -107,7 +107,7 @@ class ReadAhead:
                 yield [
                     chain
                     for chain in self._chains[unit]
-                    if self._can_read(chain) and page.states[chain.chunk_index].stage is None
+                    if self._can_read(chain) and page.chunks[chain.chunk_index].staged is None
                 ]
             self._next.popleft()
 

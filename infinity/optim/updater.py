@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from infinity import cpu_adam
-from infinity.device_update.update import Turn
+from infinity.device_update.update import ParameterUpdate
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.layout.strides import in_memory_order
@@ -245,11 +245,11 @@ class Updater:
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue a unit's update on the device, after what it computes now and before later uses."""
         started = time.perf_counter()
-        turns = {
-            parameter: Turn(decision.hypers[hyper], seed)
+        updates = {
+            parameter: ParameterUpdate(decision.hypers[hyper], seed)
             for parameter, (hyper, seed) in decision.parameters.items()
         }
-        units.update(unit, turns, decision.scale)
+        units.update(unit, updates, decision.scale)
         self._store.meter.updating(time.perf_counter() - started)
 
     # --- what is begun ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 
 @dataclass(slots=True)
-class Stage:
+class StagedGradient:
     """A chunk of a gradient page that is in staging, where it is newer than at home."""
 
     data: torch.Tensor
@@ -31,10 +31,10 @@ class Stage:
 
 
 @dataclass(slots=True)
-class ChunkState:
+class GradientChunk:
     """The state of one chunk of a gradient page."""
 
-    stage: Stage | None = None
+    staged: StagedGradient | None = None
     sent: int = 0
     """Number of the last job of the ring that changes the chunk; 0: none."""
     stored: bool = False
@@ -61,7 +61,7 @@ class GradientPage:
         self.consumed = False
         """Whether an eager update has taken the gradients; no other code may use them then."""
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
-        self.states = [ChunkState() for _ in layout.chunks]
+        self.chunks = [GradientChunk() for _ in layout.chunks]
         self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]
         self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
         self._dtypes = [plan.gradient_dtype(layout.regions[c.region].dtype) for c in layout.chunks]
@@ -130,22 +130,22 @@ class GradientPage:
 
     def is_in_ram(self, chunk_index: int) -> bool:
         """Whether a chunk is in host RAM, even if gradients for it are still arriving."""
-        return self.home.in_place or self.states[chunk_index].stage is not None
+        return self.home.in_place or self.chunks[chunk_index].staged is not None
 
     def arrived(self, chunk_index: int) -> bool:
         """Whether all that was added to a chunk has arrived. Never blocks."""
-        return self._ring is None or self._ring.arrived(self.states[chunk_index].sent)
+        return self._ring is None or self._ring.arrived(self.chunks[chunk_index].sent)
 
     def settle(self, chunk_index: int) -> None:
         """Wait until all that was added to a chunk has arrived. Raises the ring's failure."""
-        if self._ring is not None and self.states[chunk_index].sent:
-            self._ring.settle(self.states[chunk_index].sent)
+        if self._ring is not None and self.chunks[chunk_index].sent:
+            self._ring.settle(self.chunks[chunk_index].sent)
 
     def memory(self, chunk_index: int) -> torch.Tensor | None:
         """`in_ram` without waiting, for code that adds to the chunk."""
-        stage = self.states[chunk_index].stage
-        if stage is not None:
-            return stage.data
+        staged = self.chunks[chunk_index].staged
+        if staged is not None:
+            return staged.data
         return (
             self.home.view(self._offsets[chunk_index], self.nbytes(chunk_index))
             if self.home.in_place
@@ -195,7 +195,7 @@ class GradientPage:
         total = 0.0
         for chunk_index, piece in self.layout.pieces(parameter):
             self.settle(chunk_index)
-            sums = self.states[chunk_index].blocks[parameter, piece.start]
+            sums = self.chunks[chunk_index].blocks[parameter, piece.start]
             if sums.size:
                 total = cpu_adam.sum_in_order(sums, total)
         return total

@@ -44,7 +44,7 @@ class Home:
     """uint8 (nbytes,) over the lease, in the tier's memory; None on NVMe."""
     in_place: bool
     """Whether code on the CPU may use `memory` directly: it is host RAM, or of a device that shares it."""
-    extent: NvmeLease | None = None
+    nvme_lease: NvmeLease | None = None
     """The page's blocks on NVMe; None in memory."""
     computed: bool = False
     """Whether kernels write here; copies to the device then wait for all queued kernels."""

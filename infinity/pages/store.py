@@ -3,7 +3,7 @@
 `read` and `write` move bytes between a home and host memory; homes that are host memory are used in place
 instead (`Home.memory`). Bytes that are neither at home nor resident are in one of two pools of the host.
 `staging` has the chunks that updates and gradients work on (infinity/optim/staging.py grants it), `transit`
-the pieces of pages on their way between disk and device. One piece of transit is set aside as a bounce buffer
+the pieces of pages on their way between disk and device. One transit buffer is set aside as a bounce buffer
 for reads and writes of single parameters. A lease returns itself with its last view.
 """
 
@@ -73,7 +73,7 @@ class Store:
             self._homes[Tier.DEVICE] = self.device.pool("device homes", near)
             self.staging: Pool = self.host.pool("staging", plan.staging_bytes)
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
-            with self._transit.lease(plan.piece_bytes) as lease:
+            with self._transit.lease(plan.transit_buffer_bytes) as lease:
                 self._bounce: torch.Tensor | None = lease.residency()
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.workspace, self.kernels = self._open_workspace()
@@ -133,18 +133,18 @@ class Store:
             return ring.residency(), landing.residency()
 
     @property
-    def piece_bytes(self) -> int:
-        """Bytes of a piece of transit."""
-        return self.plan.piece_bytes
+    def transit_buffer_bytes(self) -> int:
+        """Bytes of a transit buffer."""
+        return self.plan.transit_buffer_bytes
 
-    def try_piece(self) -> torch.Tensor | None:
-        """A piece of transit, uint8 (piece_bytes,); None if none is free now.
+    def try_transit_buffer(self) -> torch.Tensor | None:
+        """A transit buffer, uint8 (transit_buffer_bytes,); None if none is free now.
 
         It is the caller's until its last view is gone.
         """
-        if self._transit.largest_free < self.piece_bytes:
+        if self._transit.largest_free < self.transit_buffer_bytes:
             return None
-        with self._transit.lease(self.piece_bytes) as lease:
+        with self._transit.lease(self.transit_buffer_bytes) as lease:
             return lease.residency()
 
     def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
@@ -153,10 +153,10 @@ class Store:
         deadline: a time.monotonic() time; requests with earlier deadlines go to the disk first. None: now.
         """
         home.settle(offset, offset + into.nbytes, writing=False)
-        if home.extent is not None:
+        if home.nvme_lease is not None:
             assert self.nvme is not None
             self.link.uses(User.HOST, into, writes=True, label="read")
-            transfer: Transfer = self.nvme.read(home.extent, into, offset=offset, deadline=deadline)
+            transfer: Transfer = self.nvme.read(home.nvme_lease, into, offset=offset, deadline=deadline)
             home.in_flight.append(InFlightRequest(offset, offset + into.nbytes, False, transfer))
             self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
@@ -185,9 +185,9 @@ class Store:
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
-        if home.extent is not None:
+        if home.nvme_lease is not None:
             assert self.nvme is not None
-            transfer: Transfer = self.nvme.write(home.extent, source, offset=offset)
+            transfer: Transfer = self.nvme.write(home.nvme_lease, source, offset=offset)
             request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost, spare)
             home.in_flight.append(request)
             self._writes.append((home, request))
@@ -205,7 +205,7 @@ class Store:
     def write_now(self, home: Home, offset: int, source: torch.Tensor, *, spare: bool = False) -> None:
         """`write`, and wait. Raises StorageError, here and not once more later."""
         self.write(home, offset, source, spare=spare)
-        if home.extent is not None:
+        if home.nvme_lease is not None:
             latest = self._writes[-1]
             try:
                 home.finish(latest[1])
@@ -263,7 +263,7 @@ class Store:
         return copy
 
     def bounce(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes`, at most piece_bytes, of the bounce buffer.
+        """The first `nbytes`, at most transit_buffer_bytes, of the bounce buffer.
 
         The caller must be done with them before it returns: the next call gets the same bytes.
         """
@@ -317,7 +317,7 @@ class Store:
         start = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         end = round_up(offset + nbytes, PAGE_ALIGNMENT)
         while start < end:
-            upto = min(end, start + self.piece_bytes)
+            upto = min(end, start + self.transit_buffer_bytes)
             yield start, upto
             start = upto
 

@@ -26,11 +26,11 @@ from infinity.planning.placement import DtypeOf, Kind, Placement, Room
 from infinity.planning.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
-_LARGEST_PIECE = 4 << 20
-"""Bytes of the largest piece of transit: disks and links are at their best, and it is small beside a page."""
+_LARGEST_TRANSIT_BUFFER = 4 << 20
+"""Bytes of the largest transit buffer: disks and links are at their best, and it is small beside a page."""
 
-_SMALLEST_PIECE = 4 * BLOCK
-"""Bytes of the smallest piece of transit, and of a block of float32 gradients, the largest there are."""
+_SMALLEST_TRANSIT_BUFFER = 4 * BLOCK
+"""Bytes of the smallest transit buffer, and of a block of float32 gradients, the largest there are."""
 
 
 class Candidate:
@@ -60,8 +60,8 @@ class Candidate:
         ]
         self.chain_bytes = 0
         """Bytes that one chunk's update takes at most: its chain of parameters, gradient and states."""
-        self.piece_bytes = _SMALLEST_PIECE
-        """Bytes of a piece of transit: the largest chunk's parameters, but at most `_LARGEST_PIECE`."""
+        self.transit_buffer_bytes = _SMALLEST_TRANSIT_BUFFER
+        """Bytes of a transit buffer: those of the largest chunk's parameters, within two limits."""
         self._largest_unit = 0
         """Bytes of all chains of one unit, at most."""
         self._trained = rule is not None
@@ -81,7 +81,9 @@ class Candidate:
             trained = rule is not None and extent.trainable
             for count, times in extent.counts(self.chunk_elements):
                 chain = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
-                self.piece_bytes = max(self.piece_bytes, min(chain, _LARGEST_PIECE))
+                self.transit_buffer_bytes = max(
+                    self.transit_buffer_bytes, min(chain, _LARGEST_TRANSIT_BUFFER)
+                )
                 if rule is not None and trained:
                     itemsize = gradient_dtype(extent.dtype).itemsize
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
@@ -105,13 +107,13 @@ class Candidate:
 
     def transit(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of transit: the bounce buffer, and pieces where pages take two hops."""
-        return self.piece_bytes * (1 + level.pieces * (room.device is not None))
+        return self.transit_buffer_bytes * (1 + level.transit_buffers * (room.device is not None))
 
     def ring(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of the ring for gradients on the device, and of its landing in host RAM."""
         if room.device is None or not self._has_ring:
             return 0
-        return level.ring(room.device, _SMALLEST_PIECE)
+        return level.ring(room.device, _SMALLEST_TRANSIT_BUFFER)
 
     def working(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of host RAM for pages on their way: staging, transit and the ring's landing."""
@@ -120,7 +122,7 @@ class Candidate:
     @property
     def least_near(self) -> int:
         """The smallest device budget, in bytes, that would do with endless other tiers."""
-        return self.near(0, LEAST.pages) + self._has_ring * LEAST.ring(0, _SMALLEST_PIECE)
+        return self.near(0, LEAST.pages) + self._has_ring * LEAST.ring(0, _SMALLEST_TRANSIT_BUFFER)
 
     @property
     def total(self) -> int:
@@ -244,7 +246,7 @@ class Candidate:
             homes=tuple(homes),
             chain_bytes=self.chain_bytes,
             staging_bytes=self.staging(level, room),
-            piece_bytes=self.piece_bytes,
+            transit_buffer_bytes=self.transit_buffer_bytes,
             transit_bytes=self.transit(level, room),
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
             ring_bytes=self.ring(level, room),

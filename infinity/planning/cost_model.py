@@ -92,7 +92,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class PhaseBytes:
     """Bytes that one phase of a step moves. Phases follow one another; all that is in one runs at once."""
 
     disk_read: int = 0
@@ -103,31 +103,33 @@ class Phase:
     """Bytes of RAM that the update's threads read and write, for updates and for gradients that they store or
     add to."""
 
-    def __add__(self, other: Phase) -> Phase:
-        return Phase(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES})
+    def __add__(self, other: PhaseBytes) -> PhaseBytes:
+        return PhaseBytes(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES}
+        )
 
-    def __mul__(self, times: int) -> Phase:
-        return Phase(**{each.name: getattr(self, each.name) * times for each in _EDGES})
+    def __mul__(self, times: int) -> PhaseBytes:
+        return PhaseBytes(**{each.name: getattr(self, each.name) * times for each in _EDGES})
 
 
-_EDGES = fields(Phase)
+_EDGES = fields(PhaseBytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes that one step of training (or one forward, without gradients) moves over every edge."""
 
-    forward: Phase = Phase()
+    forward: PhaseBytes = PhaseBytes()
     """Bytes that the forward of each micro-batch moves."""
-    backward: Phase = Phase()
+    backward: PhaseBytes = PhaseBytes()
     """Bytes that the backward of each micro-batch moves."""
-    accumulation: Phase = Phase()
+    accumulation: PhaseBytes = PhaseBytes()
     """Bytes that every backward but the first moves besides: it reads the gradients that it adds to."""
-    update: Phase = Phase()
+    update: PhaseBytes = PhaseBytes()
     """Bytes that the update moves, besides those of the forward or the last backward under which it runs."""
     when: UpdateTime = "lazy"
 
-    def phases(self, micro_batches: int) -> list[tuple[Phase, int, int]]:
+    def phases(self, micro_batches: int) -> list[tuple[PhaseBytes, int, int]]:
         """The phases of a step in their order: each with how many forwards and backwards it has."""
         more = micro_batches - 1
         backwards = self.backward * micro_batches + self.accumulation * more
@@ -182,12 +184,12 @@ def traffic(
         if home[Kind.PARAMETER] not in near and unit not in mirrored
     )
     missing = 1 - min(1.0, resident / away) if away else 0.0
-    forward = backward = accumulation = updating = Phase()
+    forward = backward = accumulation = updating = PhaseBytes()
     for unit, home in enumerate(homes):
         parameter, gradient, states = (pages[kind][unit] for kind in Kind)
         come_up = 0 if unit in mirrored else math.ceil(parameter * missing)
         parameter_home = home[Kind.PARAMETER]
-        brought = Phase(
+        brought = PhaseBytes(
             disk_read=come_up if parameter_home is Tier.NVME else 0,
             to_device=come_up if not unified and parameter_home is not Tier.DEVICE else 0,
         )
@@ -199,11 +201,11 @@ def traffic(
         sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
         updating += _updating(home, sizes, update, unified)
         if unit in mirrored:
-            updating += Phase(to_device=trained[unit])
+            updating += PhaseBytes(to_device=trained[unit])
         at_once, later = _gradient(home[Kind.GRADIENT], gradient, update, unified)
         # A fresh gradient is in its parameter's dtype; it is read and stored.
         fresh = trained[unit] if gradient else 0
-        backward += at_once + Phase(host=2 * fresh, to_host=0 if computes_in_ram else fresh)
+        backward += at_once + PhaseBytes(host=2 * fresh, to_host=0 if computes_in_ram else fresh)
         accumulation += later
     return Traffic(
         forward=forward, backward=backward, accumulation=accumulation, update=updating, when=update
@@ -212,10 +214,10 @@ def traffic(
 
 def _updating(
     home: Mapping[Kind, Tier | None], sizes: Mapping[Kind, int], when: UpdateTime, unified: bool
-) -> Phase:
+) -> PhaseBytes:
     """Bytes that a unit's update moves. sizes: bytes of its pages that take part in it, by kind."""
     parameter, gradient, states = (sizes[kind] for kind in Kind)
-    moved = Phase(host=2 * parameter + gradient + 2 * states)
+    moved = PhaseBytes(host=2 * parameter + gradient + 2 * states)
     for kind, nbytes in sizes.items():
         written = 0 if kind is Kind.GRADIENT else nbytes
         if home[kind] is Tier.NVME:
@@ -223,25 +225,27 @@ def _updating(
             # it runs after both. An eager update takes gradients where they arrived.
             shared = when != "sync" and unified and kind is Kind.PARAMETER
             shared = shared or (when == "eager" and kind is Kind.GRADIENT)
-            moved += Phase(disk_read=0 if shared else nbytes, disk_write=written)
+            moved += PhaseBytes(disk_read=0 if shared else nbytes, disk_write=written)
         elif home[kind] is Tier.DEVICE and not unified:
-            moved += Phase(to_host=nbytes, to_device=written)
+            moved += PhaseBytes(to_host=nbytes, to_device=written)
     return moved
 
 
-def _gradient(home: Tier | None, nbytes: int, when: UpdateTime, unified: bool) -> tuple[Phase, Phase]:
+def _gradient(
+    home: Tier | None, nbytes: int, when: UpdateTime, unified: bool
+) -> tuple[PhaseBytes, PhaseBytes]:
     """Bytes that a unit's gradients move: in every backward, and besides in each that adds to them.
 
     home: the tier in which they rest. nbytes: their bytes.
     """
-    stored = added = Phase()
+    stored = added = PhaseBytes()
     if home is Tier.NVME:
-        stored, added = Phase(disk_write=nbytes), Phase(disk_read=nbytes)
+        stored, added = PhaseBytes(disk_write=nbytes), PhaseBytes(disk_read=nbytes)
         if when == "eager":  # the last micro-batch's gradients go to the update without being stored
-            stored, added = Phase(), stored + added
+            stored, added = PhaseBytes(), stored + added
     elif home is Tier.DEVICE and not unified:
-        stored, added = Phase(to_device=nbytes), Phase(to_host=nbytes)
-    return stored, added + Phase(host=nbytes)
+        stored, added = PhaseBytes(to_device=nbytes), PhaseBytes(to_host=nbytes)
+    return stored, added + PhaseBytes(host=nbytes)
 
 
 _FORWARD_SHARE = 1 / 3
@@ -260,7 +264,7 @@ def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_bat
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
-    forward_share = 1.0 if moved.backward == Phase() else _FORWARD_SHARE
+    forward_share = 1.0 if moved.backward == PhaseBytes() else _FORWARD_SHARE
     busy, spent = (dict.fromkeys(_RESOURCES, 0.0) for _ in range(2))
     slower = operations.most - operations.least
     most = 0.0
@@ -283,7 +287,7 @@ def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_bat
     )
 
 
-def _busy(phase: Phase, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
+def _busy(phase: PhaseBytes, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
     """Seconds for which every resource is busy in a phase.
 
     compute: seconds of its operations. in_turn: whether the trainer waits while the CPU stores each gradient;
@@ -313,7 +317,7 @@ def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
     return {longest: busy[longest]}
 
 
-def _disk_seconds(moved: Phase, speeds: MachineRates) -> float:
+def _disk_seconds(moved: PhaseBytes, speeds: MachineRates) -> float:
     if speeds.disk_read is None or speeds.disk_write is None or speeds.disk_mixed is None:
         return 0.0
     both = min(moved.disk_read, moved.disk_write)

@@ -110,7 +110,7 @@ class _Cache:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._file = JsonFile[dict[str, dict[str, float]]]("profile.json", _figures, {})
+        self._file = JsonFile[dict[str, dict[str, float]]]("machine_rates.json", _figures, {})
         self._figures = self._file.content
         self._changed = False
 

@@ -187,11 +187,6 @@ class Operations(Counter[Operation]):
         if operator.namespace != "prim":
             self[Operation.of(operator, args, kwargs, result)] += 1
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of all of them."""
-        return sum(operation.flops * count for operation, count in self.items())
-
 
 @dataclass(frozen=True)
 class Roofline:

@@ -60,7 +60,7 @@ class Placement:
     chain_bytes: int
     """Bytes that one chunk's update takes at most: its parameters, gradient and states."""
     staging_bytes: int
-    piece_bytes: int
+    transit_buffer_bytes: int
     transit_bytes: int
     resident_bytes: int
     ring_bytes: int

@@ -45,8 +45,8 @@ class Plan:
     """Bytes that one chunk's update takes at most: its parameters, gradient and states."""
     staging_bytes: int
     """Bytes of host RAM in which chunks are updated, and gradients gathered, whose pages rest elsewhere."""
-    piece_bytes: int
-    """Bytes of a piece of transit."""
+    transit_buffer_bytes: int
+    """Bytes of a transit buffer."""
     transit_bytes: int
     """Bytes of host RAM through which parameters pass: a bounce buffer, and pieces of pages on two hops."""
     resident_bytes: int

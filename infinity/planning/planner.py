@@ -173,7 +173,7 @@ class _Draft:
             homes=placement.homes,
             chain_bytes=placement.chain_bytes,
             staging_bytes=placement.staging_bytes,
-            piece_bytes=placement.piece_bytes,
+            transit_buffer_bytes=placement.transit_buffer_bytes,
             transit_bytes=placement.transit_bytes,
             resident_bytes=placement.resident_bytes,
             ring_bytes=placement.ring_bytes,
@@ -228,7 +228,7 @@ def update_time(update: str, accumulation: int | None, precision: Precision) -> 
         return "sync" if update == "sync" else "lazy"
     if accumulation is None:
         raise ConfigError(
-            "Eager updates run in the last backward of a step, and nobody said which that is.",
+            "Eager updates run in the last backward of a step, and accumulation= does not say which that is.",
             "Declare how many backwards a step has: accumulation=1, or more.",
         )
     if precision.compute_dtype == torch.float16:

@@ -28,8 +28,8 @@ class WorkingRoom:
     """Parameter pages that can be resident at one time besides those at home there."""
     chains: int | None = None
     """Chains of the largest size that staging has room for; None: as the module's rule says."""
-    pieces: int = 8
-    """Pieces of transit for pages on two hops, where the device has memory of its own."""
+    transit_buffers: int = 8
+    """Transit buffers for pages on two hops, where the device has memory of its own."""
     nvme: bool = True
     """Whether pages may rest on NVMe."""
     share: float = 1.0
@@ -45,7 +45,7 @@ class WorkingRoom:
     def ring(self, device: int, block: int) -> int:
         """Bytes of the ring for gradients in a device tier of `device` bytes. block: bytes of the smallest
         block; a ring has at least two."""
-        if self.pieces == 1:
+        if self.transit_buffers == 1:
             return 2 * block
         return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
 
@@ -54,8 +54,8 @@ AMPLE_PAGES = 12
 """Resident parameter pages where units come from disk: eager updates run in some while others arrive. With 3
 a step took a quarter longer than with 10 (309M parameters, all on NVMe)."""
 
-LEAST = WorkingRoom(1, chains=1, pieces=1)
-LEAST_IN_RAM = WorkingRoom(1, chains=1, pieces=1, nvme=False)
+LEAST = WorkingRoom(1, chains=1, transit_buffers=1)
+LEAST_IN_RAM = WorkingRoom(1, chains=1, transit_buffers=1, nvme=False)
 
 WORKING_ROOMS = (
     WorkingRoom(3, nvme=False),
@@ -63,10 +63,10 @@ WORKING_ROOMS = (
     LEAST_IN_RAM,
     WorkingRoom(AMPLE_PAGES, share=0.25),
     WorkingRoom(3, share=0.5),
-    WorkingRoom(3, chains=2, pieces=2),
-    WorkingRoom(2, chains=2, pieces=2),
-    WorkingRoom(3, chains=1, pieces=1),
-    WorkingRoom(2, chains=1, pieces=1),
+    WorkingRoom(3, chains=2, transit_buffers=2),
+    WorkingRoom(2, chains=2, transit_buffers=2),
+    WorkingRoom(3, chains=1, transit_buffers=1),
+    WorkingRoom(2, chains=1, transit_buffers=1),
     LEAST,
 )
 """Working rooms in the order in which they are tried: a model that fits in RAM at all is kept there."""

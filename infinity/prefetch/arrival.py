@@ -7,7 +7,7 @@ the order of their use, earlier than those of writes of the same moment, which n
 of a page have its deadline, whenever they are requested. Requests that are queued already keep theirs.
 
 [Note: two hops]
-If the device has memory of its own, a page at home on NVMe comes in pieces of transit memory: disk to host,
+If the device has memory of its own, a page at home on NVMe comes through transit buffers: disk to host,
 host to device. An `Arrival` is that pipeline. `advance` moves it on without blocking, so the second hop
 of one page overlaps the first of the next whenever the engine is called. On unified memory, and from
 homes in host RAM, there is one hop.
@@ -36,7 +36,7 @@ are less than half of the time that infinity.aio.Engine gives writes."""
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Buffer:
     """Page bytes [start, start + memory.nbytes) under way."""
 
     start: int
@@ -57,8 +57,8 @@ class Arrival:
         self._last_return = lease.last_return
         lease.release()
         self._store = store
-        self._todo = deque(range(0, page.nbytes, store.piece_bytes))
-        self._pieces: deque[_Piece] = deque()
+        self._todo = deque(range(0, page.nbytes, store.transit_buffer_bytes))
+        self._buffers: deque[_Buffer] = deque()
         self.final: Transfer | None = None
         """The last transfer into the residency."""
         self._failure: InfinityError | None = None
@@ -73,13 +73,13 @@ class Arrival:
     @property
     def edge(self) -> Edge:
         """The edge (pair of tiers) that the page waits for now."""
-        reading = self._todo or any(not each.up for each in self._pieces)
+        reading = self._todo or any(not each.up for each in self._buffers)
         if reading or (self._store.device.shares_host and self.page.home.tier is Tier.NVME):
             return Edge.NVME_TO_HOST
         return Edge.HOST_TO_DEVICE
 
     def advance(self, *, block: bool) -> bool:
-        """Move the page's pieces to their next hop; with `block`, wait for one. Returns whether transit came
+        """Move the page's buffers to their next hop; with `block`, wait for one. Returns whether transit came
         free."""
         try:
             return self._advance(block)
@@ -90,23 +90,23 @@ class Arrival:
 
     def _advance(self, block: bool) -> bool:
         freed = False
-        while self._pieces and (block or self._pieces[0].transfer.done()):
-            piece = self._pieces[0]
-            piece.transfer.wait()
-            if piece.up:
-                self._pieces.popleft()
+        while self._buffers and (block or self._buffers[0].transfer.done()):
+            buffer = self._buffers[0]
+            buffer.transfer.wait()
+            if buffer.up:
+                self._buffers.popleft()
                 freed = True
                 block = False
             else:
-                piece.transfer = self._send_up(piece.start, piece.memory)
-                piece.up = True
-        for piece in self._pieces:
-            if not piece.up and piece.transfer.done():
-                piece.transfer.wait()
-                piece.transfer = self._send_up(piece.start, piece.memory)
-                piece.up = True
+                buffer.transfer = self._send_up(buffer.start, buffer.memory)
+                buffer.up = True
+        for buffer in self._buffers:
+            if not buffer.up and buffer.transfer.done():
+                buffer.transfer.wait()
+                buffer.transfer = self._send_up(buffer.start, buffer.memory)
+                buffer.up = True
         while self._todo:
-            memory = self._store.try_piece()
+            memory = self._store.try_transit_buffer()
             if memory is None:
                 break
             self._read(memory)
@@ -114,21 +114,21 @@ class Arrival:
 
     @property
     def stuck(self) -> bool:
-        """Whether the page needs a piece of transit, has none under way, and none is free now.
+        """Whether the page needs a transit buffer, has none under way, and none is free now.
 
         Reading this makes the page as urgent as a demanded one.
         """
         self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
-        if self._todo and not self._pieces:
+        if self._todo and not self._buffers:
             self.advance(block=False)
-        return bool(self._todo) and not self._pieces
+        return bool(self._todo) and not self._buffers
 
     def finish(self) -> torch.Tensor:
         """Wait until compute may use the page; returns the residency. Not while `stuck`.
 
         Raises StorageError.
         """
-        while self._todo or self._pieces:
+        while self._todo or self._buffers:
             self.advance(block=True)
         if self._failure is not None:
             raise self._failure.again()
@@ -141,19 +141,19 @@ class Arrival:
     def abandon(self) -> None:
         """Drop what has not begun, and wait until nothing writes to the bytes. Failures are ignored."""
         self._todo.clear()
-        transfers = [each.transfer for each in self._pieces]
+        transfers = [each.transfer for each in self._buffers]
         for transfer in (*transfers, *([self.final] if self.final is not None else [])):
             try:
                 transfer.wait()
             except InfinityError:
                 continue  # these bytes will not be read
-        self._pieces.clear()
+        self._buffers.clear()
 
     def _read(self, memory: torch.Tensor) -> None:
         start = self._todo.popleft()
         memory = memory[: min(memory.nbytes, self.page.nbytes - start)]
         transfer = self._store.read(self.page.home, start, memory, deadline=self._deadline)
-        self._pieces.append(_Piece(start, memory, transfer))
+        self._buffers.append(_Buffer(start, memory, transfer))
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
         into = self.residency[start : start + source.nbytes]

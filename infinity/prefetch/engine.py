@@ -68,7 +68,7 @@ class NoUpdates:
         return None
 
 
-class Engine:
+class PrefetchEngine:
     """Decides which parameter pages are resident, and moves them. Called under the runtime's lock."""
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from infinity import _tiers
-from infinity.aio import Faults, Future, Stats, Volume
+from infinity.aio import EngineStats, Faults, Future, Volume
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.system.closing import Closing
@@ -145,7 +145,7 @@ class NvmeTier(Closing):
         return self._spans.capacity - self._spans.used
 
     @property
-    def stats(self) -> tuple[Stats, ...]:
+    def stats(self) -> tuple[EngineStats, ...]:
         """Counters of each path's engine, in the order of `slabs`."""
         return tuple(engine.stats for engine in self.engines)
 

@@ -52,7 +52,7 @@ from infinity.device_update.kernels import (
     host_library,
 )
 from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk
-from infinity.device_update.update import DeviceUpdates, Turn
+from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.tiers.driver import Driver, Stream
 
 
@@ -164,7 +164,7 @@ def test_parameters_without_a_turn_stay_as_they_are() -> None:
     there = clones(given)
     segments = [Segment(CODE_BLOCK * each, CODE_BLOCK) for each in range(4)]
     updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), "abcd")], "cpu")
-    updates.update({"a": Turn(CASES["adamw"], 1), "c": Turn(CASES["adamw"], 2)}, 1.0)
+    updates.update({"a": ParameterUpdate(CASES["adamw"], 1), "c": ParameterUpdate(CASES["adamw"], 2)}, 1.0)
     updated = [replace(segments[0], seed=1), replace(segments[2], seed=2)]
     check(there, on_cpu(given, segments=updated, hypers=[CASES["adamw"]]))
     updates.update({}, 1.0)
@@ -238,7 +238,11 @@ def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
     device.hold(stream)
     before = clones(given)
     updates.update(
-        {each: Turn(work["hypers"][part.hyper], part.seed) for each, part in enumerate(work["segments"])}, 1.0
+        {
+            each: ParameterUpdate(work["hypers"][part.hyper], part.seed)
+            for each, part in enumerate(work["segments"])
+        },
+        1.0,
     )
     updates.measure()
     assert device.count("cuLaunchKernel") == 5
@@ -271,6 +275,6 @@ def test_an_update_and_a_measurement_allocate_nothing(form: str) -> None:
     given = stored({"grad": floats(9, n), **states(n)}, form, "split")
     updates, _memory = opened([Chunk(Update(**given, segments=[Segment(0, n)], hypers=[]), ["p"])], "cpu")
     with Allocations() as made:
-        updates.update({"p": Turn(CASES["adamw"], 1)}, 0.5)
+        updates.update({"p": ParameterUpdate(CASES["adamw"], 1)}, 0.5)
         updates.measure()
     assert made.found == []

@@ -252,7 +252,7 @@ def test_a_backward_that_broke_off_can_be_left_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"update": "eager"}, "nobody said which"),
+        ({"update": "eager"}, "does not say which"),
         ({"update": "eager", "accumulation": 0}, "accumulation=0 was declared"),
         ({"accumulation": "2"}, "accumulation='2' was declared"),
         ({"update": "soon"}, "not known"),

@@ -44,7 +44,7 @@ def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page that left lives on while somebody sees it, and an update may work in it until then."""
-    monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, pieces=1),))
+    monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")
     seen: dict[int, Any] = {}
     asking: list[Chain] = []

@@ -186,7 +186,7 @@ def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
             loss_of(model, step).backward()
             early = held_once_written(runtime)
             if step:
-                order = [unit for unit in runtime._components.engine.next_step() if unit in states]
+                order = [unit for unit in runtime._components.prefetch_engine.next_step() if unit in states]
                 chunks = [(unit, number) for unit in order for number in range(len(states[unit].formats))]
                 assert {(each.unit, each.chunk_index) for each in early} == set(chunks[: len(early)])
                 room, after = runtime.plan.staging_bytes // 2, chunks[len(early)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from infinity.errors import ConfigError
 from infinity.planning.cost_model import (
     MachineRates,
-    Phase,
+    PhaseBytes,
     Prediction,
     Traffic,
     UpdateTime,
@@ -41,9 +41,9 @@ def exactly(seconds: float) -> Seconds:
 
 def test_a_lazy_update_runs_under_the_first_forward() -> None:
     moved = Traffic(
-        forward=Phase(disk_read=1 * GB),
-        backward=Phase(disk_read=2 * GB, disk_write=1 * GB),
-        update=Phase(disk_read=3 * GB, disk_write=3 * GB),
+        forward=PhaseBytes(disk_read=1 * GB),
+        backward=PhaseBytes(disk_read=2 * GB, disk_write=1 * GB),
+        update=PhaseBytes(disk_read=3 * GB, disk_write=3 * GB),
     )
     # Forward: 6 GB mixed and 1 GB read alone. Backward: 2 GB mixed and 1 GB read alone, under 3 s of compute.
     first, second = 6 / 1.5 + 0.5, 2 / 1.5 + 0.5
@@ -53,9 +53,9 @@ def test_a_lazy_update_runs_under_the_first_forward() -> None:
 
 def test_an_update_in_step_follows_forward_and_backward() -> None:
     moved = Traffic(
-        forward=Phase(disk_read=2 * GB),
-        backward=Phase(disk_read=4 * GB, disk_write=1 * GB),
-        update=Phase(disk_read=3 * GB, disk_write=3 * GB),
+        forward=PhaseBytes(disk_read=2 * GB),
+        backward=PhaseBytes(disk_read=4 * GB, disk_write=1 * GB),
+        update=PhaseBytes(disk_read=3 * GB, disk_write=3 * GB),
         when="sync",
     )
     # Forward and backward: 2 GB mixed (4/3 s) and 5 GB read alone (2.5 s); the update: 6 GB mixed.
@@ -65,9 +65,9 @@ def test_an_update_in_step_follows_forward_and_backward() -> None:
 
 def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
     moved = Traffic(
-        forward=Phase(disk_read=2 * GB),
-        backward=Phase(disk_read=2 * GB),
-        update=Phase(disk_read=3 * GB, disk_write=4 * GB),
+        forward=PhaseBytes(disk_read=2 * GB),
+        backward=PhaseBytes(disk_read=2 * GB),
+        update=PhaseBytes(disk_read=3 * GB, disk_write=4 * GB),
         when="eager",
     )
     # 8 GB mixed at 1.5 GB/s, 3 GB read alone at 2 GB/s.
@@ -77,7 +77,7 @@ def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
 
 
 def test_compute_hides_the_disk_in_its_own_phase_only() -> None:
-    moved = Traffic(backward=Phase(disk_read=2 * GB), update=Phase(disk_write=3 * GB, host=4 * GB))
+    moved = Traffic(backward=PhaseBytes(disk_read=2 * GB), update=PhaseBytes(disk_write=3 * GB, host=4 * GB))
     # Forward takes 2 s and the update 1 s, which are as long as the disk takes; backward hides its second.
     found = predict(moved, CPU, exactly(6.0))
     check(found, 3.0 + 4.0, 6.0 + 5.0, "compute", compute=6.0, disk=1.0 + 3.0, update=1.0)
@@ -85,9 +85,9 @@ def test_compute_hides_the_disk_in_its_own_phase_only() -> None:
 
 def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
     moved = Traffic(
-        forward=Phase(to_device=1 * GB),
-        backward=Phase(disk_read=2 * GB, to_device=1 * GB, host=4 * GB),
-        update=Phase(host=16 * GB, to_host=2 * GB),
+        forward=PhaseBytes(to_device=1 * GB),
+        backward=PhaseBytes(disk_read=2 * GB, to_device=1 * GB, host=4 * GB),
+        update=PhaseBytes(host=16 * GB, to_host=2 * GB),
     )
     # Forward 0.5 s, updating 4 s and copying 1.5 s; then backward 1 s, taking gradients over and adding to
     # them 1 s, copying 0.5 s, beside the disk's second.
@@ -97,21 +97,21 @@ def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
 
 def test_a_link_runs_beside_compute_and_update() -> None:
     moved = Traffic(
-        forward=Phase(to_device=3 * GB),
-        backward=Phase(to_device=3 * GB, to_host=1 * GB),
-        update=Phase(host=8 * GB, to_host=1 * GB),
+        forward=PhaseBytes(to_device=3 * GB),
+        backward=PhaseBytes(to_device=3 * GB, to_host=1 * GB),
+        update=PhaseBytes(host=8 * GB, to_host=1 * GB),
     )
     check(predict(moved, GPU, exactly(1.0)), 3.0 + 3.0, 9.0, "link", compute=1.0, link=6.0, update=2.0)
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
     speeds = MachineRates(host_stream=4e9, flops=1e11)
-    moved = Traffic(backward=Phase(to_device=0), update=Phase(host=4 * GB))
+    moved = Traffic(backward=PhaseBytes(to_device=0), update=PhaseBytes(host=4 * GB))
     check(predict(moved, speeds, exactly(0.5)), 1.5, 1.5, "update", compute=0.5, update=1)
 
 
 def test_operations_that_were_slower_in_one_round_widen_the_range() -> None:
-    moved = Traffic(forward=Phase(disk_read=2 * GB), backward=Phase(disk_read=2 * GB))
+    moved = Traffic(forward=PhaseBytes(disk_read=2 * GB), backward=PhaseBytes(disk_read=2 * GB))
     found = predict(moved, CPU, Seconds(3.0, 4.5))
     check(found, 3.0, 4.5 + 2.0, "compute", compute=3.0, disk=2.0)
     check(predict(moved, CPU, Seconds(3.0, 4.5), 2), 6.0, 9.0 + 4.0, "compute", compute=6.0, disk=4.0)
@@ -119,10 +119,10 @@ def test_operations_that_were_slower_in_one_round_widen_the_range() -> None:
 
 def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() -> None:
     moved = Traffic(
-        forward=Phase(disk_read=1 * GB),
-        backward=Phase(disk_read=1 * GB, host=4 * GB),
-        accumulation=Phase(disk_read=1 * GB, host=2 * GB),
-        update=Phase(disk_write=1 * GB),
+        forward=PhaseBytes(disk_read=1 * GB),
+        backward=PhaseBytes(disk_read=1 * GB, host=4 * GB),
+        accumulation=PhaseBytes(disk_read=1 * GB, host=2 * GB),
+        update=PhaseBytes(disk_write=1 * GB),
         when="sync",
     )
     # Disk: 3 x 2 + 2 x 1 GB read, then 1 GB written; compute: 3 x (0.5 + 1) + 2 x 0.5.
@@ -133,7 +133,7 @@ def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() ->
 
 
 def test_inference_is_all_forward() -> None:
-    found = predict(Traffic(forward=Phase(disk_read=2 * GB)), CPU, exactly(3.0))
+    found = predict(Traffic(forward=PhaseBytes(disk_read=2 * GB)), CPU, exactly(3.0))
     check(found, 3.0, 4.0, "compute", compute=3.0, disk=1.0)
 
 
@@ -146,9 +146,9 @@ def test_a_range_is_shown_with_two_digits(least: float, most: float, text: str) 
 
 
 sizes = st.integers(0, 100 * GB)
-phases = st.builds(Phase, disk_read=sizes, disk_write=sizes, to_device=sizes, to_host=sizes, host=sizes)
+phases = st.builds(PhaseBytes, disk_read=sizes, disk_write=sizes, to_device=sizes, to_host=sizes, host=sizes)
 plain_rates = st.floats(1e8, 1e11)
-some = phases.map(lambda each: each + Phase(host=1))  # a backward moves something
+some = phases.map(lambda each: each + PhaseBytes(host=1))  # a backward moves something
 traffics = st.builds(Traffic, forward=phases, backward=some, accumulation=phases, update=phases)
 
 
@@ -214,16 +214,16 @@ def moved_with(
 
 def test_traffic_of_pages_on_disk() -> None:
     moved = moved_with(Tier.NVME, unified=True, computes_in_ram=True)
-    assert moved.forward == Phase(disk_read=200)
-    assert moved.backward == Phase(disk_read=200, disk_write=80, host=2 * 160)
-    assert moved.accumulation == Phase(disk_read=80, host=80)
+    assert moved.forward == PhaseBytes(disk_read=200)
+    assert moved.backward == PhaseBytes(disk_read=200, disk_write=80, host=2 * 160)
+    assert moved.accumulation == PhaseBytes(disk_read=80, host=80)
     # The parameters that forward reads are those that are updated.
-    assert moved.update == Phase(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    assert moved.update == PhaseBytes(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600))
     assert (moved.disk_read, moved.disk_write) == (400 + 680, 80 + 760)
     apart = moved_with(Tier.NVME, unified=False, computes_in_ram=False)
     assert (apart.forward.to_device, apart.backward.to_device, apart.backward.to_host) == (200, 200, 160)
     by_itself = moved_with(Tier.NVME, unified=True, computes_in_ram=True, update="sync")
-    assert by_itself.update == Phase(disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600))
+    assert by_itself.update == PhaseBytes(disk_read=2 * 420, disk_write=2 * 380, host=2 * (160 + 40 + 600))
     assert apart.update.disk_read == by_itself.update.disk_read
 
 
@@ -236,13 +236,13 @@ def test_resident_pages_need_not_come_up_again() -> None:
 
 def test_traffic_of_pages_on_the_device() -> None:
     moved = moved_with(Tier.DEVICE, unified=False, computes_in_ram=True)
-    assert moved.forward == Phase()
-    assert moved.backward == Phase(to_device=80, host=2 * 160)
-    assert moved.update == Phase(to_host=840, to_device=760, host=2 * (160 + 40 + 600))
-    assert moved.accumulation == Phase(to_host=80, host=80)
+    assert moved.forward == PhaseBytes()
+    assert moved.backward == PhaseBytes(to_device=80, host=2 * 160)
+    assert moved.update == PhaseBytes(to_host=840, to_device=760, host=2 * (160 + 40 + 600))
+    assert moved.accumulation == PhaseBytes(to_host=80, host=80)
 
 
 def test_traffic_of_pages_in_unified_memory_is_the_update_s_alone() -> None:
     moved = moved_with(Tier.HOST, unified=True, computes_in_ram=True)
     for phase in (moved.forward, moved.backward, moved.accumulation, moved.update):
-        assert phase == Phase(host=phase.host)
+        assert phase == PhaseBytes(host=phase.host)

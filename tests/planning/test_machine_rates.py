@@ -41,7 +41,7 @@ def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     first = measure_rates(disks, CPU, torch.bfloat16)
     assert first.disk_read == 4e9
     assert fast_probes == ["/a", "/b", "stream", "torch.bfloat16"]
-    assert cache_file("profile.json").is_relative_to(tmp_path)
+    assert cache_file("machine_rates.json").is_relative_to(tmp_path)
     assert measure_rates(disks, CPU, torch.bfloat16) == first
     assert len(fast_probes) == 4
     measure_rates({}, CPU, torch.float32)
@@ -60,7 +60,7 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
     measure(1599.0)
     assert fast_probes[4:] == []
     measure_rates({"/b": 4096}, CPU, torch.bfloat16, clock=lambda: 1600.0)
-    kept = json.loads(cache_file("profile.json").read_text())
+    kept = json.loads(cache_file("machine_rates.json").read_text())
     assert sum("disk /" in key for key in kept) == 1  # /a would be probed again
     fast_probes.pop()
     measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
@@ -76,10 +76,10 @@ def test_figures_of_another_number_of_threads_are_others(fast_probes, monkeypatc
 
 @pytest.mark.parametrize("text", ["", "[]", '{"x": 3}', "\\x00"])
 def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
-    cache_file("profile.json").parent.mkdir(parents=True)
-    cache_file("profile.json").write_text(text)
+    cache_file("machine_rates.json").parent.mkdir(parents=True)
+    cache_file("machine_rates.json").write_text(text)
     measure_rates({}, CPU, torch.float32)
-    assert len(json.loads(cache_file("profile.json").read_text())) == 2
+    assert len(json.loads(cache_file("machine_rates.json").read_text())) == 2
 
 
 def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:

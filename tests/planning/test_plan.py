@@ -8,7 +8,7 @@ from infinity.api import plan
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.optimizer_rules import Rule
-from infinity.planning.cost_model import Phase
+from infinity.planning.cost_model import PhaseBytes
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, make_plan
@@ -214,7 +214,7 @@ def test_several_paths_keep_room_for_striping() -> None:
 def test_inference_has_no_gradients_and_no_states() -> None:
     made = planned(stack([64] * 4), optimizer=None, host="1MiB")
     assert {homes[Kind.GRADIENT] for homes in made.homes} == {None}
-    assert made.traffic.update == made.traffic.accumulation == Phase()
+    assert made.traffic.update == made.traffic.accumulation == PhaseBytes()
     assert made.predict() is None
 
 

@@ -29,7 +29,7 @@ from infinity.device_update.kernels import Kernels, UpdateKind
 from infinity.device_update.table import Chunk
 from infinity.formats.optimizer_rules import Rule
 from infinity.planning import twin_flow
-from infinity.planning.cost_model import Phase
+from infinity.planning.cost_model import PhaseBytes
 from infinity.planning.placement import Kind
 from infinity.planning.planner import Available, make_plan
 from infinity.telemetry.stats import Edge
@@ -47,7 +47,7 @@ def test_what_rests_on_the_device_is_updated_there(kernels: None) -> None:
     trained = {unit for unit, home in enumerate(made.homes) if home[Kind.GRADIENT] is not None}
     assert len(trained) == 3 and made.updated_on_device == trained
     assert "updates: 100% on the device" in str(made)
-    assert made.traffic.update == made.traffic.accumulation == made.traffic.backward == Phase()
+    assert made.traffic.update == made.traffic.accumulation == made.traffic.backward == PhaseBytes()
     assert made.device_bytes == made.home_bytes[Tier.DEVICE] + made.workspace_bytes
     assert 0 < made.workspace_bytes < 32 * made.layout.chunk_elements
     check(made, Budget(device="64MiB", host="64MiB"))

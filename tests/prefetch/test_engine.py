@@ -137,7 +137,7 @@ def test_evaluations_between_steps_do_not_unlearn_the_step(tmp_path: Path) -> No
     with opened(tmp_path) as (model, runtime):
         for _ in range(3):
             step(model, runtime)
-        learned = list(runtime._components.engine.trace.learned)
+        learned = list(runtime._components.prefetch_engine.trace.learned)
         for _ in range(2):
             with torch.no_grad():
                 model(inputs())
@@ -152,11 +152,11 @@ def test_with_two_hops_both_edges_carry_the_same_pages(tmp_path: Path) -> None:
             step(model, runtime)
         with torch.no_grad():
             model(inputs())  # which ends the updates
-            runtime._components.engine.land_all()
+            runtime._components.prefetch_engine.land_all()
             before = runtime.stats.edges
             for _ in range(3):
                 model(inputs())
-            runtime._components.engine.land_all()
+            runtime._components.prefetch_engine.land_all()
             after = runtime.stats.edges
     moved = {edge: after[edge].bytes - before[edge].bytes for edge in Edge}
     assert moved[Edge.NVME_TO_HOST] == moved[Edge.HOST_TO_DEVICE] > 0
@@ -170,7 +170,7 @@ def test_arrivals_under_way_are_given_up_on_close(home: str, tmp_path: Path) -> 
     with opened(tmp_path, home=home, faults=faults) as (model, runtime):
         for _ in range(2):
             step(model, runtime)
-        engine = runtime._components.engine
+        engine = runtime._components.prefetch_engine
         runtime._components.updater.complete_all()
         evict_all(engine)
         runtime._components.store.settle()
@@ -186,7 +186,7 @@ def test_nothing_is_read_ahead_over_a_write_in_flight(
 ) -> None:
     faults = Faults()
     ahead: list[bool] = []
-    look_ahead = infinity.prefetch.engine.Engine._look_ahead
+    look_ahead = infinity.prefetch.engine.PrefetchEngine._look_ahead
     read = Store.read
     looking = False
 
@@ -203,23 +203,22 @@ def test_nothing_is_read_ahead_over_a_write_in_flight(
             ahead.append(home.busy(offset, offset + into.nbytes, writing=False))
         return read(self, home, offset, into, **options)
 
-    monkeypatch.setattr("infinity.prefetch.engine.Engine._look_ahead", watched_look_ahead)
+    monkeypatch.setattr("infinity.prefetch.engine.PrefetchEngine._look_ahead", watched_look_ahead)
     monkeypatch.setattr(Store, "read", watched_read)
     with opened(tmp_path, faults=faults) as (model, runtime):
         faults.delay("write", 1, 0.01, times=None)
         for _ in range(2):
             step(model, runtime)
         # An update ends with its writes; here one is under way while the engine looks ahead.
-        engine, store = runtime._components.engine, runtime._components.store
+        engine, store = runtime._components.prefetch_engine, runtime._components.store
         evict_all(engine)
         page = engine.pages[0]
         copy = torch.empty(page.nbytes, dtype=torch.uint8)
         store.read(page.home, 0, copy).wait()
-        written = store.write(page.home, 0, copy)
+        store.write(page.home, 0, copy)
         engine.step_done()
         assert page.presence is Presence.AWAY
-        written.wait()
-        store.poll()
+        store.settle()
         engine.step_done()
         assert page.presence is not Presence.AWAY
     assert ahead and not any(ahead)
@@ -370,8 +369,8 @@ def test_a_page_that_somebody_waits_for_overtakes_those_fetched_ahead(
         model.order = [0, 1]
         for _ in range(2):
             step(model, runtime)
-        engine = runtime._components.engine
-        homes = {page.home.extent: page.index for page in engine.pages}
+        engine = runtime._components.prefetch_engine
+        homes = {page.home.nvme_lease: page.index for page in engine.pages}
 
         def read(tier: NvmeTier, lease: Any, into: Tensor, **options: Any) -> Any:
             future = real_read(tier, lease, into, **options)

@@ -91,7 +91,7 @@ def test_a_request_is_as_long_as_the_disk_took(tmp_path: Path) -> None:
         faults.delay("read", 1, 0.002, times=None)
         with runtime.timeline(path), torch.no_grad():
             loss_of(model)
-            runtime._components.engine.land_all()
+            runtime._components.prefetch_engine.land_all()
         faults.clear()
     reads = edge_rows(load(path), Edge.NVME_TO_HOST)
     assert reads
@@ -112,7 +112,7 @@ def test_a_timeline_changes_no_bit_and_keeps_no_staging(tmp_path: Path) -> None:
                 losses.append([train_step(model, runtime, step) for step in range(3)])
                 runtime._components.updater.complete_all()
                 runtime._components.store.settle()
-                runtime._components.engine.abandon()
+                runtime._components.prefetch_engine.abandon()
                 staging = runtime._components.store.staging
                 assert staging.largest_free == staging.nbytes
     assert losses[0] == losses[1]

@@ -232,7 +232,7 @@ def test_a_training_that_finds_no_memory_for_stand_ins_leaves_nothing() -> None:
 
 def test_a_stray_write_in_a_training_is_seen() -> None:
     def stray(runtime: Any) -> None:
-        evict_all(runtime._components.engine)
+        evict_all(runtime._components.prefetch_engine)
         page = next(each for each in runtime._components.pages if each.residency is None)
         page._placeholders[0].view(-1)[0] = 1.0
 

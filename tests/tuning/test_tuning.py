@@ -104,7 +104,7 @@ def test_every_byte_of_the_file_is_written_and_incompressible(tmp_path: Path, me
 def test_a_trial_moves_what_it_says(
     tmp_path: Path, memory: Memory, monkeypatch, mode: str, backend: str
 ) -> None:
-    counted: list[aio.Stats] = []
+    counted: list[aio.EngineStats] = []
     close = aio.Engine.__exit__
 
     def closing(engine: aio.Engine, *error) -> None:
@@ -277,7 +277,7 @@ def test_a_spoilt_profile_is_replaced_with_a_note(tmp_path: Path) -> None:
 def test_figures_of_memory_are_not_replaced_by_slower_ones(tmp_path: Path) -> None:
     for rate in (5e9, 9e9, 7e9):
         machine_rates.keep({"/a": {"read": 1e9, "write": 1e9, "mixed": 1e9}}, stream=rate)
-    figures = json.loads(cache_file("profile.json").read_text())
+    figures = json.loads(cache_file("machine_rates.json").read_text())
     assert [each["rate"] for name, each in figures.items() if name.endswith("stream")] == [9e9]
 
 
