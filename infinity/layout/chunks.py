@@ -239,8 +239,8 @@ def _start(aligned: int, numel: int, chunk_elements: int) -> int:
     if aligned + numel <= chunk_end:
         return aligned
     on_block = round_up(aligned, BLOCK)
-    # Chunks end at multiples of BLOCK from the region's start. A parameter that starts at a multiple of BLOCK is
-    # therefore cut at multiples of BLOCK from its own start, too.
+    # Chunks end at multiples of BLOCK from the region's start. A parameter that starts at a multiple of BLOCK
+    # is therefore cut at multiples of BLOCK from its own start, too.
     if numel >= BLOCK and chunk_end - on_block >= BLOCK:
         return on_block
     return aligned if aligned % chunk_elements == 0 else chunk_end
