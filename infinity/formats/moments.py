@@ -90,10 +90,9 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
     magnitude = rows.abs()
     exponent = _exponent(magnitude, span)
     codes, error = _nearest(magnitude, exponent, span)
-        # Where a block's largest element is near the end of its binade, `exponent` is the exponent of the next
+    # Where a block's largest element is near the end of its binade, `exponent` is the exponent of the next
     # binade, or of NaN if there is no next binade. The lower exponent is taken if its errors are smaller. So
     # the last code of a binade keeps its value, and finite elements above the greatest code become that code.
-
     lower = (exponent - 1).clamp(min=span + 1)
     other, other_error = _nearest(magnitude, lower, span)
     better = ~(error <= other_error) & magnitude.isfinite().all(1)
