@@ -25,8 +25,7 @@ from infinity.tiers.driver import cuda_driver
 
 
 def _enumerators(kind: type[Enum]) -> tuple[str, ...]:
-    """The names of the C++ enumerators for the members of `kind`, such as "kAdamW", in the order of values.
-    """
+    """The names of the C++ enumerators of `kind`, such as "kAdamW", in the order of their values."""
     return tuple("k" + "".join(map(str.capitalize, each.name.split("_"))) for each in kind)
 
 

@@ -117,7 +117,9 @@ class DeviceTable:
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
-        """The formats of the pieces: the fields (gradient, parameter, moments) of `UpdateKind`."""
+        """The distinct formats of the pieces, each as the indices (gradient, parameter, moments) of
+        `UpdateKind`.
+        """
         contents = (
             pieces,
             self.tiles.astype(np.uint32),

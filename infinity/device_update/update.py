@@ -40,7 +40,7 @@ class DeviceUpdates:
         self._stream: torch.cuda.Stream | None = None
 
     def row(self, whose: Hashable) -> int:
-        """The index in `DeviceTable.totals` of the sum of a parameter. whose: the key of the parameter."""
+        """The index of a parameter's sum of squares in `DeviceTable.totals`. whose: the parameter's key."""
         return self.table.rows[whose]
 
     def update(self, updates: Mapping[Hashable, ParameterUpdate], scale: float) -> None:

@@ -27,7 +27,7 @@ class WorkspaceSize:
 
     pieces: int
     blocks: int
-    """Number of blocks of gradient elements. The workspace holds one sum of squares for each block."""
+    """Number of blocks of gradients, of BLOCK elements each. Each block has one sum of squares."""
     parameters: int
 
     @property
