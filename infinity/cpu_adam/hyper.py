@@ -1,4 +1,4 @@
-"""Hyper-parameters of the optimizers, with the names and defaults of torch.optim."""
+"""Hyper-parameters of the optimizers, named as in torch.optim."""
 
 from __future__ import annotations
 
@@ -92,5 +92,4 @@ class Adagrad:
 Hyper: TypeAlias = Adam | SGD | Adagrad
 
 NativeHyper: TypeAlias = _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper
-"""Hyper-parameters as objects of the native core. The method `native` of every `Hyper` makes such an object.
-"""
+"""Hyper-parameters as an object of the native core. The method `native` of a `Hyper` makes the object."""

@@ -52,7 +52,7 @@ def runnable_isas() -> tuple[str, ...]:
 class Ticket(Generic[_R]):
     """A handle of a job that was submitted to a pool.
 
-    The job is finished even if the ticket is deleted before.
+    The job is finished even if the caller drops the ticket.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class ThreadPool(Closing):
     """A pool of pinned threads that run updates, gradient passes and streams without taking the GIL.
 
     threads: the number of threads; None: one for each CPU. cpus: the numbers of the CPUs; None:
-    `default_cpus()`. If there are more threads than CPUs, several threads share a CPU. isa: the name of the
-    instruction set; None: the best one. chunk: the number of elements that a thread processes at a time, a
-    multiple of BLOCK. Neither `isa` nor `chunk` changes a bit of any result.
+    `default_cpus()`. If there are more threads than CPUs, several threads share a CPU. isa: the name of an
+    instruction set; None: the set that the environment variable INFINITY_ISA names, or else the best set of
+    `runnable_isas()`. chunk: the number of elements that a thread processes at a time, a multiple of BLOCK.
+    Neither `isa` nor `chunk` changes a bit of any result.
 
     openmp: whether a thread that waits for a job works on the job together with the thread's OpenMP threads,
     if there are at least as many of them as threads in the pool. torch computes with these OpenMP threads,

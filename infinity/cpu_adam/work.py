@@ -57,7 +57,7 @@ class Segment:
     Only updates use `hyper`, `index` and `seed`.
     """
     index: int = 0
-    """Index of the segment's first element in the parameter."""
+    """Index, in the parameter, of the segment's first element."""
     seed: int = 0
     """The seed of stochastic rounding: a number of 32 bits, different for every parameter and step."""
 
@@ -165,8 +165,8 @@ def sum_in_order(sums: npt.NDArray[np.float64], start: float = 0.0) -> float:
     """The sum start + sums[0] + sums[1] + ..., added from left to right.
 
     A parameter's sum of squares is the sum of its blocks' sums in this order, so that the result does not
-    depend on how the parameter is split: for parts with the sums a and b, the total is sum_in_order(b,
-    sum_in_order(a)).
+    depend on how the parameter is split: for two parts with the blocks' sums a and b, the total is
+    `sum_in_order(b, sum_in_order(a))`.
     """
     return _cpu_adam.sum_in_order(sums, start)
 
@@ -184,8 +184,7 @@ class Stream:
     read_write: Sequence[Array] = ()
     write: Sequence[Array] = ()
     granule: int = 64
-    """Number of consecutive elements of one array that a thread processes before it turns to the next array.
-    """
+    """Number of consecutive elements of one array that are processed before the next array's turn."""
 
     @property
     def bytes_moved(self) -> int:

@@ -1,7 +1,7 @@
 """Device table: where the pieces of all parameters that the device updates lie, written once for a run.
 
-A piece is the part of a parameter that lies in one chunk. The numpy dtypes here describe the structs of
-csrc/cpu_adam/device.hpp; see [Note: device tables] in that file.
+A piece is the part of a parameter that lies in one chunk. The numpy dtypes here describe the structs of the
+native core; see [Note: device tables] in csrc/cpu_adam/device.hpp.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class DeviceTable:
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
-        """The distinct formats of the pieces, each as the indices (gradient, parameter, moments) of
-        `UpdateKind`.
+        """The distinct formats of the pieces: tuples (gradient, parameter, moments) of `UpdateKind`'s
+        fields.
         """
         contents = (
             pieces,

@@ -31,7 +31,7 @@ choice in every page.
 class ParameterLayout:
     """The place of one parameter in the parameter page of its unit.
 
-    Elements are counted in memory order, which is the order that the strides give them.
+    Elements are counted in memory order: the order of their addresses in the user's tensor.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Strides: a tensor's elements as a flat tensor in memory order, which is the order of a page."""
+"""Strides: flattening a tensor in the order in which its elements lie in memory, as they lie in a page."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ class Recorder(Protocol):
     def submitted(self, job: Timing, parameters: int) -> None:
         """Record that an update was submitted to the update threads.
 
-        job: the begin and the end of the update. parameters: the number of parameter elements in the update.
+        job: the handle that gives the begin and the end of the update. parameters: the number of parameter
+        elements in the update.
         """
 
     def stepped(self, number: int, step: Stats) -> None:
@@ -248,7 +249,8 @@ class Meter:
     def submitted(self, job: Timing, parameters: int) -> None:
         """Report to the recorder that an update was submitted to the update threads.
 
-        job: the begin and the end of the update. parameters: the number of parameter elements in the update.
+        job: the handle that gives the begin and the end of the update. parameters: the number of parameter
+        elements in the update.
         """
         if (recorder := self._recorder) is not None:
             recorder.submitted(job, parameters)
