@@ -117,9 +117,7 @@ class DeviceTable:
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
-        """The distinct formats of the pieces: tuples (gradient, parameter, moments) of `UpdateKind`'s
-        fields.
-        """
+        """The formats of the pieces: tuples (gradient, parameter, moments) of fields of `UpdateKind`."""
         contents = (
             pieces,
             self.tiles.astype(np.uint32),

@@ -69,7 +69,7 @@ class EdgeStats:
     """Measurements of the transfers over one edge."""
 
     bytes: int = 0
-    """Bytes of all requested transfers."""
+    """Number of bytes in all requested transfers."""
     transfers: int = 0
     stall_seconds: float = 0.0
     """Seconds in which the training thread waited for transfers over the edge, for any reason."""

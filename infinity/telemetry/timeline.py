@@ -44,7 +44,7 @@ _MOST_LANES = 1000
 """Greatest number of lanes of a row. Every lane has its own row number in the file."""
 _FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
 _BUFFERED = 4096
-"""Number of events after which the events are written to the file even in the middle of a step."""
+"""Number of unwritten events at which all events are written to the file, even in the middle of a step."""
 
 
 class _UnderWay(NamedTuple):
@@ -58,8 +58,7 @@ class _UnderWay(NamedTuple):
     name: str
     args: Args
     timing: Timing | None
-    """The handle that gives the begin and the end; None for a transfer that had ended when it was reported.
-    """
+    """The handle that gives the begin and the end; None if the transfer had ended when reported."""
 
 
 class _Boundary(NamedTuple):
