@@ -1,7 +1,7 @@
-"""CPU optimizer steps over pages: one fused pass per element, on a thread pool of its own.
+"""CPU optimizer steps over pages: one fused pass over all arrays of a page, on a pool of threads.
 
-A page is a set of flat arrays of one length (gradient, parameter, moments) in which many parameters
-lie one after the other. A `Segment` names one parameter's range and its hyper-parameters; one
+A page is a set of flat arrays of one length (gradient, parameter, moments) in which many parameters lie one
+after the other. A `Segment` gives the range of one parameter and its hyper-parameters. One call of
 `ThreadPool.submit` updates a whole page:
 
     pool = ThreadPool()
@@ -13,12 +13,13 @@ lie one after the other. A `Segment` names one parameter's range and its hyper-p
     ...                               # the GIL is free meanwhile
     bad = ticket.result().nonfinite   # segments with a non-finite gradient
 
-A non-finite gradient or state makes its element non-finite and stays there; every NaN that is stored is
-0x7FC00000. Results are the same bits on every instruction set, with any number of threads, chunk size,
-offset and alignment. Jobs of one pool behave as if they ran in the order of submission.
+An element with a non-finite gradient or state becomes non-finite and remains non-finite. Every NaN is stored
+as 0x7FC00000. Results have the same bits on every instruction set, with any number of threads, and for any
+chunk size, offset and alignment. The jobs of one pool behave as if they ran in the order of submission.
 
-Arrays are contiguous CPU tensors, or `Span`s (an address, a dtype and a count) for memory that no
-tensor describes. They must not be touched until the ticket is done; the pool keeps them alive.
+Arrays are contiguous CPU tensors, or `Span` objects (an address, a dtype and a count) for memory that no
+tensor describes. The pool keeps the arrays alive. The caller must not use the arrays until the ticket is
+done.
 """
 
 from infinity.cpu_adam.form import UpdateForm

@@ -1,4 +1,8 @@
-"""The form of an update: the places of its arrays in a few tensors. Checked once, submitted often."""
+"""The form of an update: the dtypes, lengths and places of an update's arrays.
+
+A form is made from an update that was checked, so that similar updates can be submitted again without
+checks.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +25,28 @@ _FIELDS = (
     "first_scale",
     "second_scale",
 )
-"""The fields of `Update` that are arrays, in the order of `UpdateForm.places`."""
+"""The names of the fields of `Update` that hold arrays, in the order of `UpdateForm.places`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateForm:
-    """The dtypes, lengths and places of arrays that several updates have in common."""
+    """The dtypes, the length and the places of the arrays of an update; several updates may share a form."""
 
     elements: int
     grad_dtype: _cpu_adam.Dtype
     format: _cpu_adam.ParameterFormat
     moments: _cpu_adam.MomentFormat
     places: tuple[tuple[int, int] | None, ...]
-    """Each array's (index of its tensor, offset in bytes), or None where the update has no such array."""
+    """The place of each array: (index of the tensor that holds the array, offset in bytes).
+
+    The place is None if the update does not have the array.
+    """
 
     @staticmethod
     def of(work: Update, memory: Sequence[torch.Tensor]) -> UpdateForm:
-        """The form of an update that a pool has taken, and so has checked.
+        """The form of `work`, an update that was submitted to a pool and so was checked.
 
-        memory: contiguous CPU tensors in which its arrays lie.
+        memory: contiguous CPU tensors in which the arrays of `work` lie.
         """
         assert work.accumulated is None and isinstance(work.grad, torch.Tensor)
         bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory]
@@ -62,9 +69,9 @@ class UpdateForm:
         )
 
     def addresses(self, memory: Sequence[torch.Tensor]) -> list[int]:
-        """The addresses of the arrays, in the order of `places`; 0 for no array.
+        """The addresses of an update's arrays in `memory`, in the order of `places`; 0 for a missing array.
 
-        memory: tensors of the sizes that `of` was given, contiguous, on the CPU.
+        memory: contiguous CPU tensors of the same sizes as the tensors that were given to `of`.
         """
         begins = [each.data_ptr() for each in memory]
         return [0 if each is None else begins[each[0]] + each[1] for each in self.places]

@@ -1,4 +1,4 @@
-"""The optimizers' hyper-parameters, as torch.optim names them."""
+"""Hyper-parameters of the optimizers, named as in torch.optim."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     step: int
-    """The number of updates, this one included: 1 for the first."""
+    """The number of the update, counted from 1 at the first update of the parameter."""
     maximize: bool = False
 
     _decoupled = False
@@ -30,7 +30,7 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay (arXiv:1711.05101, algorithm 2), as torch.optim.AdamW."""
+    """Adam with decoupled weight decay (arXiv:1711.05101, algorithm 2), as in torch.optim.AdamW."""
 
     weight_decay: float = 1e-2
 
@@ -39,7 +39,10 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """SGD as torch.optim.SGD: uses `first_moment` as the momentum buffer if `momentum` is not 0."""
+    """SGD as in torch.optim.SGD.
+
+    If `momentum` is not 0, the array `Update.first_moment` is the momentum buffer.
+    """
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -47,7 +50,10 @@ class SGD:
     weight_decay: float = 0.0
     nesterov: bool = False
     first_step: bool
-    """Whether the momentum buffer has no content yet: then it becomes the gradient, undamped."""
+    """Whether the momentum buffer has no content yet.
+
+    If so, the update stores the gradient in the buffer, without dampening.
+    """
     maximize: bool = False
 
     def native(self) -> _cpu_adam.SgdHyper:
@@ -64,8 +70,11 @@ class SGD:
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad:
-    """Adagrad as torch.optim.Adagrad: `second_moment` is the sum of squares, filled by the caller at
-    first with the initial accumulator value."""
+    """Adagrad as in torch.optim.Adagrad.
+
+    The array `Update.second_moment` is the sum of squares. Before the first update the caller has to fill
+    the array with the initial accumulator value.
+    """
 
     lr: float = 1e-2
     lr_decay: float = 0.0
@@ -83,4 +92,4 @@ class Adagrad:
 Hyper: TypeAlias = Adam | SGD | Adagrad
 
 NativeHyper: TypeAlias = _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper
-"""Hyper-parameters as the native core takes them; made by `Hyper.native`."""
+"""Hyper-parameters as an object of the native core. The method `native` of a `Hyper` makes the object."""

@@ -1,4 +1,4 @@
-"""Pages: the checks of one submission's arrays and segments, and their conversion for the native core."""
+"""Pages: checks of the arrays and segments of one job, and their conversion for the native core."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def parameter_format(work: Update) -> _cpu_adam.ParameterFormat:
 
 
 def moment_dtype(work: Update) -> torch.dtype:
-    """The dtype of the moments; float32 if there are none. ConfigError for two dtypes, or an unknown one."""
+    """The dtype of the moments of `work`; float32 if there are no moments.
+
+    Raises ConfigError if the two moments have different dtypes, or a dtype that moments cannot have.
+    """
     dtypes = {each.dtype for each in (work.first_moment, work.second_moment) if each is not None}
     if len(dtypes) > 1 or not dtypes <= set(MOMENT_FORMATS):
         raise ConfigError(
@@ -57,14 +60,23 @@ def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int, int
 
 
 class Page:
-    """The arrays of one submission: each is checked, lengths have to agree, and owners are kept."""
+    """The arrays of one job, each of which is checked by `add`.
+
+    `elements` is the length that all arrays must have. `owners` holds the objects that own the arrays'
+    memory.
+    """
 
     def __init__(self) -> None:
         self.elements = 0
         self.owners: list[object] = []
 
     def add(self, name: str, array: Array | None, *dtypes: torch.dtype, per: int = 1) -> int:
-        """The array's address; 0 for None. per: elements of the other arrays that share one entry of this."""
+        """Check an array and return its address; 0 if `array` is None.
+
+        name: the name of the array in error messages. dtypes: the dtypes that are allowed. per: number of
+        elements of the other arrays that share one entry of this array. Raises ConfigError if the array has
+        a wrong device, layout, dtype or length.
+        """
         if array is None:
             return 0
         if isinstance(array, torch.Tensor):

@@ -1,4 +1,4 @@
-"""CPUs on which the update's threads run."""
+"""Placement: the CPUs on which the threads of the CPU update run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def default_cpus() -> tuple[int, ...]:
-    """The CPUs on which a `ThreadPool` puts its threads.
+    """The CPUs on which a `ThreadPool` runs its threads by default.
 
-    They are one CPU of each physical core in the affinity mask, no more than the cgroup's CPU quota. Where
-    these are four or more, an eighth of them (at least one) is left to the trainer.
+    These are CPUs of the affinity mask: one CPU of each physical core, and at most as many as the cgroup's
+    CPU quota allows. Of four or more CPUs, an eighth (at least one CPU) is left to the training thread.
     """
     return leave_room(one_per_core(sorted(os.sched_getaffinity(0))), machine.cpu().quota)
 
 
 def one_per_core(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """The first of `cpus` on every physical core: an update waits for memory, and a sibling hyperthread
-    adds no bandwidth."""
+    """The first CPU in `cpus` of every physical core. topology: the folder of sysfs that describes CPUs.
+
+    Two hyperthreads of one core are not used, because updates are limited by memory bandwidth, which a
+    second hyperthread does not increase.
+    """
     kept: list[int] = []
     seen: set[str] = set()
     for cpu in cpus:
@@ -39,11 +42,12 @@ def one_per_core(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> tuple[int, 
 
 
 def leave_room(cores: Sequence[int], quota: float | None) -> tuple[int, ...]:
-    """The cores that the update takes out of `cores`. quota: CPUs' worth of time; None: no limit.
+    """The CPUs out of `cores` (one CPU of each core) that the update uses.
 
-    The first cores are left to the trainer, since interrupts and single-threaded work tend to be there. Of
-    fewer than four cores none is left: the update then competes with the trainer, but on one of two cores it
-    would take twice as long.
+    quota: the CPU time that the cgroup grants, in CPUs; None: no limit. The first cores are left to the
+    training thread, since interrupts and single-threaded work tend to run on the first cores. If fewer than
+    four CPUs may be used, the update uses all of these CPUs: an update on one of two CPUs would take twice
+    as long.
     """
     usable = max(1, math.floor(min(len(cores), quota or math.inf)))
     left = 0 if usable < 4 else max(1, usable // 8)
@@ -51,7 +55,11 @@ def leave_room(cores: Sequence[int], quota: float | None) -> tuple[int, ...]:
 
 
 def place(threads: int | None, cpus: Sequence[int] | None) -> list[int]:
-    """The CPU of each thread. Raises ConfigError for CPUs that this process may not use."""
+    """The CPU on which each thread of a pool runs.
+
+    threads: number of threads; None: one for each CPU. cpus: the CPUs, which are used in turn; None:
+    `default_cpus()`. Raises ConfigError for CPUs that this process may not use, and if `cpus` is empty.
+    """
     chosen = list(default_cpus() if cpus is None else cpus)
     allowed = os.sched_getaffinity(0)
     unusable = sorted(set(chosen) - allowed)

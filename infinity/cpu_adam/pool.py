@@ -1,4 +1,4 @@
-"""The thread pool: takes updates, gradient passes and streams as jobs, and gives a ticket for each."""
+"""The thread pool: runs updates, gradient passes and streams as jobs, and returns a ticket for each job."""
 
 from __future__ import annotations
 
@@ -35,21 +35,25 @@ from infinity.errors import ConfigError
 from infinity.system.closing import Closing
 
 DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
-"""Elements that a thread takes at a time."""
+"""Default number of elements of a job that a thread processes at a time."""
 
 _R = TypeVar("_R")
 
 
 def runnable_isas() -> tuple[str, ...]:
-    """The instruction sets that were compiled and that this machine runs, best first.
+    """The instruction sets for which kernels were compiled and which this machine can run, the best first.
 
-    The last one is always "scalar". A pool takes the first, or what `isa=` or $INFINITY_ISA names.
+    The last entry is always "scalar". A pool uses the first entry, unless its argument `isa` or the
+    environment variable INFINITY_ISA names another entry.
     """
     return tuple(_cpu_adam.runnable_isas())
 
 
 class Ticket(Generic[_R]):
-    """A job that a pool was given. The ticket may be dropped: the job is finished all the same."""
+    """A handle of a job that was submitted to a pool.
+
+    The job is finished even if the caller drops the ticket.
+    """
 
     def __init__(
         self,
@@ -65,14 +69,18 @@ class Ticket(Generic[_R]):
         return self._native.done()
 
     def times(self) -> tuple[int, int] | None:
-        """(began, ended), in nanoseconds of time.perf_counter_ns(); None until done."""
+        """The times (began, ended) of the job, in nanoseconds of time.perf_counter_ns().
+
+        Returns None if the job is not done.
+        """
         return self._native.times()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks without the GIL until done (True) or for `timeout` seconds (False).
+        """Block without the GIL until the job is done (returns True) or `timeout` seconds pass (False).
 
-        Signal handlers run meanwhile; what they raise (KeyboardInterrupt) ends the wait, not the job.
-        ConfigError in a forked child if the job was not done at the fork.
+        Signal handlers run during the wait. An exception of a handler, such as KeyboardInterrupt, ends the
+        wait but not the job. Raises ConfigError in a forked child process if the job was not done at the
+        time of the fork.
         """
         done = self._native.wait(timeout)
         if done:
@@ -80,24 +88,31 @@ class Ticket(Generic[_R]):
         return done
 
     def result(self, timeout: float | None = None) -> _R:
-        """Waits for the job and returns its result; TimeoutError if it is not done in time."""
+        """Wait for the job and return its result.
+
+        Raises TimeoutError if the job is not done within `timeout` seconds, and the errors of `wait`.
+        """
         if not self.wait(timeout):
             raise TimeoutError(f"The job was not done within {timeout} s.")
         return self._result()
 
 
 class ThreadPool(Closing):
-    """Pinned threads that run updates, gradient passes and streams; none of them takes the GIL.
+    """A pool of pinned threads that run updates, gradient passes and streams without taking the GIL.
 
-    `threads` and `cpus` (CPU numbers; where threads outnumber CPUs, several share one) override
-    `default_cpus()`. `isa` forces an instruction set, `chunk` (elements, a multiple of BLOCK) the unit of
-    work; neither changes a bit of any result. `openmp`: whether the thread that waits for a job does its work
-    together with the OpenMP threads with which torch computes there, if they are as many as the pool's. These
-    are awake when the pool's are not, and both at once would be too many. ConfigError for values that cannot
-    be used.
+    threads: the number of threads; None: one for each CPU. cpus: the numbers of the CPUs; None:
+    `default_cpus()`. If there are more threads than CPUs, several threads share a CPU. isa: the name of an
+    instruction set; None: the set that the environment variable INFINITY_ISA names, or else the best set of
+    `runnable_isas()`. chunk: the number of elements that a thread processes at a time, a multiple of BLOCK.
+    Neither `isa` nor `chunk` changes a bit of any result.
 
-    A context manager; `close` finishes all queued jobs. A pool does not survive a fork: in the child every
-    call raises ConfigError.
+    openmp: whether a thread that waits for a job works on the job together with the thread's OpenMP threads,
+    if there are at least as many of them as threads in the pool. torch computes with these OpenMP threads,
+    so that they are often awake while the pool's threads sleep. Raises ConfigError for values that cannot be
+    used.
+
+    The pool is a context manager, and `close` finishes all queued jobs. In a forked child process every call
+    raises ConfigError.
     """
 
     def __init__(
@@ -139,11 +154,13 @@ class ThreadPool(Closing):
     def submit(
         self, work: Update | Gradient | Stream, *, awaited: bool = False
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
-        """Queues the work and returns at once. awaited: whether the caller is about to wait, see `run`.
+        """Queue the work as a job, and return a ticket at once.
 
-        ConfigError, with no array touched, for tensors of a wrong dtype, device, length or layout, arrays
-        that overlap, segments outside the arrays or overlapping, hyper-parameters out of range, and a
-        closed pool.
+        awaited: whether the caller will wait for the job next; see `run`.
+
+        Raises ConfigError, before any array is changed, if a tensor has a wrong dtype, device, length or
+        layout, if arrays overlap, if segments overlap or lie outside of the arrays, if a hyper-parameter is
+        out of range, or if the pool is closed.
         """
         if isinstance(work, Update):
             return self._submit_update(work, awaited)
@@ -166,11 +183,13 @@ class ThreadPool(Closing):
         owners: Sequence[torch.Tensor],
         awaited: bool = False,
     ) -> Ticket[UpdateResult]:
-        """Queues an update of a form that was checked before, in the same or other memory.
+        """Queue an update that has the form of an earlier update, in the same memory or in other memory.
 
-        addresses: from `UpdateForm.addresses`. owners: the objects that keep that memory. segments: (start,
-        count, hyper, index, seed) each, see `Segment`. hypers: made by `Hyper.native`. ConfigError for a
-        closed pool, and hyper-parameters or segments out of range.
+        addresses: the addresses of the arrays, from `UpdateForm.addresses`. segments: tuples (start, count,
+        hyper, index, seed) of the fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`.
+        scale: as in `Update`. owners: the objects that own the memory of the arrays. awaited: as in
+        `submit`. Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of
+        range.
         """
         grad, parameter, remainder, copy, first, second, first_scale, second_scale = addresses
         native = self._native.submit_update(
@@ -202,12 +221,15 @@ class ThreadPool(Closing):
     @overload
     def run(self, work: Stream) -> None: ...
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
-        """Submits the work, waits, and returns its result. The caller does small work alone; with `openmp`
-        he and his OpenMP threads do any. Then no thread of the pool is woken."""
+        """Submit the work, wait for the job and return its result.
+
+        The calling thread takes part in the work. For a small job it works alone, and with `openmp` it works
+        with its OpenMP threads. In both cases no thread of the pool is woken.
+        """
         return self.submit(work, awaited=True).result()
 
     def close(self) -> None:
-        """Finishes all queued jobs and ends the threads. Calling it again does nothing."""
+        """Finish all queued jobs and end the threads. Another call does nothing."""
         self._native.close()
 
     def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
@@ -222,7 +244,7 @@ class ThreadPool(Closing):
         if moment != torch.uint8 and (work.first_scale is not None or work.second_scale is not None):
             raise ConfigError(
                 f"An update with moments of {moment} was given scales.",
-                "Leave them out: int8 codes have them.",
+                "Leave the scales out: only int8 codes have scales.",
             )
         native = self._native.submit_update(
             grad=page.add("grad", work.grad, *GRAD_DTYPES),
@@ -249,9 +271,9 @@ class ThreadPool(Closing):
     def _submit_gradient(self, work: Gradient, awaited: bool) -> Ticket[GradientResult]:
         page = Page()
         if work.store and work.accumulated is None:
-            raise ConfigError("A gradient pass was told to store, but not where.", "Give `accumulated`.")
+            raise ConfigError("A gradient pass has store=True, but no `accumulated`.", "Give `accumulated`.")
         if not (work.store or work.squares or work.copy is not None):
-            raise ConfigError("A gradient pass was given nothing to do.", "Set store, squares or copy.")
+            raise ConfigError("A gradient pass has nothing to do.", "Set store, squares or copy.")
         native = self._native.submit_gradient(
             grad=page.add("grad", work.grad, *GRAD_DTYPES),
             grad_dtype=GRAD_DTYPES[work.grad.dtype],
@@ -297,6 +319,6 @@ _open_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 @atexit.register
 def _close_pools() -> None:
-    # Pools close before the interpreter ends, which frees the tensors' memory: no thread may still use it.
+    # At the end of the interpreter the memory of tensors is freed. No thread may use the memory after that.
     for pool in list(_open_pools):
         pool.close()

@@ -14,10 +14,10 @@ _ELEMENTS = 16 << 20
 
 
 def stream_speed(*, repeats: int = 5) -> float:
-    """Bytes per second that the update's threads read and write in place, over two fp32 arrays (0.1 GB).
+    """Measure how many bytes per second the update's threads read and write in place.
 
-    It is the median of `repeats` passes. It limits every update, and is below the figure in the memory's data
-    sheet.
+    The threads work on two fp32 arrays of 0.1 GB in total. The result is the median of `repeats` passes.
+    This rate limits every update, and is below the bandwidth in the memory's data sheet.
     """
     arrays = [torch.zeros(_ELEMENTS, dtype=torch.float32, device="cpu") for _ in range(2)]
     with ThreadPool() as pool:

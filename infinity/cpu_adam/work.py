@@ -1,4 +1,4 @@
-"""Work for a thread pool: updates, gradient passes and streams, and the results of each."""
+"""Work for a thread pool: updates, gradient passes and streams, and their results."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from infinity import _cpu_adam
 from infinity.cpu_adam.hyper import Hyper
 
 BLOCK: int = _cpu_adam.BLOCK
-"""Number of elements whose squares have one sum: segments may split a parameter only at its multiples."""
+"""Number of elements in a block, for which one sum of squares is computed.
+
+Segments may split a parameter only at multiples of this number of elements.
+"""
 
 CODE_BLOCK: int = _cpu_adam.CODE_BLOCK
-"""Elements of a parameter that share an exponent in int8 moments."""
+"""Number of elements of a parameter that share one exponent in int8 moments."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Memory that no tensor describes: `count` elements of `dtype` from `address` (bytes).
+    """An array in memory that no tensor describes: `count` elements of `dtype` at `address`.
 
-    `owner` is kept alive until the job that uses the span is done.
+    The address is in bytes. A pool keeps the object `owner` alive until the job that uses the span is done.
     """
 
     address: int
@@ -38,128 +41,154 @@ Array: TypeAlias = torch.Tensor | Span
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, start + count) of a page's arrays, all of one parameter.
+    """A range of the arrays of a page, elements [start, start + count), which belongs to one parameter.
 
-    With bfloat16 and int8 moments, an update rounds up or down by random bits that are a function of `seed`
-    and of an element's index in its parameter, modulo 2**32. They do not depend on how a parameter is split,
-    if every part is given its own `index`.
+    With bfloat16 or int8 moments, an update rounds up or down by random bits. The random bits of an element
+    are a function of `seed` and of the element's index in its parameter, modulo 2**32. If every segment of a
+    parameter has the right `index`, the random bits do not depend on how the parameter is split into
+    segments.
     """
 
     start: int
     count: int
     hyper: int = 0
-    """Index of the hyper-parameters. Only updates use it, and the fields below."""
+    """Index of the segment's hyper-parameters in `Update.hypers`.
+
+    Only updates use `hyper`, `index` and `seed`.
+    """
     index: int = 0
-    """Index of the segment's first element in its parameter."""
+    """Index, in the parameter, of the segment's first element."""
     seed: int = 0
-    """The seed of rounding: 32 bits, different for every parameter and step."""
+    """The seed of stochastic rounding: a number of 32 bits, different for every parameter and step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step over a page. All arrays are flat and of one length.
+    """One optimizer step over a page. All arrays are flat and have the same length, except the scales.
 
-    The gradient that the rule sees is (accumulated + grad) * scale. Bytes moved per parameter with
-    bf16 gradients: 28 with an fp32 master and a bf16 copy, 26 with a split master, 18 with a split master
-    and bfloat16 moments, 14 with a split master and int8 moments.
+    The optimizer's rule uses the gradient (accumulated + grad) * scale. With bf16 gradients and Adam, an
+    update moves this many bytes per parameter element: 28 with an fp32 master and a bf16 copy, 26 with a
+    split master, 18 with a split master and bfloat16 moments, and 14 with a split master and int8 moments.
 
-    Both moments have one format. bfloat16 moments are rounded stochastically: to one of both neighbours, with
-    probabilities that make the mean right. int8 moments are codes relative to the largest magnitude of each
-    block of CODE_BLOCK elements, rounded likewise ([Note: int8 codes] in csrc/cpu_adam/moments.inl;
-    `infinity.formats.moments` reads them). With int8 moments, segments start, and have an index, at multiples
-    of CODE_BLOCK, and an element that is not finite makes NaN of its block. A page of zeros holds zeros in
-    every format.
+    Both moments have the same format. bfloat16 moments are rounded stochastically, to one of the two
+    neighbouring values with probabilities that preserve the mean. int8 moments are codes relative to the
+    largest magnitude in each block of CODE_BLOCK elements, and are rounded stochastically too
+    ([Note: int8 codes] in csrc/cpu_adam/moments.inl; infinity/formats/moments.py decodes them). With int8
+    moments, the start and the index of every segment are multiples of CODE_BLOCK, and one non-finite element
+    makes all elements of its block NaN. In every format, moments whose bytes are all zero have the value
+    zero.
     """
 
     grad: Array
-    """float32, bfloat16 or float16; read."""
+    """The gradient: float32, bfloat16 or float16. It is only read."""
     parameter: Array
-    """The float32 master; or, with `remainder`, the bfloat16 high half of a split master."""
+    """The float32 master; or, with `remainder`, the bfloat16 high half of a split master. It is updated."""
     segments: Sequence[Segment]
     hypers: Sequence[Hyper]
     accumulated: Array | None = None
-    """float32, added to grad; read."""
+    """An accumulated gradient, float32, which is added to `grad`. It is only read."""
     remainder: Array | None = None
-    """int16: master bits = (parameter bits << 16) + remainder. Zero it after editing the parameter."""
+    """The int16 remainder of a split master: bits of master = (bits of parameter << 16) + remainder.
+
+    The update writes the array. Whoever changes the parameter otherwise has to set the remainder to zero.
+    """
     copy: Array | None = None
-    """Copy of the new fp32 master: float32, bfloat16 (rounded half up, equal to a split master's high
-    half) or float16 (to nearest, ties to even); written."""
+    """The array to which a copy of the updated fp32 master is written: float32, bfloat16 or float16.
+
+    A bfloat16 copy is rounded half up, and so equals the high half of a split master. A float16 copy is
+    rounded to the nearest value, with ties to even.
+    """
     first_moment: Array | None = None
-    """float32, bfloat16 or uint8 (int8 codes): Adam's mean of gradients, SGD's momentum buffer."""
+    """Adam's mean of gradients or SGD's momentum buffer: float32, bfloat16 or uint8 (int8 codes)."""
     second_moment: Array | None = None
-    """The same dtypes: Adam's mean of squares, Adagrad's sum of squares."""
+    """Adam's mean of squares or Adagrad's sum of squares: float32, bfloat16 or uint8 (int8 codes)."""
     first_scale: Array | None = None
-    """uint8, ceil(n / CODE_BLOCK): the exponents of the first moment's int8 codes. The block that starts at
-    element i has entry i // CODE_BLOCK."""
+    """The biased exponents of the first moment's int8 codes, uint8 (ceil(n / CODE_BLOCK),) for n elements.
+
+    The exponent of the block that starts at element i is entry i // CODE_BLOCK.
+    """
     second_scale: Array | None = None
-    """The same for the second moment."""
+    """The biased exponents of the second moment's int8 codes, uint8 (ceil(n / CODE_BLOCK),) for n elements.
+
+    The exponent of the block that starts at element i is entry i // CODE_BLOCK.
+    """
     scale: float = 1.0
-    """One factor for both unscaling and clipping."""
+    """The factor by which gradients are multiplied, for unscaling (loss scale) and clipping together."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
     nonfinite: tuple[int, ...]
-    """Indices of the segments in which a scaled gradient was not finite (they were updated all the
-    same; to skip a step, look at the blocks of a `Gradient` pass first)."""
+    """Indices of the segments in which a scaled gradient was not finite.
+
+    These segments were updated like all others. To skip a step, check the sums of a `Gradient` pass before
+    the update.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One pass over gradients: x = grad (+ accumulated), stored to `accumulated` and/or squared; or a copy.
+    """One pass over the gradients of a page, which adds, squares or copies the gradients.
 
-    Squares are of x * scale (fp32), summed in fp64 over blocks of BLOCK elements counted from each
-    segment's start.
+    The pass computes x = grad, or x = grad + accumulated. It can store x in `accumulated`, sum the squares
+    of x * scale (fp32), and copy `grad`. Squares are summed in fp64 over blocks of BLOCK elements, which are
+    counted from the start of each segment.
     """
 
     grad: Array
-    """float32, bfloat16 or float16; read."""
+    """The gradient: float32, bfloat16 or float16. It is only read."""
     segments: Sequence[Segment]
     accumulated: Array | None = None
-    """float32."""
+    """The accumulated gradient, float32."""
     add: bool = True
-    """Whether x includes what `accumulated` holds; False for the first of several micro-batches."""
+    """Whether `accumulated` is added to `grad`. Set False for the first of several micro-batches."""
     store: bool = False
-    """Whether x becomes the content of `accumulated`."""
+    """Whether x is stored in `accumulated`."""
     copy: Array | None = None
-    """An array of the gradient's dtype that gets its bits as they are; written."""
+    """An array of the same dtype as `grad`, to which `grad` is copied bit by bit."""
     squares: bool = False
+    """Whether the sums of squares are computed."""
     scale: float = 1.0
+    """The factor by which x is multiplied before it is squared."""
 
 
 @dataclass(frozen=True)
 class GradientResult:
     blocks: tuple[npt.NDArray[np.float64], ...]
-    """The sums of squares of each segment's blocks; empty unless squares were asked for. Their sum is finite
-    if and only if every element is."""
+    """For each segment, the sums of squares of the segment's blocks; empty without `Gradient.squares`.
+
+    The sums of a segment are finite if and only if all scaled elements of the segment are finite.
+    """
 
 
 def sum_in_order(sums: npt.NDArray[np.float64], start: float = 0.0) -> float:
-    """The sum start + sums[0] + sums[1] + ..., added one after the other.
+    """The sum start + sums[0] + sums[1] + ..., added from left to right.
 
-    A parameter's sum of squares is its blocks' sums in order, wherever its segments were computed; so
-    sum_in_order(b, sum_in_order(a)) is the total of a parameter split into a and b.
+    A parameter's sum of squares is the sum of its blocks' sums in this order, so that the result does not
+    depend on how the parameter is split: for two parts with the blocks' sums a and b, the total is
+    `sum_in_order(b, sum_in_order(a))`.
     """
     return _cpu_adam.sum_in_order(sums, start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A pass that moves bytes as an update over such arrays would, without arithmetic: a limit of its speed.
+    """A pass that reads and writes arrays as an update does, but without arithmetic.
 
-    Arrays have any dtype and one length in elements. Contents of `read_write` arrays (xor of a constant) and
-    of `write` arrays are not kept.
+    The speed of the pass is an upper limit for the speed of an update over arrays of the same sizes. All
+    arrays have the same length in elements; any dtype is allowed. The contents of `read_write` arrays (each
+    value is combined with a constant by xor) and of `write` arrays are destroyed.
     """
 
     read: Sequence[Array] = ()
     read_write: Sequence[Array] = ()
     write: Sequence[Array] = ()
     granule: int = 64
-    """Elements of one array that are handled before the next array's turn."""
+    """Number of consecutive elements of one array that are processed before the next array's turn."""
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read plus bytes written."""
+        """Number of bytes that the pass reads plus number of bytes that it writes."""
         once = sum(_bytes(each) for each in (*self.read, *self.write))
         return once + 2 * sum(_bytes(each) for each in self.read_write)
 

@@ -1,1 +1,1 @@
-"""Device update: updates on the device that computes, by the CPU's kernels compiled for it."""
+"""Device update: optimizer updates on the device, by the CPU's kernels compiled for the device."""

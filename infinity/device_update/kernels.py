@@ -1,6 +1,7 @@
-"""The device's kernels: compiled for the updates of a run, kept in the user's cache, and launched.
+"""The device's kernels: compiling the kernels for the updates of a run, caching them, and launching them.
 
-Their source is that of the CPU's kernels (csrc/cpu_adam/device.cu), so their bits are the CPU's.
+The kernels are compiled from the source of the CPU's kernels (by csrc/cpu_adam/device.cu), so that their
+results have the same bits as on the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from infinity.tiers.driver import cuda_driver
 
 
 def _enumerators(kind: type[Enum]) -> tuple[str, ...]:
-    """The enumerators' names in C++, in the order of their values."""
+    """The names of the C++ enumerators of `kind`, such as "kAdamW", in the order of their values."""
     return tuple("k" + "".join(map(str.capitalize, each.name.split("_"))) for each in kind)
 
 
@@ -32,7 +33,10 @@ RULES = _enumerators(_cpu_adam.Rule)
 DTYPES = _enumerators(_cpu_adam.Dtype)
 PARAMETERS = _enumerators(_cpu_adam.ParameterFormat)
 MOMENTS = _enumerators(_cpu_adam.MomentFormat)
-"""Names in the enumerations of csrc/cpu_adam/formats.hpp, in the order of their values."""
+"""Names of the enumerators of `MomentFormat` in csrc/cpu_adam/formats.hpp, in the order of their values.
+
+RULES, DTYPES and PARAMETERS hold the names of the enumerators of `Rule`, `Dtype` and `ParameterFormat`.
+"""
 
 KERNELS = ("infinity_update", "infinity_squares", "infinity_totals")
 
@@ -40,11 +44,12 @@ _PACKAGE = Path(__file__).parents[1]
 _SOURCE = "device.cu"
 _WARP = 32
 _BLOCK = 256
-"""Threads of a block."""
+"""Number of threads in a thread block of CUDA."""
 _OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
-    # For the CPU's bits: IEEE 754's rounding, denormals kept, operations fused only where the source says so.
+    # For the same bits as on the CPU: round as IEEE 754 does, do not flush denormals to zero, and fuse
+    # operations only where the source does.
     "--fmad=false",
     "--ftz=false",
     "--prec-div=true",
@@ -54,7 +59,10 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
 
 
 class UpdateKind(NamedTuple):
-    """A kind of update that kernels are compiled for: indices into RULES, DTYPES, PARAMETERS, MOMENTS."""
+    """A combination of an update rule and data formats, for which a kernel is compiled.
+
+    The fields are indices into RULES, DTYPES, PARAMETERS and MOMENTS.
+    """
 
     rule: int
     gradient: int
@@ -73,54 +81,61 @@ _RULES_OF = {
     "SGD": (_cpu_adam.Rule.SGD, _cpu_adam.Rule.SGD_MOMENTUM),
     "Adagrad": (_cpu_adam.Rule.ADAGRAD,),
 }
-"""The rules that a group of torch's optimizer may need, by the optimizer's name."""
+"""The update rules that the groups of a torch optimizer may need, by the name of the optimizer's class."""
 _MASTERS = {
     torch.float32: _cpu_adam.ParameterFormat.PLAIN,
     torch.float16: _cpu_adam.ParameterFormat.PLAIN_F16,
     torch.bfloat16: _cpu_adam.ParameterFormat.SPLIT,
 }
-"""The format of a parameter's master, by the parameter's dtype; see infinity.formats.optimizer_rules."""
+"""The format of parameter and master, by the parameter's dtype; see infinity.formats.optimizer_rules."""
 
 
 def kinds_of(
     optimizer: str, gradient: torch.dtype, parameter: torch.dtype, moments: torch.dtype
 ) -> set[UpdateKind]:
-    """The kinds of updates that torch's optimizer of this name may need over pages of these dtypes."""
+    """The kinds of updates that a torch optimizer may need.
+
+    optimizer: the name of the optimizer's class. gradient, parameter, moments: dtypes of the arrays in the
+    pages.
+    """
     formats = GRAD_DTYPES[gradient].value, _MASTERS[parameter].value, MOMENT_FORMATS[moments].value
     return {UpdateKind(rule.value, *formats) for rule in _RULES_OF[optimizer]}
 
 
 class Kernels:
-    """The kernels on one device, for the kinds of updates that were required so far."""
+    """The kernels that are loaded on one device, for the kinds of updates that were required so far."""
 
     def __init__(self, device: torch.device, kinds: Iterable[UpdateKind]) -> None:
-        """device: on the CPU, the kernels are those compiled with the package, for all kinds.
+        """Load kernels for updates of `kinds`. Raises the same errors as `require`.
 
-        Raises as `require`.
+        device: the device on which the kernels run. Kernels for the CPU are compiled with the package, for
+        all kinds.
         """
         self.device = device
         self._modules: dict[frozenset[UpdateKind], dict[str, _Function]] = {}
         self.require(kinds)
 
     def require(self, kinds: Iterable[UpdateKind]) -> None:
-        """Compile and load kernels that do updates of all these kinds in one launch.
+        """Compile and load kernels that can do updates of all `kinds` in one launch.
 
-        Raises KernelError where they cannot be compiled, DeviceError where the device does not take them.
+        Kernels that are already loaded are used again. Raises KernelError if the kernels cannot be compiled,
+        and DeviceError if the device does not accept the kernels.
         """
         self._functions(frozenset(kinds))
 
     def launch(
         self, name: str, warps: int, arguments: bytes, kinds: frozenset[UpdateKind] = frozenset()
     ) -> None:
-        """Queue a kernel of KERNELS on torch's current stream. Raises as `require`.
+        """Queue the kernel `name`, one of KERNELS, on torch's current stream.
 
-        warps: the number that the kernel needs. arguments: the bytes of its struct. kinds: of the updates in
-        the launch.
+        warps: the number of warps that the kernel needs. arguments: the bytes of the kernel's argument, a
+        struct of csrc/cpu_adam/device.hpp. kinds: the kinds of the updates in the launch. Raises the same
+        errors as `require`.
         """
         self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
 
     def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
-        """The kernels, by name, of a module that has all of these kinds."""
+        """The kernels, by name, of a loaded module that has all `kinds`. Loads a module if there is none."""
         for known, functions in self._modules.items():
             if kinds <= known or self.device.type == "cpu":
                 return functions
@@ -136,17 +151,18 @@ class Kernels:
 
 
 def can_compile() -> bool:
-    """Whether there is a compiler for devices' kernels."""
+    """Whether NVRTC, the compiler for the device's kernels, is available."""
     return find_nvrtc() is not None
 
 
 def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
-    """The kernels as a cubin for an architecture ("sm_90"), or as PTX for a virtual one ("compute_90").
+    """The compiled kernels for `kinds`, taken from the user's cache or else compiled now.
 
-    They come from the user's cache if they are there. Raises KernelError where they cannot be compiled.
+    The result is a cubin for a real architecture such as "sm_90", or PTX for a virtual architecture such as
+    "compute_90". Raises KernelError if the kernels cannot be compiled.
     """
     nvrtc = find_nvrtc()
-    assert nvrtc is not None, "the plan asks first"
+    assert nvrtc is not None, "the plan checks can_compile() first"
     text, headers = source(kinds)
     options = (f"--gpu-architecture={architecture}", *_OPTIONS)
     digest = hashlib.sha256(repr((text, sorted(headers.items()), options, nvrtc.version)).encode())
@@ -159,7 +175,7 @@ def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
 
 
 def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
-    """The source of kernels for these updates, and the texts of the files that it includes, by name."""
+    """The CUDA source of the kernels for `kinds`, and the texts of all included files by file name."""
     headers: dict[str, str] = {}
     waiting = [_SOURCE]
     while waiting:
@@ -173,13 +189,13 @@ def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
 
 @functools.cache
 def _folder() -> Path:
-    """The folder of the kernels' sources: in an installed package, or in the repository's tree."""
+    """The folder with the sources of the kernels, in the installed package or in the source tree."""
     installed = _PACKAGE / "kernels"
     return installed if installed.is_dir() else _PACKAGE.parent / "csrc" / "cpu_adam"
 
 
 def host_library() -> Path:
-    """The path of the library of kernels compiled for the CPU."""
+    """The path of the shared library that holds the kernels compiled for the CPU."""
     return _PACKAGE / "libinfinity_host_kernels.so"
 
 
@@ -188,7 +204,7 @@ class _Function(Protocol):
 
 
 class _HostFunction:
-    """A kernel of the host library, run at once."""
+    """A kernel in the shared library for the CPU. A launch returns after the kernel has run."""
 
     def __init__(self, name: str) -> None:
         self._function = getattr(ctypes.CDLL(str(host_library())), name)

@@ -1,4 +1,4 @@
-"""NVRTC, NVIDIA's run-time compiler, as every CUDA build of torch brings it."""
+"""NVRTC: NVIDIA's run-time compiler for CUDA, which every CUDA build of torch includes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from infinity.errors import KernelError
 
 _MAJORS = (13, 12, 11)
-"""Major versions of libnvrtc, the newest first."""
+"""Major versions of libnvrtc that are looked for, from the newest to the oldest."""
 
 
 class Nvrtc:
@@ -28,11 +28,10 @@ class Nvrtc:
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
-        """The cubin of a source; its PTX where the options name a virtual architecture, which has no cubin.
+        """Compile CUDA source to a cubin, or to PTX if the options name a virtual architecture.
 
-        headers: texts of the included files, by the names under which sources include them.
-
-        Raises KernelError with the compiler's log.
+        headers: the texts of included files, by the names in the `#include` lines. options: command line
+        options of NVRTC. Raises KernelError, with the log of the compiler, if the source cannot be compiled.
         """
         program = ctypes.c_void_p()
         names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
@@ -67,10 +66,13 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc | None:
-    """The NVRTC of torch's CUDA, else the newest one found; None if there is none. Loaded once a process."""
+    """Load NVRTC, in the major version of torch's CUDA if possible. Returns None if no NVRTC is found.
+
+    Later calls return the same object.
+    """
     for library, builtins in _candidates():
         try:
-            for each in builtins:  # otherwise NVRTC looks for them only where the loader does
+            for each in builtins:  # otherwise NVRTC looks for builtins only in the loader's paths
                 ctypes.CDLL(each, mode=ctypes.RTLD_GLOBAL)
             return Nvrtc(ctypes.CDLL(library))
         except (OSError, AttributeError):
@@ -79,9 +81,11 @@ def find_nvrtc() -> Nvrtc | None:
 
 
 def _candidates() -> Iterator[tuple[str, list[str]]]:
-    """Candidates for NVRTC, the best first: each a library and the builtins that it will open.
+    """Yield candidates for NVRTC, the best first, as (path or name of the library, paths of its builtins).
 
-    Those in wheels beside torch come first, then those that the loader finds.
+    The builtins are libraries that NVRTC opens. Libraries in NVIDIA's wheels come first, followed by
+    libraries that the dynamic loader finds. Among both, the major version of torch's CUDA comes first, then
+    the newest version.
     """
     found = [
         (_major(library.name), library)
@@ -98,7 +102,7 @@ def _candidates() -> Iterator[tuple[str, list[str]]]:
 
 
 def _wheels() -> list[Path]:
-    """The folders in which NVIDIA's wheels put their libraries."""
+    """The folders into which NVIDIA's Python wheels install libraries."""
     spec = importlib.util.find_spec("nvidia")
     return [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
 

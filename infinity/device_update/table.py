@@ -1,6 +1,7 @@
-"""Device table: the places of all pieces of parameters that the device updates, written once for a run.
+"""Device table: where the pieces of all parameters that the device updates lie, written once for a run.
 
-The structs are those of csrc/cpu_adam/device.hpp as numpy dtypes; see [Note: device tables] there.
+A piece is the part of a parameter that lies in one chunk. The numpy dtypes here describe the structs of the
+native core; see [Note: device tables] in csrc/cpu_adam/device.hpp.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, pa
 from infinity.device_update.workspace import PIECE_BYTES, WorkspaceSize
 
 TILE: int = _cpu_adam.TILE
-"""Elements that a warp updates."""
+"""Number of elements that one warp updates. A piece consists of tiles of this many elements."""
 MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
+"""Greatest number of different hyper-parameters in one launch."""
 MOST_PARAMETERS: int = _cpu_adam.MOST_PARAMETERS
-"""The most different hyper-parameters, and the most parameters, of one launch."""
+"""Greatest number of parameters in one launch."""
 FOLDED_BYTES: int = _cpu_adam.FOLDED_BYTES
 
 _Struct: TypeAlias = "npt.NDArray[np.void]"
@@ -69,23 +71,29 @@ TOTALS_LAUNCH = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The arrays of one chunk on the device, and the pieces of parameters in them."""
+    """The arrays of one chunk on the device, and the parameters whose pieces lie in the chunk."""
 
     work: Update
-    """The chunk's arrays, of at most 2**32 - 1 elements each, and a segment for each piece: start, count and
-    index. There is no accumulated gradient; hyper-parameters and seeds come with every update."""
+    """The arrays of the chunk, and one segment for each piece of a parameter.
+
+    Each array has at most 2**32 - 1 elements, and there is no array `accumulated`. Only `start`, `count` and
+    `index` of a segment are used: hyper-parameters and seeds are given for every update.
+    """
     parameters: Sequence[Hashable]
-    """The parameter that each segment belongs to."""
+    """For each segment of `work`, the key of the parameter to which the segment belongs."""
 
 
 class DeviceTable:
-    """The table of some chunks' pieces, in memory of the device."""
+    """A table, in the device's memory, of the pieces of parameters in some chunks."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
-        """memory: uint8, as many bytes as these chunks' WorkspaceSize says. The caller keeps it while the
-        table is used, and puts nothing else there. Returns when the table has been written."""
+        """Write the table of `chunks` into `memory`. Returns after the table has been written.
+
+        memory: a uint8 tensor on the device, with at least `WorkspaceSize.nbytes` elements for these chunks.
+        While the table is used, the caller keeps the tensor and writes nothing else into the tensor.
+        """
         self.rows: dict[Hashable, int] = {}
-        """The index of each parameter in `totals`."""
+        """For the key of each parameter, the index of the parameter in the table and in `totals`."""
         for chunk in chunks:
             for whose in chunk.parameters:
                 self.rows.setdefault(whose, len(self.rows))
@@ -97,13 +105,19 @@ class DeviceTable:
         index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
         pieces = pieces[np.lexsort((index, pieces["parameter"]))]
         self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
-        """int64 (pieces + 1,): the tiles of an update before each piece, and in all."""
+        """Running sums of the numbers of tiles, int64 (pieces + 1,).
+
+        Entry i is the number of tiles before piece i. The last entry is the number of all tiles.
+        """
         self.pieces = np.searchsorted(pieces["parameter"], np.arange(len(self.rows) + 1))
-        """int64 (parameters + 1,): the pieces before each parameter, and in all."""
+        """Running sums of the numbers of pieces, int64 (parameters + 1,).
+
+        Entry i is the number of pieces before parameter i. The last entry is the number of all pieces.
+        """
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
-        """The pieces' kinds: (gradient, parameter, moments) as UpdateKind has them."""
+        """The formats of the pieces: tuples (gradient, parameter, moments) of fields of `UpdateKind`."""
         contents = (
             pieces,
             self.tiles.astype(np.uint32),
@@ -118,11 +132,18 @@ class DeviceTable:
         self._addresses = [part.data_ptr() for part in parts]
 
     def totals(self, memory: torch.Tensor) -> torch.Tensor:
-        """The sums of squares, float64 (parameters,), in the table's memory, once `totals_launch` ran."""
+        """The sum of squares of each parameter's gradient, float64 (parameters,), as a view of `memory`.
+
+        The sums are valid after the launches of `squares_launch` and `totals_launch`. memory: the tensor
+        that was given to the constructor.
+        """
         return memory[: 8 * len(self.rows)].view(torch.float64)
 
     def update_launch(self, first: int, end: int) -> _Struct:
-        """The arguments, UPDATE_LAUNCH (), of a launch over parameters [first, end), without updates yet."""
+        """The argument of the update kernel for parameters [first, end): a scalar array of UPDATE_LAUNCH.
+
+        All parameters are marked as having no update. The caller fills in hyper-parameters and seeds.
+        """
         launch = np.zeros((), UPDATE_LAUNCH)
         launch["pieces"], launch["tiles"] = self._addresses[2], self._addresses[3]
         launch["first"], launch["end"], launch["parameter"] = self.pieces[first], self.pieces[end], first
@@ -130,21 +151,27 @@ class DeviceTable:
         return launch
 
     def squares_launch(self) -> _Struct:
-        """The arguments, SQUARES_LAUNCH (), of a launch over all blocks, a warp for each."""
+        """The argument of the kernel that sums the squares of each block: a scalar array of SQUARES_LAUNCH.
+
+        The kernel needs one warp for each block.
+        """
         launch = np.zeros((), SQUARES_LAUNCH)
         launch["pieces"], launch["blocks"] = self._addresses[2], self._addresses[4]
         launch["count"], launch["sums"] = self.pieces[-1], self._addresses[1]
         return launch
 
     def totals_launch(self) -> _Struct:
-        """The arguments, TOTALS_LAUNCH (), of a launch over all parameters, a warp for each."""
+        """The argument of the kernel that adds the blocks' sums: a scalar array of TOTALS_LAUNCH.
+
+        The kernel adds the sums of each parameter's blocks, and needs one warp for each parameter.
+        """
         launch = np.zeros((), TOTALS_LAUNCH)
         launch["blocks"], launch["parameters"] = self._addresses[5], len(self.rows)
         launch["sums"], launch["totals"] = self._addresses[1], self._addresses[0]
         return launch
 
     def _describe(self, chunk: Chunk, pieces: _Struct) -> None:
-        """Fill in the pieces of a chunk."""
+        """Fill in the table's entries `pieces` for the pieces of `chunk`."""
         work = chunk.work
         arrays = (
             *(work.grad, work.accumulated, work.parameter, work.remainder, work.copy),

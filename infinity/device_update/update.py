@@ -1,7 +1,8 @@
-"""Updates and sums of squares for pages that rest on the device: the same bits as on the CPU.
+"""Device updates: optimizer updates of pages on the device, with the same bits as on the CPU.
 
-The kernels are those of the CPU's updates, one element a thread ([Note: one source] in
-csrc/cpu_adam/vec_warp.hpp). A step takes two launches for all squares, and one for the update of a unit.
+The kernels are compiled from the source of the CPU's kernels, and one thread computes one element
+([Note: one source] in csrc/cpu_adam/vec_warp.hpp). A step takes two launches for the sums of squares of all
+gradients, and one launch for the update of each unit.
 """
 
 from __future__ import annotations
@@ -19,33 +20,37 @@ from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, Chunk, De
 
 
 class ParameterUpdate(NamedTuple):
-    """A parameter's update in one step."""
+    """The hyper-parameters and the seed for the update of one parameter in one step."""
 
     hyper: Hyper
     seed: int
-    """The seed of rounding: 32 bits, see cpu_adam.Segment."""
+    """The seed of stochastic rounding, a number of 32 bits; see cpu_adam.Segment."""
 
 
 class DeviceUpdates:
-    """Updates of chunks whose arrays stay in their places for a whole run."""
+    """Updates, on the device, of chunks whose arrays stay at the same addresses for a whole run."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor, kernels: Kernels) -> None:
-        """memory: for the DeviceTable, on the chunks' device; see there."""
+        """Write the table of `chunks` into `memory`.
+
+        memory: a uint8 tensor on the device, as DeviceTable takes it. kernels: the kernels for the updates.
+        """
         self.table = DeviceTable(chunks, memory)
         self.kernels = kernels
         self._stream: torch.cuda.Stream | None = None
 
     def row(self, whose: Hashable) -> int:
-        """The index of a parameter's sum among the totals."""
+        """The index of a parameter's sum of squares in `DeviceTable.totals`. whose: the parameter's key."""
         return self.table.rows[whose]
 
     def update(self, updates: Mapping[Hashable, ParameterUpdate], scale: float) -> None:
-        """Queue an optimizer step of these parameters; the others of their chunks are not touched.
+        """Queue an optimizer step for the parameters that are keys of `updates`.
 
-        scale: see cpu_adam.Update. Gradients that are not finite are used as they are, as by the CPU's
-        kernels, and not reported. Nothing is allocated on the device, and nothing waits for it. Parameters
-        whose rows of the table lie together share a launch: at most MOST_PARAMETERS of them, with at most
-        MOST_HYPERS different hyper-parameters.
+        Other parameters of the same chunks are not changed. scale: the factor of the gradients, as in
+        cpu_adam.Update. Gradients that are not finite are used like all others, as on the CPU, and are not
+        reported. The call allocates no memory on the device and does not wait for the device. One launch
+        updates parameters that lie within MOST_PARAMETERS rows of the table and have at most MOST_HYPERS
+        different hyper-parameters.
         """
         self.order()
         rows = sorted(
@@ -55,10 +60,11 @@ class DeviceUpdates:
             self._launch(some, scale)
 
     def measure(self) -> None:
-        """Queue the sums of squares of all gradients, which the table's `totals` then holds; see `row`.
+        """Queue the computation of the sum of squares of each parameter's gradient.
 
-        A parameter's sum is finite if and only if all elements of its gradient are: the square of any finite
-        element is far below float64's largest value.
+        The sums are then in the table's `totals`, at the indices that `row` returns. The sum of a parameter
+        is finite if and only if all elements of the parameter's gradient are finite, because the square of
+        any finite element is far below the largest value of float64.
         """
         self.order()
         table = self.table
@@ -66,9 +72,10 @@ class DeviceUpdates:
         self.kernels.launch("infinity_totals", len(table.rows), table.totals_launch().tobytes())
 
     def order(self) -> None:
-        """Order work that is queued from now on after work queued on the stream of the last call.
+        """Make torch's current stream wait for the stream that was current at the previous call.
 
-        A backward may run on several streams, and gradients on the device have one place.
+        A backward pass may use several streams, which all read and write the same gradients on the device.
+        On the CPU the call does nothing.
         """
         if self.kernels.device.type != "cuda":
             return
@@ -96,7 +103,10 @@ class DeviceUpdates:
 
 
 def _launches(rows: Sequence[tuple[int, ParameterUpdate]]) -> Iterator[Sequence[tuple[int, ParameterUpdate]]]:
-    """The rows, divided into as few launches as hold them."""
+    """Divide `rows` into as few launches as MOST_PARAMETERS and MOST_HYPERS allow.
+
+    rows: pairs (row of the table, update), in the order of rows. Yields the rows of each launch.
+    """
     start = 0
     hypers: set[Hyper] = set()
     for end, (row, update) in enumerate(rows):

@@ -1,7 +1,7 @@
-"""The workspace of updates on the device: memory that the plan has reserved there beside the pages.
+"""The workspace of device updates: memory on the device that the plan reserves beside the pages.
 
-It holds the table of parameters' pieces (infinity/device_update/table.py), the sums of squares of the
-gradients' blocks, and the totals of these sums. Pure.
+The workspace holds the table of the parameters' pieces (infinity/device_update/table.py), the sum of squares
+of each block of gradients, and the total of these sums for each parameter. This module computes sizes only.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from infinity.layout.chunks import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
-"""Bytes of a piece's entry in the table."""
+"""Size in bytes of the table's entry for one piece of a parameter."""
 _LENGTH = 256
-"""Bytes that the length of every part is a multiple of."""
+"""The length of every part of the workspace is a multiple of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSize:
-    """The size of a workspace: the numbers of pieces, blocks and parameters that it has room for."""
+    """The size of a workspace, given by the numbers of pieces, blocks and parameters in the workspace."""
 
     pieces: int
     blocks: int
-    """Blocks of gradients; each has a sum of squares of its own."""
+    """Number of blocks of gradients, of BLOCK elements each. Each block has one sum of squares."""
     parameters: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Bytes of each part: totals, sums, pieces, tiles before each piece, blocks before each piece, blocks
-        before each parameter."""
+        """Sizes in bytes of the parts of the workspace.
+
+        The parts are: totals of the parameters, sums of the blocks, entries of the pieces, running sums of
+        tiles by piece, running sums of blocks by piece, and running sums of blocks by parameter.
+        """
         counts = (
             8 * self.parameters,
             8 * self.blocks,
@@ -46,12 +49,12 @@ class WorkspaceSize:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts; a multiple of 4096."""
+        """Size of the workspace in bytes: a multiple of 4096."""
         return round_up(sum(self.lengths), PAGE_ALIGNMENT)
 
 
 def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
-    """The workspace that updates of these units need."""
+    """The size of the workspace that updates of all parameters of `units` need."""
     pieces = [piece for unit in units for chunk in unit.chunks for piece in chunk.pieces]
     return WorkspaceSize(
         pieces=len(pieces),
@@ -62,9 +65,9 @@ def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
 
 
 def largest_workspace(sizes: Iterable[int], chunk_elements: int) -> WorkspaceSize:
-    """The largest workspace that parameters may need, however chunks of `chunk_elements` cut them.
+    """The largest workspace that updates of some parameters may need, wherever chunks cut the parameters.
 
-    sizes: elements of each parameter.
+    sizes: number of elements of each parameter. chunk_elements: length of a chunk in elements.
     """
     counts = list(sizes)
     return WorkspaceSize(

@@ -1,1 +1,1 @@
-"""Formats: the bytes of masters and moments, and the rules that update them. Pure."""
+"""Formats: how master weights and moments are stored, and which states each torch optimizer has."""

@@ -1,10 +1,10 @@
-"""Master weights: the exact split of an fp32 master into a bfloat16 parameter and 16 more bits.
+"""Master weights: the exact split of an fp32 master weight into a bfloat16 parameter and an int16 remainder.
 
-The parameter is the master rounded half up in the last place of its 16 high bits, (u + 0x8000) >> 16, where u
-are the master's bits. The remainder is the signed difference: u = (parameter << 16) + remainder, for every u.
-Rounding ties to even could not be split so: a tie that rounds up needs the remainder -0x8000, one that rounds
-down 0x8000, which int16 lacks. 32-bit arithmetic that wraps is enough both ways: only the sum for a NaN
-overflows, and NaN is treated apart.
+Let u be the 32 bits of the master as an integer. The bits of the parameter are (u + 0x8000) >> 16: the
+magnitude of the master is rounded to bfloat16, and ties are rounded up. The remainder is the signed
+difference, so that u = (parameter << 16) + remainder for every u. Ties could not be rounded to even: a tie
+that is rounded down would have the remainder 0x8000, which int16 cannot hold. 32-bit arithmetic that wraps
+around is sufficient in both directions, because only NaNs overflow, and NaNs are handled separately.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from collections.abc import Iterator
 import torch
 
 _BLOCK = 1 << 17
-"""Elements at a time, so that results between two operations stay in the cache."""
+"""Number of elements that are converted at a time. Intermediate results of this size stay in the cache."""
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The halves (bfloat16, int16) of flat float32 values. NaN becomes a bfloat16 NaN with remainder 0."""
+    """Split flat float32 masters into bfloat16 parameters and int16 remainders of the same shape.
+
+    A NaN becomes a bfloat16 NaN with the remainder 0.
+    """
     parameter = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
     remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
     for place in _blocks(master.numel()):
@@ -34,7 +37,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 master of flat (bfloat16, int16) halves."""
+    """Join flat bfloat16 parameters and int16 remainders of the same shape to float32 masters."""
     master = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     for place in _blocks(parameter.numel()):
         high = parameter[place].contiguous().view(torch.int16).to(torch.int32)

@@ -1,14 +1,17 @@
-"""Formats of moments in optimizer pages, and the codec for values that are read or set outside of an update.
+"""Moments: the formats of an optimizer's moments in pages, and the codec of the int8 format.
 
-"fp32" keeps float32, "bf16" bfloat16. "int8" keeps a byte for each element and an exponent for each block
-of CODE_BLOCK elements, counted from the parameter's first. A block with biased exponent e has the unit s =
-2**(e - 127 - span), and a code c stands for (y - 1) * s, where y is the float32 with the bits of 1.0 plus c
-<< 20: three bits of mantissa, and four of exponent for first moments (span 15; the byte's upper bit is the
-sign) or five for second moments (span 31). This is the mu-law of ITU-T G.711, with more segments. Where e is
-255, all of the block is NaN.
+The format "fp32" stores float32 values, and "bf16" stores bfloat16 values. The format "int8" stores one
+byte, the code, for each element, and one biased exponent e for each block of CODE_BLOCK elements, where
+blocks are counted from the parameter's first element. The unit of a block is `s = 2**(e - 127 - span)`. A
+code c stands for the value `(y - 1) * s`, where y is the float32 number whose bits are the bits of 1.0 plus
+`c << 20`. A code therefore has three bits of mantissa. A code of a first moment (span 15) has four bits of
+exponent, and the highest bit of the byte is the sign. A code of a second moment (span 31) has five bits of
+exponent and no sign. This is the mu-law of ITU-T G.711 with more segments. If e is 255, all elements of the
+block are NaN.
 
-The kernels have the same codec, rounding stochastically; see [Note: int8 codes] in csrc/cpu_adam/moments.inl.
-Here values are rounded to nearest, so that decoded values are encoded again without loss.
+The update kernels use the same codec, but round stochastically; see [Note: int8 codes] in
+csrc/cpu_adam/moments.inl. The functions here serve reads and writes outside of updates. They round to the
+nearest value, so that decoded values are encoded again without loss.
 """
 
 from __future__ import annotations
@@ -21,27 +24,38 @@ from infinity import _cpu_adam
 from infinity.cpu_adam import CODE_BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-"""The dtype of a moment's elements, by `Precision.states`."""
+"""The dtype in which the elements of a moment are stored, by the format's name in `Precision.states`."""
 
 FIRST_SPAN: int = _cpu_adam.FIRST_SPAN
-"""Binades between the unit and the exponent of a block of first moments, which are means and have a sign."""
+"""The span of first moments in the int8 format, which determines the unit of a block.
+
+A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of first moments have a sign
+bit.
+"""
 
 SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
-"""The same for second moments, which are sums of squares: they have no sign and are never rounded to 0."""
+"""The span of second moments in the int8 format, which determines the unit of a block.
+
+A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of second moments have no sign
+bit. A second moment above 0 is never rounded to 0.
+"""
 
 _SHIFT: int = _cpu_adam.CODE_BIT
 _ONE = 0x3F800000
 _NOT_FINITE: int = _cpu_adam.NOT_FINITE
 _BLOCKS = 1 << 11
-"""Blocks at a time, so that results between two operations stay in the cache."""
+"""Number of blocks that are converted at a time. Intermediate results of this size stay in the cache."""
 
 
 def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes, uint8 (n,), and exponents, uint8 (ceil(n / CODE_BLOCK),), of float32 CPU values (n,).
+    """Encode float32 CPU values of shape (n,) in the int8 format.
 
-    span: FIRST_SPAN or SECOND_SPAN; second moments lose their signs. A finite element x is off by at most
-    (|x| + s) / 16, with two exceptions: a second moment below the smallest code becomes that code, and a
-    magnitude above 3.19e38 becomes 3.19e38. A block with an element that is not finite becomes NaN.
+    Returns the codes, uint8 (n,), and the biased exponents of the blocks, uint8 (ceil(n / CODE_BLOCK),).
+    span: FIRST_SPAN for first moments, or SECOND_SPAN for second moments, which lose their signs.
+
+    The error of a finite value x is at most (|x| + s) / 16, where s is the unit of the block, with two
+    exceptions. A second moment between 0 and the smallest code above 0 becomes that code. A magnitude above
+    3.19e38 becomes 3.19e38. If a value is not finite, all values of its block become NaN.
     """
     count = values.numel()
     codes = torch.empty(count, dtype=torch.uint8, device="cpu")
@@ -56,7 +70,11 @@ def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def decode(codes: torch.Tensor, exponents: torch.Tensor, span: int) -> torch.Tensor:
-    """The float32 values (n,) of uint8 `codes` (n,) and `exponents` (ceil(n / CODE_BLOCK),)."""
+    """Decode values of the int8 format to float32 CPU values of shape (n,).
+
+    codes: uint8 (n,). exponents: biased exponents of the blocks, uint8 (ceil(n / CODE_BLOCK),). span: the
+    span with which the values were encoded.
+    """
     values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     for place, blocks in _components(codes.numel()):
         unit = _unit(exponents[blocks].to(torch.int32), span).repeat_interleave(CODE_BLOCK)
@@ -73,9 +91,9 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
     magnitude = rows.abs()
     exponent = _exponent(magnitude, span)
     codes, error = _nearest(magnitude, exponent, span)
-    # Where a block's largest element is near the end of its binade, `exponent` is the next binade's, or NaN's
-    # after the last one. The lower exponent is taken if its errors are smaller: so the last code of a binade
-    # keeps its value, and finite elements above the last code of all become that code.
+    # Where a block's largest element is near the end of its binade, `exponent` is the exponent of the next
+    # binade, or of NaN if there is no next binade. The lower exponent is taken if its errors are smaller. So
+    # the last code of a binade keeps its value, and finite elements above the greatest code become that code.
     lower = (exponent - 1).clamp(min=span + 1)
     other, other_error = _nearest(magnitude, lower, span)
     better = ~(error <= other_error) & magnitude.isfinite().all(1)
@@ -87,13 +105,20 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
-    """The biased exponents, int32 (rows,), of blocks of magnitudes, float32 (rows, CODE_BLOCK)."""
+    """The biased exponent of each block, int32 (rows,).
+
+    magnitude: absolute values, float32 (rows, CODE_BLOCK), one block in each row. span: as in `encode`.
+    """
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
     return ((largest + _cpu_adam.ROUNDS_UP) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)
 
 
 def _nearest(magnitude: torch.Tensor, exponent: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest codes without sign, int32, and each row's sum of squares of their errors."""
+    """The nearest codes without sign, int32 (rows, CODE_BLOCK), and the sum of squared errors of each row.
+
+    magnitude: absolute values, float32 (rows, CODE_BLOCK). exponent: the rows' biased exponents, int32
+    (rows,). span: as in `encode`.
+    """
     unit = _unit(exponent, span).unsqueeze(1)
     y = (magnitude.double() / unit.double() + 1).to(torch.float32)
     codes = ((y.view(torch.int32) - _ONE + (1 << (_SHIFT - 1))) >> _SHIFT).clamp(max=8 * span + 7)
@@ -108,14 +133,16 @@ def _magnitude(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
-    """The units, float32, of int32 biased exponents; NaN for 255. Exponents of a page of zeros count as the
-    lowest."""
+    """The units, float32, of blocks with the biased exponents `exponent`, int32; NaN for the exponent 255.
+
+    Exponents below span + 1, such as 0 in a page of zeros, count as span + 1.
+    """
     unit = ((exponent.clamp(min=span + 1) - span) << 23).view(torch.float32)
     return unit.masked_fill(exponent == _NOT_FINITE, float("nan"))
 
 
 def _components(count: int) -> Iterator[tuple[slice, slice]]:
-    """The parts that are worked on at a time: each as its elements and its blocks."""
+    """Divide `count` elements into parts, and yield (slice of elements, slice of blocks) for each part."""
     for block in range(0, -(-count // CODE_BLOCK), _BLOCKS):
         yield (
             slice(block * CODE_BLOCK, min((block + _BLOCKS) * CODE_BLOCK, count)),

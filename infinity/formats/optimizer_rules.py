@@ -1,4 +1,4 @@
-"""Optimizer rules: torch's optimizers, their states as arrays of a page, their groups as hyper-parameters."""
+"""Optimizer rules: the state arrays and the hyper-parameters of each torch optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.formats.moments import DTYPES
 from infinity.tiers import PAGE_ALIGNMENT
 
 Group = Mapping[str, Any]
-"""One of an optimizer's `param_groups`."""
+"""An entry of a torch optimizer's `param_groups`: the group's options by name."""
 
 _MASTERS = {
     torch.bfloat16: (("remainder", torch.int16),),
@@ -28,33 +28,41 @@ _MASTERS = {
 
 @dataclass(frozen=True)
 class StateArray:
-    """A flat array that an optimizer page holds for each chunk."""
+    """The name and dtype of a flat array that an optimizer page holds for each chunk."""
 
     name: str
-    """"remainder" or "master" (the missing bits of the fp32 master, or all of it), torch's name of a moment,
-    or such a name with ".scale" (the exponents of int8 codes)."""
+    """The name of the array.
+
+    "master" holds fp32 masters. "remainder" holds the remainders of split masters (see
+    infinity/formats/master_weights.py). The array of a moment is named by the moment's key in torch's state,
+    such as "exp_avg". The array named like a moment with ".scale" appended holds the exponents of the
+    moment's int8 codes.
+    """
     dtype: torch.dtype
     per: int = 1
-    """Elements of the parameter to which one entry belongs."""
+    """Number of parameter elements that share one entry of the array."""
 
     def entries(self, start: int, count: int) -> tuple[int, int]:
-        """The entries of elements [start, start + count): the first, and how many. `per` divides start."""
+        """The entries of the array that belong to the chunk's elements [start, start + count).
+
+        start: a multiple of `per`. Returns (index of the first entry, number of entries).
+        """
         return start // self.per, -(-count // self.per)
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The places of a chunk's arrays in an optimizer page."""
+    """The places of one chunk's state arrays in an optimizer page."""
 
     arrays: tuple[StateArray, ...]
     count: int
-    """Elements of the chunk."""
+    """Number of elements in the chunk."""
     offsets: tuple[int, ...] = field(init=False)
-    """Bytes from the chunk's start to each array: multiples of 4096."""
+    """Distance in bytes from the start of the chunk's states to each array of `arrays`; multiples of 4096."""
     sizes: tuple[int, ...] = field(init=False)
-    """Bytes of each array's entries."""
+    """Size in bytes of each array of `arrays`, without padding."""
     nbytes: int = field(init=False)
-    """Bytes of all arrays: a multiple of 4096, 0 without arrays."""
+    """Size in bytes of all arrays with padding: a multiple of 4096; 0 if there are no arrays."""
 
     def __post_init__(self) -> None:
         offsets, sizes, end = [], [], 0
@@ -68,8 +76,11 @@ class StateFormat:
         object.__setattr__(self, "nbytes", end)
 
     def place(self, name: str, start: int, count: int) -> tuple[int, int]:
-        """The place of elements [start, start + count) of an array: (offset from the chunk's start, size), in
-        bytes."""
+        """Where the array `name` holds its entries for the chunk's elements [start, start + count).
+
+        Returns (distance from the start of the chunk's states, size), both in bytes. Raises KeyError if
+        there is no array of this name.
+        """
         for array, offset in zip(self.arrays, self.offsets, strict=True):
             if array.name == name:
                 first, entries = array.entries(start, count)
@@ -78,44 +89,49 @@ class StateFormat:
 
 
 def scale_of(moment: str) -> str:
-    """The name of the array that holds a moment's exponents."""
+    """The name of the array that holds the exponents of the int8 codes of `moment`."""
     return f"{moment}.scale"
 
 
 def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
-    """The format of a chunk of `count` elements with these arrays."""
+    """The places of the state arrays `arrays` of a chunk of `count` elements."""
     return StateFormat(tuple(arrays), count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The update rule of a torch optimizer. Use `Rule.of`; each family of optimizers has a subclass.
+    """The update rule of a torch optimizer: its states, and the hyper-parameters of its updates.
 
-    A rule keeps only those of the groups' options that the format of states depends on. Learning rates and
-    all other options are read from the live group at every update.
+    `Rule.of` makes a rule; each family of optimizers has a subclass. A rule stores only options that
+    determine which states there are. Learning rates and all other options are read from the optimizer's
+    `param_groups` at every update.
     """
 
     name: str
-    """The optimizer's class name."""
+    """The name of the optimizer's class in torch.optim."""
     moments: tuple[str, ...]
-    """torch's state keys of the moments, in the order of the page."""
+    """The keys of the moments in torch's state, in the order in which a page holds the moments."""
     first_moment: str | None
-    """The moment that `cpu_adam.Update.first_moment` takes."""
+    """The key of the moment that is passed as `cpu_adam.Update.first_moment`; None if there is none."""
     second_moment: str | None
-    """The moment that `cpu_adam.Update.second_moment` takes."""
+    """The key of the moment that is passed as `cpu_adam.Update.second_moment`; None if there is none."""
     counts_steps: bool
-    """Whether torch's state has a "step" entry."""
+    """Whether torch's state of a parameter has an entry "step", the number of updates."""
     from_the_start: bool
-    """Whether torch makes the states of every parameter together with the optimizer."""
+    """Whether torch creates all states in the optimizer's constructor.
+
+    Otherwise torch creates the states of a parameter at the parameter's first update.
+    """
     states: str = "fp32"
-    """The format of the moments, as `Precision.states` names it."""
+    """The format of the moments: "fp32", "bf16" or "int8", as in `Precision.states`."""
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, states: str = "fp32") -> Rule:
-        """The rule of `optimizer`. states: the format of moments, as `Precision.states` names it.
+        """The rule of `optimizer`. states: the format of the moments, as in `Precision.states`.
 
-        Raises UnsupportedOptimizer unless its type is exactly one of torch.optim's AdamW, Adam, SGD and
-        Adagrad with options that have an equal here, and ConfigError for a value out of range.
+        Raises UnsupportedOptimizer if the optimizer's type is not exactly AdamW, Adam, SGD or Adagrad of
+        torch.optim, or if an option of a group is not implemented here. Raises ConfigError if the value of
+        an option is out of range.
         """
         rules = {
             torch.optim.AdamW: _adam,
@@ -128,7 +144,7 @@ class Rule:
             known = ", ".join(each.__name__ for each in rules)
             kind = type(optimizer)
             raise UnsupportedOptimizer(
-                f"The optimizer is a {kind.__module__}.{kind.__qualname__}, whose update is not known here.",
+                f"The optimizer is a {kind.__module__}.{kind.__qualname__}, which is not implemented here.",
                 f"Use one of torch.optim's {known} itself, not a subclass.",
             )
         rule = dataclasses.replace(make(optimizer), states=states)
@@ -136,7 +152,10 @@ class Rule:
         return rule
 
     def arrays(self, dtype: torch.dtype) -> tuple[StateArray, ...]:
-        """The arrays of an optimizer page whose parameters are of `dtype` in their page."""
+        """The arrays of an optimizer page, for parameters whose dtype in their parameter page is `dtype`.
+
+        Raises ConfigError if parameters of this dtype cannot be trained.
+        """
         if dtype not in _MASTERS:
             raise ConfigError(
                 f"Parameters of {dtype} cannot be trained.",
@@ -151,7 +170,10 @@ class Rule:
         return master + tuple(moments)
 
     def moments_of(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The moments among a chunk's arrays (by name), as arguments of `cpu_adam.Update`."""
+        """The moments of a chunk, with the exponents of int8 codes, as arguments of `cpu_adam.Update`.
+
+        arrays: all state arrays of the chunk, by name. The result's keys are names of fields of `Update`.
+        """
         found = {}
         for which, moment in (("first", self.first_moment), ("second", self.second_moment)):
             if moment is not None:
@@ -161,36 +183,36 @@ class Rule:
         return found
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Check the groups before anything is updated. Raises what `hyper` would for any of them."""
+        """Check the options of all groups before anything is updated. Raises the same errors as `hyper`."""
         for group in groups:
             self.hyper(group, 1, True)
 
     def hyper(self, group: Group, step: int, first: bool) -> Hyper:
-        """The hyper-parameters of an update of parameters in `group`, as they are now.
+        """The hyper-parameters for an update of parameters in `group`, from the group's current options.
 
-        `step` is 1 for a parameter's first update; `first` says whether its momentum buffer has no content
-        yet. Raises UnsupportedOptimizer for an option that has no equal here, and ConfigError for a value
-        out of range or one that needs other states than `moments`.
+        step: the number of the update, 1 for a parameter's first update. first: whether the parameter's
+        momentum buffer has no content yet. Raises UnsupportedOptimizer if an option is not implemented here.
+        Raises ConfigError if a value is out of range, or needs a moment that is not in `moments`.
         """
         raise NotImplementedError
 
     def written(self, group: Group) -> tuple[str, ...]:
-        """The moments that an update of parameters in `group` writes."""
+        """The names of the moments that an update of parameters in `group` writes."""
         return self.moments
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group that torch's optimizer of this type makes of a state dict's group when it loads it."""
+        """The group that the torch optimizer has after loading a state dict whose group is `group`."""
         return group
 
     def initial(self, moment: str) -> float:
-        """The value of every element of a moment before the first update."""
+        """The value that all elements of the moment `moment` have before the first update."""
         return 0.0
 
 
 class _AdamRule(Rule):
     def hyper(self, group: Group, step: int, first: bool) -> Hyper:
         _refuse(self.name, group, "amsgrad", "differentiable")
-        # torch 2.6's AdamW has no such option: it always decouples.
+        # AdamW of torch 2.6 does not have this option: its weight decay is always decoupled.
         decoupled = group.get("decoupled_weight_decay", self.name == "AdamW")
         betas = group["betas"]
         kind = AdamW if decoupled else Adam
@@ -204,7 +226,7 @@ class _AdamRule(Rule):
         )
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        # torch's AdamW stays one even with a state dict of Adam.
+        # torch's AdamW keeps its decoupled weight decay, even if it loads a state dict of Adam.
         return {**group, "decoupled_weight_decay": True} if self.name == "AdamW" else group
 
 
@@ -242,7 +264,10 @@ class _SgdRule(Rule):
 @dataclass(frozen=True, kw_only=True)
 class _AdagradRule(Rule):
     accumulator: float
-    """The value that torch's constructor fills sums with, even where a group names another one."""
+    """The initial value of all sums of squares.
+
+    torch takes the value from the constructor's argument, even for a group that names another value.
+    """
 
     def hyper(self, group: Group, step: int, first: bool) -> Hyper:
         _refuse(self.name, group, "differentiable")
@@ -295,20 +320,24 @@ def _adagrad(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _refuse(optimizer: str, group: Group, *options: str) -> None:
-    # foreach, fused and capturable choose how torch computes, not what: they need no check.
+    # The options foreach, fused and capturable do not change what torch computes, and need no check.
     for option in options:
         if group.get(option, False):
             raise UnsupportedOptimizer(
-                f"{optimizer} with {option}=True has no equal here.", f"Use {option}=False."
+                f"{optimizer} with {option}=True is not implemented here.", f"Use {option}=False."
             )
 
 
 def _number(name: str, value: Any, *, least: float = 0.0, below: float = math.inf) -> float:
-    """`value`, a number or a tensor of one element, as a float in [least, below), and finite."""
+    """Convert an option's value, a number or a tensor of one element, to a finite float in [least, below).
+
+    name: the name of the option, for error messages. Raises ConfigError if the value is not a number in this
+    range, and UnsupportedOptimizer if the value is a tensor that requires gradients.
+    """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             raise UnsupportedOptimizer(
-                f"A group's {name} requires gradients, which an update does not give it.",
+                f"A group's {name} requires gradients, which updates here do not compute.",
                 f"Give a {name} that does not require gradients.",
             )
         value = value.item() if value.numel() == 1 else value

@@ -1,1 +1,1 @@
-"""Layout: the units of parameters that move together, and each parameter's place in them. Pure."""
+"""Layout: how parameters are grouped into units, and where each parameter lies in its unit's page."""

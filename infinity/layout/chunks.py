@@ -1,4 +1,9 @@
-"""Chunks and regions: every parameter's place in its unit's page. Pure: reads no tensor's data."""
+"""Chunks and regions: the place of every parameter in the parameter page of its unit.
+
+A page consists of regions. A region holds parameters that share a dtype and are all trainable or all frozen.
+A trainable region is divided into chunks: one optimizer job updates one chunk. The functions here read
+shapes and dtypes, and no tensor data.
+"""
 
 from __future__ import annotations
 
@@ -15,94 +20,110 @@ from infinity.layout.units import Grouping, Survey, SurveyedParameter
 from infinity.tiers import PAGE_ALIGNMENT
 
 PARAMETER_ALIGNMENT = 256
-"""Bytes that every parameter's start is a multiple of, so that no kernel's choice depends on the page."""
+"""Alignment in bytes of every parameter's start in its page.
+
+With a fixed alignment, an operator that chooses its kernel by the alignment of a pointer makes the same
+choice in every page.
+"""
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter's place in its unit. Elements are counted in memory order."""
+    """The place of one parameter in the parameter page of its unit.
+
+    Elements are counted in memory order: the order of their addresses in the user's tensor.
+    """
 
     names: tuple[str, ...]
-    """All names that it is registered under; the first is the canonical one."""
+    """All names under which the parameter is registered. The first name is the canonical name."""
     shape: torch.Size
     stride: tuple[int, ...]
-    """Strides in elements, as in the user's tensor; dense, in any order of dimensions."""
+    """Strides of the user's tensor in elements. The tensor is dense, with its dimensions in any order."""
     dtype: torch.dtype
-    """The dtype in the page."""
+    """The dtype of the parameter's elements in the page."""
     numel: int
     region: int
-    """Index into the unit's regions."""
+    """Index of the parameter's region in `UnitLayout.regions`."""
     offset: int
-    """Elements from the region's start."""
+    """Distance in elements from the region's start to the parameter's first element."""
     trainable: bool
-    """The value of `requires_grad` when the layout was made."""
+    """The value of the parameter's `requires_grad` when the model was surveyed."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """The parameters of a unit that share a dtype and are all trained or all frozen."""
+    """A contiguous range of a parameter page, for parameters of one dtype.
+
+    The parameters in a region are either all trainable or all frozen.
+    """
 
     dtype: torch.dtype
     trainable: bool
     elements: int
-    """Elements of the region, gaps between parameters included."""
+    """Length of the region in elements, including gaps between parameters."""
     byte_offset: int
-    """Bytes from the start of the parameter page; a multiple of 4096."""
+    """Distance in bytes from the start of the parameter page to the region; a multiple of 4096."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that lies in a chunk."""
+    """The part of one parameter that lies in one chunk."""
 
     parameter: int
-    """Index into the unit's parameters."""
+    """Index of the parameter in `UnitLayout.parameters`."""
     start: int
-    """Elements from the parameter's first; a multiple of 4096."""
+    """Index of the piece's first element in the parameter; a multiple of 4096."""
     offset: int
-    """Elements from the chunk's first."""
+    """Index of the piece's first element in the chunk."""
     count: int
-    """Elements of the piece."""
+    """Length of the piece in elements."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a trainable region that one job updates, and the pieces of parameters in it."""
+    """A range of a trainable region that one job updates, and the pieces of parameters in the range."""
 
     region: int
-    """Index into the unit's regions."""
+    """Index of the chunk's region in `UnitLayout.regions`."""
     start: int
-    """Elements from the region's start; a multiple of 4096."""
+    """Distance in elements from the region's start to the chunk; a multiple of 4096."""
     count: int
-    """Elements of the chunk, gaps included."""
+    """Length of the chunk in elements, including gaps between parameters."""
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The parameters that are fetched and released together."""
+    """The layout of one unit: the parameters that are fetched and released together, in one page."""
 
     name: str
-    """Path of the module whose parameters these are, "" for the root."""
+    """Path of the module whose parameters are in the unit; "" for the root module."""
     parameters: tuple[ParameterLayout, ...]
     regions: tuple[Region, ...]
     chunks: tuple[Chunk, ...]
-    """The chunks of trainable regions, in order. All but a region's last are `chunk_elements` long."""
+    """The chunks of all trainable regions, in the order of the page.
+
+    A chunk has `ModelLayout.chunk_elements` elements. Only the last chunk of a region may be shorter.
+    """
     nbytes: int
-    """Bytes of the parameter page; a multiple of 4096, at least 4096."""
+    """Size of the parameter page in bytes: a multiple of 4096, and at least 4096."""
 
     def start(self, index: int) -> int:
-        """Bytes from the page's start to parameter `index`."""
+        """Distance in bytes from the page's start to the parameter `parameters[index]`."""
         parameter = self.parameters[index]
         return self.regions[parameter.region].byte_offset + parameter.offset * parameter.dtype.itemsize
 
     def chunk_start(self, chunk_index: int) -> int:
-        """Bytes from the page's start to chunk `chunk_index`; a multiple of 4096."""
+        """Distance in bytes from the page's start to the chunk `chunks[chunk_index]`; a multiple of 4096."""
         chunk = self.chunks[chunk_index]
         region = self.regions[chunk.region]
         return region.byte_offset + chunk.start * region.dtype.itemsize
 
     def pieces(self, index: int) -> tuple[tuple[int, Piece], ...]:
-        """(chunk, piece) of parameter `index`, in memory order."""
+        """The pieces of the parameter `parameters[index]` in memory order, each as (chunk index, piece).
+
+        A frozen parameter has no pieces.
+        """
         return self._pieces.get(index, ())
 
     @functools.cached_property
@@ -116,14 +137,14 @@ class UnitLayout:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """All units, in the order in which `named_modules` first meets them."""
+    """The layouts of all units of a model, in the order in which `named_modules` visits the modules."""
 
     units: tuple[UnitLayout, ...]
     chunk_elements: int
 
     @functools.cached_property
     def module_units(self) -> dict[str, tuple[int, ...]]:
-        """The units in which each module's own parameters lie, by the module's path."""
+        """For each module's path, the indices of the units in which the module's direct parameters lie."""
         found: dict[str, dict[int, None]] = {}
         for unit, layout in enumerate(self.units):
             for parameter in layout.parameters:
@@ -134,7 +155,7 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Extent:
-    """A region before its place in the page is known."""
+    """The dtype and length of a region whose offset in the page is not known yet."""
 
     dtype: torch.dtype
     trainable: bool
@@ -142,11 +163,14 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the page; a multiple of 4096."""
+        """Bytes that the region takes in the page; a multiple of 4096."""
         return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT)
 
     def counts(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
-        """The lengths of the region's chunks in elements, each with how many chunks have it."""
+        """Yield (length in elements, number of chunks that have this length) for the region's chunks.
+
+        chunk_elements: length in elements of all chunks but the last.
+        """
         full, rest = divmod(self.elements, chunk_elements)
         if full:
             yield chunk_elements, full
@@ -155,12 +179,16 @@ class Extent:
 
 
 def page_bytes(extents: Sequence[Extent]) -> int:
-    """Bytes of the parameter page that holds these regions."""
+    """Size in bytes of the parameter page that holds the regions `extents`; at least 4096."""
     return max(PAGE_ALIGNMENT, sum(extent.nbytes for extent in extents))
 
 
 def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayout:
-    """The layout of these groups of surveyed parameters. chunk_elements: a multiple of 4096."""
+    """Lay out the pages of a model.
+
+    groups: the units, from `surveyed.group`. chunk_elements: length of a chunk in elements, a positive
+    multiple of 4096. Raises ConfigError for any other length.
+    """
     _check_chunk(chunk_elements)
     units = (
         _build_unit(name, [surveyed.parameters[index] for index in members], chunk_elements)
@@ -170,14 +198,17 @@ def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayou
 
 
 def extents(parameters: Sequence[SurveyedParameter], chunk_elements: int) -> tuple[Extent, ...]:
-    """The regions of a unit of these parameters, without laying out its chunks."""
+    """The regions of a unit that consists of `parameters`. chunk_elements: length of a chunk in elements."""
     return _place(parameters, chunk_elements)[0]
 
 
 def _place(
     parameters: Sequence[SurveyedParameter], chunk_elements: int
 ) -> tuple[tuple[Extent, ...], list[tuple[int, int]]]:
-    """The regions, and every parameter's place: (index of its region, offset in elements)."""
+    """The regions of a unit, and the place of each parameter.
+
+    A place is (index of the region, offset of the parameter in the region in elements).
+    """
     regions: dict[tuple[torch.dtype, bool], int] = {}
     ends: list[int] = []
     places = []
@@ -185,7 +216,7 @@ def _place(
         region = regions.setdefault((parameter.dtype, parameter.trainable), len(regions))
         if region == len(ends):
             ends.append(0)
-        if not parameter.numel:  # it takes no room, and a place at the region's end may be outside the page
+        if not parameter.numel:  # takes no room, and the region's end may be outside of the page
             places.append((region, 0))
             continue
         offset = round_up(ends[region], PARAMETER_ALIGNMENT // parameter.dtype.itemsize)
@@ -198,13 +229,18 @@ def _place(
 
 
 def _start(aligned: int, numel: int, chunk_elements: int) -> int:
-    """The element at which a trainable parameter starts: chunks may cut it only at multiples of BLOCK
-    elements from its own start."""
+    """The element of the region at which a trainable parameter of `numel` elements starts.
+
+    aligned: the first free element that has the alignment of parameters. The result is later than `aligned`
+    if a chunk's end would otherwise cut the parameter at another place than a multiple of BLOCK elements
+    from the parameter's start.
+    """
     chunk_end = aligned - aligned % chunk_elements + chunk_elements
     if aligned + numel <= chunk_end:
         return aligned
     on_block = round_up(aligned, BLOCK)
-    # It is cut where chunks end: at multiples of BLOCK from the region's start, and so from its own.
+    # Chunks end at multiples of BLOCK from the region's start. A parameter that starts at a multiple of BLOCK
+    # is therefore cut at multiples of BLOCK from its own start, too.
     if numel >= BLOCK and chunk_end - on_block >= BLOCK:
         return on_block
     return aligned if aligned % chunk_elements == 0 else chunk_end

@@ -1,4 +1,4 @@
-"""Strides: a parameter's elements in the order in which its memory, and so its page, has them."""
+"""Strides: flattening a tensor in the order in which its elements lie in memory, as they lie in a page."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 
 def in_memory_order(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """The elements of `values` in the memory order of a dense tensor with strides `stride` (in elements).
+    """Flatten `values` in the memory order of a dense tensor that has the strides `stride` (in elements).
 
-    Returns (numel,) on the same device: a view where `values` has these strides already, else a copy.
+    Returns a tensor of shape (numel,) on the same device: a view of `values` if `values` has the strides
+    `stride`, else a copy.
     """
     if values.layout is not torch.strided:
         values = values.to_dense()
-    values = values.resolve_neg()  # the caller reads bytes, in which a negation that is only noted is missing
+    values = values.resolve_neg()  # the caller reads bytes, which do not show a lazy negation
     if values.stride() != tuple(stride):
         values = torch.empty_strided(
             values.shape, tuple(stride), dtype=values.dtype, device=values.device

@@ -1,4 +1,8 @@
-"""Units: a model's parameters, checked, and its tree of modules cut into groups that move together. Pure."""
+"""Units: a survey of a model's parameters, and the cutting of a model into units.
+
+`survey` checks and lists the parameters; `Survey.group` cuts the tree of modules into units, the groups of
+parameters that are moved together. No tensor data is read.
+"""
 
 from __future__ import annotations
 
@@ -14,55 +18,67 @@ from infinity.config import Precision
 from infinity.errors import ConfigError
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
-"""The units of a model: each a module's path and indices into Survey.parameters."""
+"""The units of a model. A unit is a pair: the path of a module, and indices into `Survey.parameters`."""
 
 BLOCK_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-"""Containers of a model's repeated blocks. Their children of one type are cut alike."""
+"""Types of containers that hold a model's repeated blocks.
+
+If one child of a container is cut into several units, all children of the same type are cut.
+"""
 
 _WHOLE = (nn.MultiheadAttention,)
-"""Modules that hand their children's parameters to one operation: they are never cut."""
+"""Types of modules that pass the parameters of their children to one operation.
+
+A module of these types is never cut into several units.
+"""
 
 
 @dataclass(frozen=True)
 class SurveyedParameter:
-    """The facts about a parameter that its layout follows from."""
+    """The properties of a parameter that determine its layout."""
 
     names: tuple[str, ...]
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    """The dtype in the page."""
+    """The dtype of the parameter's elements in the page."""
     numel: int
     trainable: bool
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the page, without padding."""
+        """Bytes of the parameter in the page, without padding."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass
 class _Node:
-    """A module with the parameters that it owns: its own, less those that a module before it has too."""
+    """A module in the tree of modules, with the parameters that the module owns.
+
+    A parameter that is registered in several modules is owned by the first of these modules.
+    """
 
     path: str
     module: nn.Module
     own: list[int] = field(default_factory=list)
     children: list[_Node] = field(default_factory=list)
     nbytes: int = 0
-    """Bytes of all parameters of the subtree."""
+    """Bytes of all parameters that the module and its descendants own, without padding."""
     must_cut: bool = False
-    """Whether the subtree has experts, each of which becomes a unit of its own."""
+    """True if the module or a descendant is a list of experts (mixture of experts).
+
+    Two experts are never in the same unit.
+    """
 
     def members(self) -> Iterator[int]:
-        """Indices of all parameters of the subtree, in order."""
+        """Yield the indices of all parameters that the module and its descendants own, parents first."""
         yield from self.own
         for child in self.children:
             yield from child.members()
 
 
 class Survey:
-    """A model's parameters and the tree of modules that owns them. Made by `survey`."""
+    """A model's parameters, and the tree of modules that own the parameters. Made by `survey`."""
 
     def __init__(self, parameters: tuple[SurveyedParameter, ...], root: _Node) -> None:
         self.parameters = parameters
@@ -70,20 +86,25 @@ class Survey:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters in their page dtypes, without padding."""
+        """Bytes of all parameters, each in its dtype in the page, without padding."""
         return self._root.nbytes
 
     def group(self, unit_bytes: int) -> Grouping:
-        """Cut the tree, in order, into units of up to `unit_bytes` bytes each where modules allow it.
+        """Cut the tree of modules into units of at most `unit_bytes` bytes each, as far as possible.
 
-        A subtree that is too large is cut into its children; a module's own parameters stay together.
-        Children of one type in a list are cut alike; experts are units of their own.
+        A module that is too large becomes a unit of its direct parameters, and one or more units for each
+        child. The direct parameters of a module always stay in one unit, even if they exceed `unit_bytes`.
+        Where one child of a list of blocks is cut, its siblings of the same type are cut too. Two experts
+        never share a unit.
         """
         return tuple(_cut(self._root, unit_bytes, forced=False))
 
     def together(self, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
-        """The sets of units that have to be resident together: one module's own parameters lie in several
-        units where some are tied, and its operations take them at one time."""
+        """The sets of units that have to be resident at the same time, as indices into `grouping`.
+
+        A set consists of the units that hold the direct parameters of one module, if there are several. That
+        happens where some of the module's parameters are tied to parameters of other modules.
+        """
         unit_of = {index: unit for unit, (_, members) in enumerate(grouping) for index in members}
         units: dict[str, set[int]] = {}
         for index, parameter in enumerate(self.parameters):
@@ -93,10 +114,11 @@ class Survey:
 
 
 def survey(model: nn.Module, precision: Precision) -> Survey:
-    """Collect and check a model's parameters. Reads no data; works on any device, meta included.
+    """Collect and check the parameters of a model on any device, meta included. Reads no tensor data.
 
-    Raises ConfigError, naming the parameters, where there are none, where two overlap in memory, and for
-    those that are not dense, sparse, complex or quantised, or of a class other than nn.Parameter.
+    precision: determines the dtype of each parameter in its page. Raises ConfigError if the model has no
+    parameters, if two parameters overlap in memory, or if a parameter is not dense, is sparse or quantised,
+    is complex and trainable, has no shape yet, or has another class than nn.Parameter.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -126,7 +148,7 @@ def _check(parameter: nn.Parameter, name: str) -> None:
     kind = type(parameter)
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ConfigError(
-            f"The parameter {name} has no shape yet.", "Run one forward, so that lazy modules know theirs."
+            f"The parameter {name} has no shape yet.", "Run one forward pass first: it sets the shape."
         )
     if kind is not nn.Parameter:
         raise ConfigError(
@@ -151,7 +173,7 @@ def _check(parameter: nn.Parameter, name: str) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range of memory, each once, in whatever order of dimensions."""
+    """Whether the elements fill one range of memory without gaps or overlap, in any order of dimensions."""
     if tensor.numel() == 0:
         return True
     expected = 1
@@ -168,7 +190,7 @@ def _check_overlap(names: dict[nn.Parameter, str]) -> None:
     ranges = []
     for parameter, name in names.items():
         storage = parameter.untyped_storage()
-        # A meta storage has no address; two views of one still share the object.
+        # A meta storage has no address, but two views of one meta storage share the storage object.
         address, base = (0, storage._cdata) if parameter.is_meta else (storage.data_ptr(), 0)
         if parameter.numel() == 0 or (address == 0 and not parameter.is_meta):
             continue

@@ -1,1 +1,1 @@
-"""Telemetry: bytes, waits and seconds, as sums and as a timeline."""
+"""Telemetry: measurements of transfers, waits and steps, as sums and as a timeline of events."""

@@ -1,4 +1,4 @@
-"""The meter: counts bytes, waits and seconds while a run goes on, and tells a recorder of each event."""
+"""The meter: counts the bytes, waits and seconds of a run, and reports each event to a recorder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _EdgeTally:
 
 @dataclass
 class _Tally:
-    """Sums of a run or of one step, to which more is added."""
+    """Running sums of the measurements of a run or of one step. The fields are those of `Stats`."""
 
     edges: dict[Edge, _EdgeTally] = field(default_factory=lambda: {edge: _EdgeTally() for edge in Edge})
     accesses: int = 0
@@ -43,11 +43,12 @@ class _Tally:
     peaks: dict[str, int] = field(default_factory=dict)
 
     def finish(self, seconds: float) -> None:
-        """Makes this the tally of one finished step."""
+        """Complete the sums of one step at its end. seconds: the wall time of the step."""
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
         self.seconds = seconds
-        # Stalls before the first step, or between two, count for the next one: they may exceed its wall time.
+        # A stall between two steps, or before the first step, counts for the next step. The sum of stalls may
+        # therefore exceed the step's time.
         self.compute_seconds = max(0.0, seconds - stalled - self.update_seconds)
 
     def add(self, other: _Tally) -> None:
@@ -75,26 +76,42 @@ class _Tally:
 
 
 class Recorder(Protocol):
-    """The listener that a meter tells of each event when it happens. Times are nanoseconds of
-    time.perf_counter_ns()."""
+    """A listener to which a meter reports each event as soon as the event happens.
+
+    All times are nanoseconds of time.perf_counter_ns().
+    """
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
-        """Note that a transfer was asked for; None: it is done already."""
+        """Record that a transfer of `nbytes` bytes over `edge` was requested.
+
+        transfer: the handle of the transfer; None if the transfer has already ended.
+        """
 
     def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
-        """Note that the training thread did not compute: it waited for an edge, or (None) for updates."""
+        """Record that the training thread did not compute from `start` to `end`.
+
+        name: the value of the `Edge` for which the thread waited, or "update". wait: the reason of the wait
+        for the edge; None if the thread worked on updates or waited for updates.
+        """
 
     def entered(self, phase: Phase) -> None:
-        """Note that the training thread is in this phase from now on."""
+        """Record that the training thread enters `phase` now."""
 
     def submitted(self, job: Timing, parameters: int) -> None:
-        """Note that an update was handed to its threads. parameters: the number of them in it."""
+        """Record that an update was submitted to the update threads.
+
+        job: the handle that gives the begin and the end of the update. parameters: the number of parameter
+        elements in the update.
+        """
 
     def stepped(self, number: int, step: Stats) -> None:
-        """Note that the `number`th step of the run, from 1 on, is over."""
+        """Record the end of a step.
+
+        number: the number of the step in the run, counted from 1. step: the measurements of the step.
+        """
 
     def ended(self) -> None:
-        """Note that nothing more will be told."""
+        """Record that the recording ends. The meter calls no other method afterwards."""
 
 
 class _ThreadState(threading.local):
@@ -103,7 +120,7 @@ class _ThreadState(threading.local):
 
 
 class Meter:
-    """Counters of a run. Any thread may call any method; each takes a lock and does a few additions."""
+    """Counters of the events of a run. Any thread may call any method, and every call is short."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,10 +133,13 @@ class Meter:
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
-        """A context in which `recorder` is told of each event. Raises ConfigError inside of another one."""
+        """A context manager within which each event is reported to `recorder`.
+
+        Raises ConfigError if another recorder is active.
+        """
         if self._recorder is not None:
             raise ConfigError(
-                "A timeline of this runtime is being recorded already.", "Record one at a time."
+                "A timeline of this runtime is being recorded already.", "Record one timeline at a time."
             )
         self._recorder = recorder
         recorder.entered(Phase.BETWEEN)
@@ -130,7 +150,10 @@ class Meter:
             recorder.ended()
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None = None) -> None:
-        """Count `nbytes` that are on their way over `edge`, or that were moved (transfer: None)."""
+        """Count a transfer of `nbytes` bytes over `edge`.
+
+        transfer: the handle of the transfer; None if the transfer has already ended.
+        """
         with self._lock:
             tally = self._now.edges[edge]
             tally.bytes += nbytes
@@ -139,9 +162,10 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
-        """Count a transfer as `moved` does, and the `seconds` until now that asking for it took as a stall.
+        """Count a transfer as `moved` does, and count the duration of the request as a stall.
 
-        The stall is one of the training thread, for Wait.COPY.
+        seconds: the duration of the request, which ended now. The stall belongs to the training thread. Its
+        reason is Wait.COPY, or Wait.FAULT within `faulting`. Within `stalling`, no second stall is counted.
         """
         state = self._thread
         with self._lock:
@@ -159,7 +183,10 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
-        """Count the `seconds` until now for which the training thread waited for a transfer over `edge`."""
+        """Count a wait of the training thread for a transfer over `edge`.
+
+        seconds: the length of the wait, which ended now. wait: the reason of the wait.
+        """
         with self._lock:
             tally = self._now.edges[edge]
             tally.stall_seconds += seconds
@@ -170,9 +197,11 @@ class Meter:
 
     @contextmanager
     def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
-        """A context whose seconds count as a wait of the training thread for `edge`, also if it raises.
+        """A context manager whose duration counts as a wait of the training thread for `edge`.
 
-        Inside another such context of the same thread it counts nothing: the outer one has the time.
+        wait: the reason of the wait; within `faulting`, the reason is Wait.FAULT instead. The duration
+        counts even if the body raises. Within another `stalling` of the same thread nothing is counted,
+        since the outer context counts the time.
         """
         state = self._thread
         if state.waits:
@@ -188,7 +217,10 @@ class Meter:
 
     @contextmanager
     def faulting(self) -> Iterator[None]:
-        """A context in which every wait of this thread is for a unit that was demanded and is not there."""
+        """A context manager within which every stall of the calling thread counts as a page fault.
+
+        A page fault is a wait for a unit that was demanded and is not resident.
+        """
         before, self._thread.faults = self._thread.faults, True
         try:
             yield
@@ -196,16 +228,16 @@ class Meter:
             self._thread.faults = before
 
     def accessed(self, hit: bool) -> None:
-        """Count a use of a unit; it is a `hit` if the unit was there or on its way."""
+        """Count an access to a unit. hit: whether the unit was resident or on its way."""
         with self._lock:
             self._now.accesses += 1
             self._now.misses += not hit
 
     def updating(self, seconds: float) -> None:
-        """Count the `seconds` until now that the training thread spent on updates or waiting for them.
+        """Count time in which the training thread worked on updates or waited for updates.
 
-        Stalls are not included. Inside of a stall of the same thread it counts nothing: the stall has the
-        time.
+        seconds: the length of this time, which ended now, without stalls. Within `stalling` of the same
+        thread nothing is counted, since the stall counts the time.
         """
         if self._thread.waits:
             return
@@ -215,32 +247,42 @@ class Meter:
             recorder.waited("update", None, *_until_now(seconds))
 
     def submitted(self, job: Timing, parameters: int) -> None:
-        """Tell the recorder that an update of `parameters` parameters was handed to its threads."""
+        """Report to the recorder that an update was submitted to the update threads.
+
+        job: the handle that gives the begin and the end of the update. parameters: the number of parameter
+        elements in the update.
+        """
         if (recorder := self._recorder) is not None:
             recorder.submitted(job, parameters)
 
     def entered(self, phase: Phase) -> None:
-        """Tell the recorder that the training thread is in this phase from now on."""
+        """Report to the recorder that the training thread enters `phase` now."""
         if (recorder := self._recorder) is not None:
             recorder.entered(phase)
 
     def peak(self, pool: str, nbytes: int) -> None:
-        """Note that `nbytes` of the pool of this name were in use at once."""
+        """Note that `nbytes` bytes of the pool with the name `pool` were in use at one time."""
         with self._lock:
             self._now.peaks[pool] = max(nbytes, self._now.peaks.get(pool, 0))
 
     def scaled(self, loss_scale: float) -> None:
-        """Note that the loss is scaled by this from now on."""
+        """Note that the loss is multiplied by `loss_scale` from now on."""
         with self._lock:
             self._loss_scale = loss_scale
 
     def skipped(self) -> None:
-        """Count a skipped step: the one that runs now ends without an update. `stepped` has to end it too."""
+        """Count the current step as skipped: the step ends without an update.
+
+        The caller has to end the step by `stepped`, like any other step.
+        """
         with self._lock:
             self._now.skipped_steps += 1
 
     def stepped(self, seconds: float) -> None:
-        """End a step of `seconds` wall time. All that was counted since the last one ended belongs to it."""
+        """End the current step. seconds: the wall time of the step.
+
+        Everything that was counted since the end of the previous step belongs to the current step.
+        """
         with self._lock:
             step, self._now = self._now, _Tally()
             step.finish(seconds)
@@ -252,7 +294,7 @@ class Meter:
             recorder.stepped(number, last)
 
     def snapshot(self) -> Stats:
-        """The stats up to now, including the step that is not finished."""
+        """The measurements of the run up to now, including the unfinished step."""
         with self._lock:
             total = _Tally()
             total.add(self._finished)
@@ -266,6 +308,6 @@ class Meter:
 
 
 def _until_now(seconds: float) -> tuple[int, int]:
-    """The span of `seconds` that ends now: (start, end) in nanoseconds of time.perf_counter_ns()."""
+    """The interval of `seconds` that ends now, as (start, end) in nanoseconds of time.perf_counter_ns()."""
     now = time.perf_counter_ns()
     return now - round(seconds * 1e9), now

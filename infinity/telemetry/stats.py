@@ -1,8 +1,8 @@
 """Stats: the measurements of a run and of its last step, and the resource that limited the step.
 
-The seconds of a step are the training thread's. It waited for a transfer in `stall_seconds`, which include
-`fault_seconds` for units that were demanded and not there. It worked on updates or waited for them in
-`update_seconds`. All other seconds are `compute_seconds`.
+All times are times of the training thread. In `stall_seconds` the thread waited for transfers. The part
+`fault_seconds` of the stalls was spent on page faults: waits for units that were demanded and not resident.
+In `update_seconds` the thread worked on updates or waited for updates. The rest is `compute_seconds`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity.config import format_size
 
 
 class Edge(Enum):
-    """An edge: one direction between two neighbouring tiers."""
+    """An edge: one direction of transfers between two neighbouring memory tiers."""
 
     NVME_TO_HOST = "nvme->host"
     HOST_TO_DEVICE = "host->device"
@@ -22,107 +22,131 @@ class Edge(Enum):
     HOST_TO_NVME = "host->nvme"
 
     __hash__ = object.__hash__
-    """The hash by identity, which needs no call of Enum's."""
+    """Hash by identity, which is faster than the hash that Enum defines."""
 
 
 class Wait(Enum):
-    """The reasons for which the training thread waits for a transfer."""
+    """Reasons why the training thread waits for a transfer."""
 
     FAULT = "page fault"
-    """A unit that was demanded and was not there, prefetched too late or not at all."""
+    """Page fault: a unit was demanded and is not resident.
+
+    The unit was prefetched too late or not at all.
+    """
     ROOM = "staging"
-    """Memory that a write has to finish with before it can be used again."""
+    """The thread waits for memory that a write or a copy under way still uses."""
     COPY = "copy"
-    """A copy between host and device that the CPU makes, or that is being queued (CUDA)."""
+    """A copy between host and device.
+
+    The thread makes the copy, queues the copy on a CUDA stream, or waits for gradients to reach the host.
+    """
     OTHER = "gradients or states"
-    """Pages that an update works on, gradients that others are added to, writes that have to be done."""
+    """Any other reason for a wait.
+
+    An update needs gradients or states, new gradients are added to stored gradients, or a write has to end.
+    """
 
 
 class Phase(Enum):
-    """The phases in which the training thread computes."""
+    """The phases of a training step, as seen by the training thread."""
 
     FORWARD = "forward"
-    """The root module's forward."""
+    """The forward pass of the root module."""
     BACKWARD = "backward"
-    """From the first saved page or gradient of a backward to its end callback."""
+    """The backward pass.
+
+    The phase begins with the first use of a saved page or the first gradient, and ends with autograd's
+    callback at the end of the pass.
+    """
     STEP = "step"
-    """`optimizer.step()`."""
+    """The call of `optimizer.step()`."""
     BETWEEN = "between"
-    """The training loop's own code: data, the loss outside of the model, clipping."""
+    """The training loop's own code: loading data, a loss outside of the model, clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeStats:
-    """Measurements of one edge."""
+    """Measurements of the transfers over one edge."""
 
     bytes: int = 0
-    """Bytes of all transfers that were asked for."""
+    """Number of bytes in all requested transfers."""
     transfers: int = 0
     stall_seconds: float = 0.0
-    """Seconds for which the training thread waited for the edge, for any reason."""
+    """Seconds in which the training thread waited for transfers over the edge, for any reason."""
     fault_seconds: float = 0.0
-    """Seconds within `stall_seconds` for units that were demanded and not there. The others are for room, a
-    write, a copy, or an update's gradients or states."""
+    """Seconds of `stall_seconds` in which the thread waited for units that were demanded and not resident.
+
+    The rest of `stall_seconds` was spent for the other reasons in `Wait`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Measurements up to one moment, or of one step: sums, but for `step_seconds`, `loss_scale`, `peaks`."""
+    """Measurements of a run up to one moment, or of one step.
+
+    All fields are sums, except `step_seconds`, `loss_scale`, `peaks` and `last_step`.
+    """
 
     edges: dict[Edge, EdgeStats]
-    """Every edge, also those that nothing crossed."""
+    """The measurements of every edge, including edges without transfers."""
 
     accesses: int
-    """Uses of units."""
+    """Number of accesses to units by the model."""
 
     misses: int
-    """Uses of units that were neither there nor on their way."""
+    """Number of accesses to units that were neither resident nor on their way."""
 
     steps: int
-    """Finished steps, those skipped included."""
+    """Number of finished steps, including skipped steps."""
 
     skipped_steps: int
-    """Steps without an update, because gradients overflowed under loss scaling."""
+    """Number of steps without an update, because gradients overflowed under loss scaling."""
 
     seconds: float
-    """Wall time of the finished steps."""
+    """Wall time of the finished steps in seconds."""
 
     update_seconds: float
-    """Seconds that the training thread spent on updates or waited for them, stalls not included."""
+    """Seconds in which the training thread worked on updates or waited for updates, without stalls."""
 
     compute_seconds: float
-    """Wall time of the finished steps less stalls and updates: forward, backward, the loop's own code."""
+    """Wall time of the finished steps in seconds, without stalls and updates.
+
+    The forward pass, the backward pass and the training loop's own code take this time.
+    """
 
     step_seconds: float | None
-    """Wall time of the last finished step; None before one."""
+    """Wall time of the last finished step in seconds; None if no step has finished."""
 
     loss_scale: float | None
-    """The latest loss scale; None unless compute is fp16."""
+    """The latest loss scale; None unless the model computes in fp16."""
 
     peaks: dict[str, int]
-    """The most bytes in use at one time, by the name of the pool."""
+    """For each pool's name, the largest number of bytes that were in use at one time."""
 
     last_step: Stats | None = None
-    """These figures for the last finished step alone; None until a step has finished."""
+    """The measurements of the last finished step alone; None if no step has finished."""
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of accesses that were not misses; None without accesses."""
+        """The fraction of accesses that were not misses, from 0 to 1; None without accesses."""
         return 1 - self.misses / self.accesses if self.accesses else None
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds stalled over all edges."""
+        """Seconds in which the training thread waited for transfers over any edge."""
         return sum(edge.stall_seconds for edge in self.edges.values())
 
     @property
     def fault_seconds(self) -> float:
-        """Seconds stalled for units that were demanded and were not there, over all edges."""
+        """Seconds in which the training thread waited for units that were demanded and not resident."""
         return sum(edge.fault_seconds for edge in self.edges.values())
 
     @property
     def limited_by(self) -> str | None:
-        """The largest share of the last step: "compute", "update" or an edge's name; None before one."""
+        """What took most of the last step's time: "compute", "update" or the value of an `Edge`.
+
+        None if no step has finished.
+        """
         step = self.last_step or self
         if not step.steps:
             return None

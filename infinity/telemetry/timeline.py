@@ -1,21 +1,23 @@
 """A timeline of a run for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-Rows, from the top:
+The timeline has these rows, from the top:
 
-- step: each step, with its figures; an instant at its end
+- step: a span for each step, with the step's measurements, and an instant event at the step's end
 - compute: the training thread while it neither waits nor works on an update, named by its phase
-- waits: the training thread while it does not compute: it waits for an edge (and why), or for an update
-- update: each chunk's update from its begin to its end, with its number of parameters
-- every edge: each transfer from the request to the arrival of its last byte, with its bytes
+- waits: the training thread while it waits for an edge (with the reason), works on an update or waits for one
+- update: a span for each chunk's update, from begin to end, with the number of parameter elements
+- each edge: a span for each transfer, from the request to the arrival of the last byte, with the bytes moved
 
-compute and waits are the host's: on CUDA they are the time of queuing kernels, not of running them.
+The rows compute and waits show time of the host. On CUDA, compute is the time in which kernels are queued,
+not the time in which they run.
 
 [Note: lanes]
-Transfers of one edge overlap. As spans of one row they would have to nest, so each goes to the first lane of
-its edge that is free: the number of lanes at a moment is the number of requests in flight, and each lane
-holds whole requests that can be clicked and summed up. Asynchronous pairs of events ("b", "e") would take two
-lines each and lose their end in a file that breaks off; a counter of bytes in flight would not show which
-request is slow.
+Transfers of one edge overlap in time, but spans of one row in the viewer must not overlap unless they nest.
+An edge therefore has several rows, called lanes, and a transfer goes to the first lane that is free. The
+number of occupied lanes at a moment is the number of requests in flight, and each lane holds whole requests,
+which can be clicked and summed up. Pairs of asynchronous events ("b", "e") would take two lines for each
+request, and lose the end of a request in a file that breaks off. A counter of bytes in flight would not show
+which request is slow.
 """
 
 from __future__ import annotations
@@ -36,27 +38,31 @@ from infinity.telemetry.trace_event import Args, EventFile, Lanes, Value, instan
 from infinity.tiers.link import Timing, Transfer
 
 _THREADS_ROWS = ("update", *(edge.value for edge in Edge))
-"""Rows of work that goes on while the training thread does something else."""
+"""Names of the rows of work that is done beside the training thread: updates, and transfers of each edge."""
 _ROWS = ("step", "compute", "waits", *_THREADS_ROWS)
 _MOST_LANES = 1000
-"""Numbers that each row has for its lanes."""
+"""Greatest number of lanes of a row. Every lane has its own row number in the file."""
 _FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
 _BUFFERED = 4096
-"""Number of events after which they are written to the file, also in the middle of a step."""
+"""Number of unwritten events at which all events are written to the file, even in the middle of a step."""
 
 
 class _UnderWay(NamedTuple):
-    """A transfer, or a chunk's update, that was under way when it was last asked about."""
+    """A transfer or a chunk's update whose end is not known yet.
+
+    asked: the time of the request in nanoseconds of time.perf_counter_ns(). name, args: the name and the
+    arguments of the span.
+    """
 
     asked: int
     name: str
     args: Args
     timing: Timing | None
-    """The timing to ask for its end; None where it was done already when it was told of."""
+    """The handle that gives the begin and the end; None if the transfer had ended when reported."""
 
 
 class _Boundary(NamedTuple):
-    """A finished step that `annotate` may still add to."""
+    """A finished step whose span is not written yet, so that `annotate` can still add figures."""
 
     name: str
     start: int
@@ -65,48 +71,57 @@ class _Boundary(NamedTuple):
 
 
 class Timeline(Closing):
-    """A file of a runtime's events, written as they happen; see `Runtime.timeline`. A context manager.
+    """A file to which the events of a runtime are written during a run; see `Runtime.timeline`.
 
-    At the end of each step all finished events go to the file, so memory holds one step's events at most. A
-    write that fails ends the timeline and not the training: it warns (RuntimeWarning), once, and `failure`
-    says why. Raises StorageError and StorageFull where the file cannot be opened or its first line written.
+    A Timeline is a context manager, which closes the file. All finished events are written to the file at
+    the end of each step, so that memory holds the events of one step at most. If a write fails, the timeline
+    ends, training goes on, a RuntimeWarning is issued once, and `failure` holds the error. The constructor
+    raises StorageError or StorageFull if the file cannot be opened or its first line cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = EventFile(path)
         self.failure: StorageError | None = None
-        """The error that ended the timeline early; None while there is none."""
+        """The error that ended the timeline early; None if no write has failed."""
         self._lock = threading.RLock()
         self._origin: int | None = None
-        """The begin of the first recording in nanoseconds: the file's time zero."""
+        """The begin of the first recording, in nanoseconds of time.perf_counter_ns(): time zero of the file.
+
+        None before the first recording.
+        """
         self._phase: Phase | None = None
-        """The training thread's phase; None while nothing is recorded."""
+        """The current phase of the training thread; None while nothing is recorded."""
         self._mark = 0
-        """The time in nanoseconds up to which the training thread's spans are complete."""
+        """The time, in nanoseconds of time.perf_counter_ns(), until which the training thread has spans."""
         self._step_began = 0
         self._boundary: _Boundary | None = None
         self._spans: list[tuple[str, str, int, int, Args]] = []
-        """Spans not written yet: (row, name, start, end, args). They become text many at a time, since that
-        takes longer than keeping them."""
+        """Spans that are not written yet, each as (row, name, start, end, args).
+
+        Converting spans to text takes longer than storing them, so that many are converted at a time.
+        """
         self._lanes = {row: Lanes() for row in _ROWS}
         self._rows: set[int] = set()
-        """Numbers of the rows that have a name in the file."""
+        """Numbers of the rows whose names are in the file."""
         self._under_way: dict[str, deque[_UnderWay]] = {row: deque() for row in _THREADS_ROWS}
         self._noted = 0
-        """Number of events since the file was last written to."""
+        """Number of events since the last write to the file."""
 
     @property
     def path(self) -> str:
         return self._file.path
 
     def annotate(self, **args: Value) -> None:
-        """Add figures, such as the loss, to the step that ended last, before the next one ends."""
+        """Add named figures, such as the loss, to the span of the last finished step.
+
+        Figures can be added until the next step ends.
+        """
         with self._lock:
             if self._boundary is not None:
                 self._boundary.args.update(args)
 
     def close(self) -> None:
-        """Complete the file. Calling it again does nothing."""
+        """Write the remaining events and close the file. Another call does nothing."""
         with self._lock:
             self.ended()
             if self.failure is None:
@@ -115,7 +130,7 @@ class Timeline(Closing):
                 except StorageError as error:
                     self._fail(error)
 
-    # --- what a meter tells (telemetry.Recorder) -------------------------------------------------------
+    # --- the methods of Recorder, which a meter calls --------------------------------------------------
 
     def entered(self, phase: Phase) -> None:
         with self._lock:
@@ -190,13 +205,16 @@ class Timeline(Closing):
                 self._note()
 
     def _note(self) -> None:
-        """Count an event, and write to the file when there are many."""
+        """Count an event, and write all events to the file if there are _BUFFERED events."""
         self._noted += 1
         if self._noted >= _BUFFERED:
             self._write()
 
     def _take_ended(self) -> None:
-        """Take the finished entries of each row, in the order of requests, up to the first unfinished one."""
+        """Make spans of the finished entries of `_under_way`.
+
+        Each row's entries are taken in the order of their requests, up to the first unfinished entry.
+        """
         for row, under_way in self._under_way.items():
             while under_way:
                 asked, name, args, timing = under_way[0]
@@ -248,7 +266,7 @@ class Timeline(Closing):
 
 
 def _figures(step: Stats) -> dict[str, Value]:
-    """The figures of a step's span, in seconds and bytes."""
+    """The figures that the timeline shows with a step: times in seconds, and the bytes of each edge."""
     return {
         "limited by": step.limited_by or "",
         "seconds": step.seconds,

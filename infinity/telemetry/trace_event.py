@@ -1,8 +1,9 @@
-"""Trace events in Chrome's format, which Perfetto reads: a file of events, one a line.
+"""Trace events: a file of events in Chrome's trace format, which Perfetto reads, one event in each line.
 
-The format is the JSON array of "Trace Event Format" (Google's document that chrome://tracing links to). The
-array's end may be missing: readers accept that, so a run that was killed leaves a timeline up to its last
-write. Every line but the first and the last is one event, with a comma behind it if another follows.
+The format is the JSON array of "Trace Event Format", the document by Google to which chrome://tracing links.
+Readers accept an array whose end is missing, so that a run that was killed leaves a readable timeline up to
+the last write. Every line except the first and the last is one event, followed by a comma if another event
+follows.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from infinity.errors import StorageError, storage_errors
 
 Value = str | int | float | bool
 Args = Mapping[str, Value]
-"""Named values that an event shows."""
+"""The arguments of an event: values by name, which the viewer shows with the event."""
 
 PROCESS = 1
-"""The `pid` of every event: a file holds those of one process."""
+"""The `pid` (process number) of every event. A file holds the events of one process only."""
 
 _END = "\n]\n"
 
 
 class EventFile:
-    """A file that events are appended to. Earlier content of the file is lost.
+    """A file to which events are appended. Opening the file deletes its earlier content.
 
-    Nothing is buffered: when `append` returns, the kernel has its events. Raises StorageError and StorageFull
-    where the file cannot be opened or written, the first line included.
+    Nothing is buffered: when `append` returns, the events have been passed to the kernel. The constructor
+    and `append` raise StorageError or StorageFull if the file cannot be opened or written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -40,7 +41,7 @@ class EventFile:
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
             )
         self._whole = 0
-        """Bytes up to the end of the last event."""
+        """Length of the file in bytes up to the end of the last event; 0 after a failed write."""
         self._closed = False
         try:
             self._write("[\n" + _event("process_name", '"ph":"M"', 0, {"name": "infinity"}))
@@ -49,14 +50,18 @@ class EventFile:
             raise
 
     def append(self, events: Sequence[str]) -> None:
-        """Write events, JSON objects without a line break. After an error the file ends with the last event
-        of an earlier call."""
+        """Write events to the file. events: JSON objects without line breaks.
+
+        After a failed write the file ends with the last event of an earlier call.
+        """
         if events and not self._closed:
             self._write("".join(",\n" + event for event in events))
 
     def close(self) -> None:
-        """Write the array's end and close the file. Calling it again does nothing. Raises StorageError; the
-        file is closed all the same."""
+        """Write the end of the JSON array and close the file. Another call does nothing.
+
+        Raises StorageError if the write or the closing fails. The file is closed in any case.
+        """
         if self._closed:
             return
         self._closed = True
@@ -64,7 +69,7 @@ class EventFile:
             if self._whole:
                 self._write(_END)
         finally:
-            with storage_errors("close", self.path):  # a network's file system may say late that it is full
+            with storage_errors("close", self.path):  # a network file system may report late that it is full
                 os.close(self._descriptor)
 
     def _write(self, text: str) -> None:
@@ -75,7 +80,7 @@ class EventFile:
                 while left:
                     left = left[os.write(self._descriptor, left) :]
         except StorageError:
-            with contextlib.suppress(OSError):  # it may be a device or a pipe, or have no room for the end
+            with contextlib.suppress(OSError):  # the file may be a device or a pipe, or the disk may be full
                 os.ftruncate(self._descriptor, self._whole)
                 if self._whole and text is not _END:
                     os.write(self._descriptor, _END.encode())
@@ -85,17 +90,26 @@ class EventFile:
 
 
 def span(row: int, name: str, start: int, end: int, args: Args) -> str:
-    """A complete event ("X"). start, end: nanoseconds."""
+    """The JSON of a complete event ("X"), an interval in one row.
+
+    row: the number of the row. start, end: nanoseconds since time zero of the file.
+    """
     return _event(name, f'"ph":"X","ts":{start / 1e3},"dur":{(end - start) / 1e3}', row, args)
 
 
 def instant(row: int, name: str, at: int, args: Args) -> str:
-    """An instant event ("i") of one row. at: nanoseconds."""
+    """The JSON of an instant event ("i"), a point in one row.
+
+    row: the number of the row. at: nanoseconds since time zero of the file.
+    """
     return _event(name, f'"ph":"i","s":"t","ts":{at / 1e3}', row, args)
 
 
 def row_name(row: int, name: str) -> list[str]:
-    """The metadata of a row: its name, and its place among the rows, which is its number."""
+    """The JSON of the two metadata events that name a row and place the row among the others.
+
+    row: the number of the row, by which the viewer sorts rows.
+    """
     return [
         _event("thread_name", '"ph":"M"', row, {"name": name}),
         _event("thread_sort_index", '"ph":"M"', row, {"sort_index": row}),
@@ -103,8 +117,10 @@ def row_name(row: int, name: str) -> list[str]:
 
 
 def _event(name: str, what: str, row: int, args: Args) -> str:
-    """The JSON of an event. It is not made by json.dumps, which takes several times as long, in the training
-    thread."""
+    """The JSON of an event. what: the JSON text of the event's type and times.
+
+    The text is formatted here because json.dumps would take several times as long, in the training thread.
+    """
     more = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
     return f'{{"name":{_json(name)},{what},"pid":{PROCESS},"tid":{row},"args":{{{more}}}}}'
 
@@ -125,13 +141,19 @@ def _quoted(text: str) -> str:
 
 
 class Lanes:
-    """Rows for spans of one kind: spans of a row must not overlap, so those that do go to different rows."""
+    """The rows, called lanes, of spans of one kind.
+
+    Spans in one row must not overlap, so that overlapping spans are placed in different lanes.
+    """
 
     def __init__(self) -> None:
         self._free_from: list[int] = []
 
     def place(self, start: int, end: int) -> int:
-        """The first lane, from 0, that is free when the span begins; it is taken until the span's end."""
+        """Occupy the first lane that is free at `start`, and return the number of the lane, counted from 0.
+
+        The lane is occupied until `end`. start, end: nanoseconds.
+        """
         for lane, free in enumerate(self._free_from):
             if free <= start:
                 self._free_from[lane] = end
