@@ -161,8 +161,7 @@ class _Cache:
             self._file.save(fresh)
 
     def _age(self, figures: Mapping[str, float]) -> float:
-        """The seconds since the rates were measured; infinity if the time is unknown or lies in the future.
-        """
+        """Seconds since the rates were measured; infinity if the time is unknown or lies in the future."""
         age = self._clock() - figures.get("at", -math.inf)
         return age if age >= 0 else math.inf
 
