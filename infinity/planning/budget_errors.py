@@ -20,7 +20,9 @@ rest, some 3%, is lost because every file holds whole periods of stripes.
 
 
 def usable_nvme(budgets: Mapping[str, int]) -> int:
-    """Bytes of pages that the directories can hold together. budgets: bytes that may be used, by directory.
+    """Bytes of pages that the directories can hold together.
+
+    budgets: bytes that may be used, by directory.
     """
     nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
