@@ -14,8 +14,8 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62
 _STRIPING = (33, 32)
-"""On several paths, the first number of bytes of NVMe budget holds the second number of bytes of pages. The
-rest, some 3%, is lost because every file holds whole periods of stripes.
+"""The ratio of NVMe budget to the pages that it holds on several paths, in bytes. Some 3% of the budget is
+lost because every path's file holds whole periods of stripes.
 """
 
 
@@ -47,13 +47,15 @@ def shortage(
 ) -> BudgetError:
     """Make the error for a model that has no placement in `room`.
 
-    The error names one tier. It is the device if the device budget would be too small even with unlimited
-    host and NVMe budgets. Otherwise it is NVMe if the host budget is large enough, else the host. The
-    error's `needed` is the exact number of bytes that this tier needs with the other budgets as they are.
-    If no device budget is enough with them, `needed` assumes that the other budgets are unlimited.
+    The error names the tier that is too small. It names the device if the device budget would be too small
+    even with unlimited host and NVMe budgets. Otherwise it names NVMe if the host budget is large enough,
+    else the host. The error's `needed` is the exact number of bytes that this tier needs with the other
+    budgets as they are. If no device budget is enough with the other budgets, `needed` assumes that the
+    other budgets are unlimited.
 
-    budgets: bytes of each tier. paths: number of NVMe directories. what: the start of the error message,
-    such as "309M parameters". reserves: by tier, what was subtracted from the budget to get `room`.
+    budgets: each tier's budget in bytes. paths: number of NVMe directories. what: the start of the error
+    message, such as "309M parameters". reserves: by tier, what was subtracted from the budget to get
+    `room`.
     """
     nothing = Reserve(0)
     if room.device is not None:

@@ -1,13 +1,13 @@
-"""Candidate: one way to divide a model into units and chunks, and the homes that its pages then get. Pure.
+"""Candidate: one way to divide a model into units and chunks, and the homes of pages that follow. Pure.
 
 [Note: one order, two cuts]
 All pages stand in one line: first all parameter pages, then all gradient pages, then all optimizer pages,
-each kind in the order of units. If a step is known to have one backward only, optimizer pages come before
+each kind in the order of units. If a step is known to have only one backward, optimizer pages come before
 gradient pages. Two cuts divide the line into three parts. The first part goes to the tier that computes,
 the last part to the NVMe tier, and the part between the cuts must fit the host tier. As a budget grows,
-pages only move to nearer tiers. So a larger budget never refuses a model that a smaller budget accepted,
-and the smallest sufficient budget is exact for each way to divide the model. In the end pages are placed
-first-fit, so that some pages behind a cut may fill room that the nearer tiers have left.
+pages only move to tiers nearer to compute. So a larger budget never refuses a model that a smaller budget
+accepted, and the smallest sufficient budget is exact for each way to divide the model. In the end pages are
+placed first-fit, so that some pages behind a cut may fill room that is left in nearer tiers.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ class Candidate:
             for _, members in grouping
         ]
         self.chain_bytes = 0
-        """The most bytes that one chunk's update takes: its parameters, gradients and optimizer states."""
+        """Most bytes that one chunk's update takes: its parameters, gradients and optimizer states."""
         self.transit_buffer_bytes = _SMALLEST_TRANSIT_BUFFER
-        """Bytes of one of the buffers in host RAM through which pages pass from disk. The size is that of
-        the largest chunk's parameters, within a lower and an upper limit.
+        """Bytes of one transit buffer, a buffer in host RAM through which pages pass from disk. The size is
+        that of the largest chunk's parameters, at least _SMALLEST_TRANSIT_BUFFER and at most
+        _LARGEST_TRANSIT_BUFFER.
         """
         self._largest_unit = 0
-        """Bytes of all chains (updates of chunks) of one unit together, for the unit with the most."""
+        """The most bytes that all chains (updates of chunks) of a single unit take together."""
         self._trained = rule is not None
         self._has_ring = ring and rule is not None
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
@@ -80,7 +81,9 @@ class Candidate:
             self._measure(unit, gradient_dtype, rule)
         self._line = list(itertools.product(line, range(len(units))))
         self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
-        """Item n is the bytes of the first n pages in line; n runs from 0 to the number of pages."""
+        """A list of sums: item n is the total bytes of the first n pages in line, for n from 0 to the
+        number of pages.
+        """
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
@@ -110,6 +113,8 @@ class Candidate:
     def staging(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of staging, the host RAM in which chunks are updated if their pages rest elsewhere. 0 for
         inference, and if pages can rest in host RAM only.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
         moves = room.device is not None or (level.nvme and room.nvme > 0)
         if not (self._trained and moves):
@@ -117,14 +122,19 @@ class Candidate:
         return level.staging(room.host, self.chain_bytes, self._largest_unit)
 
     def transit(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of all transit buffers. One buffer is for reads and writes of single parameters. The others
-        carry pages from NVMe to the device, if the device tier is apart from the host tier.
+        """Bytes of all transit buffers, the buffers in host RAM through which pages pass from and to disk.
+        One is for reads and writes of single parameters. The others carry pages from NVMe to the device, if
+        the device tier is apart from the host tier.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
         return self.transit_buffer_bytes * (1 + level.transit_buffers * (room.device is not None))
 
     def ring(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of the ring through which gradients leave the device; 0 without a ring. A buffer of the
         same size in host RAM receives the gradients.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
         if room.device is None or not self._has_ring:
             return 0
@@ -133,6 +143,8 @@ class Candidate:
     def working(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of host RAM for data on the move: staging, transit buffers, and the buffer that receives
         gradients.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
         return self.staging(level, room) + self.transit(level, room) + self.ring(level, room)
 
@@ -149,9 +161,9 @@ class Candidate:
     def residents(self, pages: int) -> list[int]:
         """Bytes of the pool of resident pages, for each place at which the line of pages can be cut.
 
-        Pages before the cut are at home where the model computes. The pool has room for the `pages` largest
-        of the other parameter pages. It has more room if some of the other pages must be resident together
-        and take more bytes.
+        pages: number of parameter pages. Pages before the cut are at home where the model computes. The
+        pool has room for the `pages` largest of the other parameter pages. If parameter pages that must be
+        resident at the same time take more bytes, the pool has room for these pages instead.
         """
         if pages not in self._residents:
             parameters = self.pages[Kind.PARAMETER]
@@ -179,10 +191,10 @@ class Candidate:
         return self.ends[cut] + self.residents(pages)[cut]
 
     def cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
-        """The two places at which the line of pages is cut: behind the device's pages (0 if device and host
-        are the same RAM), and behind the host's pages.
+        """The two places at which the line of pages is cut: the end of the device's pages (0 if device and
+        host are the same RAM), and the end of the host's pages.
 
-        Both places are as far behind as `room` allows. The result is None if the pages do not fit.
+        Both places are as far along the line as `room` allows. The result is None if the pages do not fit.
         """
         working = self.working(level, room)
         if working > room.host or self.staging(level, room) > level.share * room.host:

@@ -2,9 +2,9 @@
 Pure.
 
 The prediction is a roofline model. The lower end of the range assumes that all work overlaps that can
-overlap, and the upper end assumes that no work overlaps. The cost of hooks, waits and a shared machine is
-not modelled; it lies between the two ends. A plan that was made without example inputs has no prediction,
-and shows the measured seconds of the last step instead.
+overlap, and the upper end assumes that no work overlaps. The costs of hooks, of waits and of other
+processes are not modelled, and the range leaves room for them. A plan that was made without example inputs
+has no prediction, and shows the measured seconds of the last step instead.
 
 Predictions for CUDA can be too short, because each resource counts as if it never waited for another
 resource. Where host RAM has no room for mirrors (infinity/planning/mirror.py), each chunk of parameters on
@@ -33,17 +33,19 @@ class MachineRates:
     """
 
     disk_read: float | None = None
-    """Reads from all paths of the NVMe tier together; None without an NVMe tier."""
+    """Bytes per second read from all paths of the NVMe tier together; None without an NVMe tier."""
     disk_write: float | None = None
-    """Writes to all paths of the NVMe tier together; None without an NVMe tier."""
+    """Bytes per second written to all paths of the NVMe tier together; None without an NVMe tier."""
     disk_mixed: float | None = None
-    """Reads and writes at the same time, each half of the bytes, on all paths of the NVMe tier together;
+    """Bytes per second read and written together, half of the bytes each, on all paths of the NVMe tier;
     None without an NVMe tier.
     """
     host_stream: float
-    """Reads and writes of host RAM together, by the CPU threads that run optimizer updates in place."""
+    """Bytes per second that the threads of the CPU's updates read and write in host RAM, in place."""
     link: float | None = None
-    """Copies between host RAM and the device, in one direction at a time; None if both are the same RAM."""
+    """Bytes per second of copies between host RAM and the device, in one direction at a time. None if both
+    are the same RAM.
+    """
     flops: float
     """Floating-point operations per second of matrix products in the compute dtype."""
 
@@ -112,8 +114,8 @@ class PhaseBytes:
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Bytes of RAM that the threads of the CPU's updates read and write. They update parameters, and they
-    also store gradients and add to gradients.
+    """Bytes of RAM that the threads of the CPU's updates read and write, for updates and to store and add
+    up gradients.
     """
 
     def __add__(self, other: PhaseBytes) -> PhaseBytes:
@@ -130,8 +132,8 @@ _EDGES = fields(PhaseBytes)
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that each phase of a training step moves between disk, host RAM and the device. Without
-    gradients, the bytes of one forward.
+    """Bytes that the phases of a training step move between disk, host RAM and the device. In inference
+    only `forward` is used.
     """
 
     forward: PhaseBytes = PhaseBytes()
@@ -139,8 +141,8 @@ class Traffic:
     backward: PhaseBytes = PhaseBytes()
     """Bytes that the backward of each micro-batch moves."""
     accumulation: PhaseBytes = PhaseBytes()
-    """Bytes that every backward after the first moves in addition, because it reads the gradients to which
-    it adds.
+    """Bytes that every backward after the first moves in addition to `backward`, to read the earlier
+    gradients and add to them.
     """
     update: PhaseBytes = PhaseBytes()
     """Bytes that the update moves in addition to the forward or the last backward during which the update
@@ -149,8 +151,8 @@ class Traffic:
     when: UpdateTime = "lazy"
 
     def phases(self, micro_batches: int) -> list[tuple[PhaseBytes, int, int]]:
-        """The phases of a step in order. Each phase is a tuple: the bytes that the phase moves, the number
-        of its forwards, and the number of its backwards.
+        """The phases of a step in order. Each phase is a tuple: the bytes that the phase moves, and the
+        numbers of forwards and of backwards that run in the phase.
         """
         more = micro_batches - 1
         backwards = self.backward * micro_batches + self.accumulation * more
@@ -158,7 +160,7 @@ class Traffic:
             first = (self.forward + self.update, 1, 0)
             return [first, (self.forward * more + backwards, more, micro_batches)]
         computing = self.forward * micro_batches + backwards
-        if self.when == "eager":  # updates that outlast the backward go on under the next forward
+        if self.when == "eager":  # updates that outlast the backward go on during the next forward
             return [(computing + self.update, micro_batches, micro_batches)]
         return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
 
@@ -185,7 +187,7 @@ def traffic(
     updated_on_device: Collection[int] = (),
     mirrored: Collection[int] = (),
 ) -> Traffic:
-    """Compute the bytes that one step moves from the homes of all pages.
+    """Compute, from the homes of all pages, the bytes that one step moves.
 
     pages: bytes of every page, by kind and unit. trained: for each unit, the bytes of its parameter page
     that are updated. resident: bytes of the pool of resident pages. update: the time when updates run.
@@ -251,7 +253,7 @@ def _updating(
         written = 0 if kind is Kind.GRADIENT else nbytes
         if home[kind] is Tier.NVME:
             # In unified memory the update shares the parameters that come up for forward or backward, unless
-            # it runs after both. An eager update takes gradients where they arrived.
+            # the update runs after both. An eager update takes gradients from where they arrived.
             shared = when != "sync" and unified and kind is Kind.PARAMETER
             shared = shared or (when == "eager" and kind is Kind.GRADIENT)
             moved += PhaseBytes(disk_read=0 if shared else nbytes, disk_write=written)
@@ -263,8 +265,8 @@ def _updating(
 def _gradient(
     home: Tier | None, nbytes: int, when: UpdateTime, unified: bool
 ) -> tuple[PhaseBytes, PhaseBytes]:
-    """Bytes that a unit's gradients move: in every backward, and in addition in each backward that adds to
-    earlier gradients.
+    """The bytes that a unit's gradients move, as a pair: the bytes in every backward, and the bytes in
+    addition in each backward that adds to earlier gradients.
 
     home: the tier in which the gradients rest. nbytes: bytes of the gradients. when: the time when updates
     run. unified: whether device and host are the same RAM.
@@ -293,9 +295,8 @@ def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_bat
     moved: the bytes that the step moves. speeds: the rates of the machine. operations: seconds that the
     operations of one forward and one backward take. Without a link (`speeds.link` is None) the device is
     the CPU: the seconds of compute, updates and copies add up, and only the disk works at the same time.
-    Bytes read from disk are paired with bytes written to disk, and pairs go at the mixed rate. The bytes
-    that remain go at the rate of reads or at the rate of writes. Raises ConfigError if `micro_batches` is
-    less than 1.
+    Equal amounts of bytes read from disk and written to disk go at the mixed rate. The remaining bytes go
+    at the rate of reads or at the rate of writes. Raises ConfigError if `micro_batches` is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")

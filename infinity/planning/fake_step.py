@@ -30,8 +30,8 @@ _UNKNOWABLE = (
 
 
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention_backward")
-"""A pattern for the names of attention's backward operators. On CUDA these sum gradients in fp32, in memory
-that they take in addition to their results.
+"""A pattern for the names of attention's backward operators. On CUDA these operators sum gradients in fp32,
+in memory that they take in addition to their results.
 """
 
 
@@ -89,10 +89,10 @@ def run_fake_step(
 def _fake_state(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a name and a fake tensor for every parameter and buffer. Parameters have the dtypes of their
+    """Yield the name of every parameter and buffer with a fake tensor. Parameters have the dtypes of their
     pages.
 
-    A parameter's gradient is dropped once it is complete, as a real step then moves it to the gradient
+    A parameter's gradient is dropped once it is complete, because a real step then moves it to the gradient
     page.
     """
     for name, parameter in model.named_parameters():
@@ -130,7 +130,7 @@ def _backward(output: Any) -> None:
 
 class _Watch(TorchDispatchMode):
     """A dispatch mode that records all operations, and counts the bytes of live storages that operations
-    made. `now` is the present count and `peak` the largest.
+    made. The attribute `now` is the present number of bytes, and `peak` the largest number so far.
     """
 
     def __init__(self) -> None:
@@ -142,8 +142,8 @@ class _Watch(TorchDispatchMode):
         self._saving = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A detached copy of `tensor`, sharing its memory, for autograd to save instead. `tensor` itself
-        would refer to its autograd graph, which would refer to `tensor`, and neither would be freed.
+        """Return `tensor` without its autograd graph, for autograd to save. If it were saved with its
+        graph, `tensor` would keep itself alive.
         """
         self._saving = True
         try:
@@ -156,7 +156,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         for storage in _storages(leaves):
-            self._seen[storage] = None  # not made here, or counted before
+            self._seen[storage] = None  # made outside of the step, or counted before
         result = func(*args, **(kwargs or {}))
         self.operations.record(func, args, kwargs or {}, result)
         for storage in _storages(pytree.tree_leaves(result)):

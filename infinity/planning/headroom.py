@@ -1,7 +1,7 @@
 """Headroom: the memory of a CUDA device that torch takes in addition to pages and live tensors.
 
-It is taken by workspaces of cuBLAS, by segments that are not full, and by fragmentation. Pure, except for
-`Headroom.of`.
+Workspaces of cuBLAS, segments of torch's allocator that are not full, and fragmentation take this memory.
+Pure, except for `Headroom.of`.
 
 [Note: reserved bytes]
 Torch's allocator takes segments from CUDA and cuts tensors out of these segments. The allocator's limit
@@ -34,15 +34,15 @@ MEDIUM, MEDIUM_SEGMENT = 10 * _MIB, 20 * _MIB
 segment for tensors larger than SMALL and smaller than MEDIUM.
 """
 WHOLE = 2 * _MIB
-"""Bytes that the size of a segment for a single tensor is a multiple of."""
+"""The size in bytes of a segment for a single tensor is a multiple of this number."""
 
 _THREADS = 2
 """Number of threads that multiply matrices: the training thread and autograd's thread for backward."""
 
 _PARTLY_USED = SMALL_SEGMENT + 2 * MEDIUM_SEGMENT + WHOLE
-"""Bytes of segments that are not full. They are one small segment, two medium segments (one for tensors
-that live through a backward, one for tensors that come and go during it), and the unused end of the segment
-of the pages.
+"""Bytes of segments that are not full: one small segment, two medium segments, and the unused end of the
+segment of the pages. One medium segment is for tensors that live through a backward, the other for tensors
+that come and go during a backward.
 """
 
 _SHARE = 8
@@ -115,8 +115,8 @@ class Headroom:
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:
-        """Bytes of headroom for an additional thread whose tensors take at most `live` bytes at one time.
-        Such threads are described in infinity/accumulation/task_threads.py.
+        """Bytes of headroom that an additional thread needs if its tensors take at most `live` bytes at one
+        time. An example is a thread of infinity/accumulation/task_threads.py.
         """
         return self._per_thread + self._lost(live)
 

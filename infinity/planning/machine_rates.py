@@ -30,16 +30,16 @@ than 128 MiB, the limit is 128 MiB.
 """
 _DISK_LEAST = 128 << 20
 _FILL_SECONDS = 1.0
-"""Approximate seconds for writing the probe files of all paths once. On slower disks the probe files are
-smaller.
+"""Approximate seconds for writing the probe files of all paths once. If a disk is slower, its probe file
+becomes smaller.
 """
 _DISK_SECONDS = 0.6
 """Approximate seconds of the read, write and mixed probes of all paths together. The time for writing the
 probe files first is not included.
 """
 _DISK_EXPIRES = 300.0
-"""Seconds for which a disk's cached rates are valid. Its rates change: other processes use the disk too,
-and clouds limit the rate of a disk.
+"""Seconds for which a disk's cached rates are valid. The rates of a disk change because other processes use
+it too, and because clouds limit them.
 """
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
@@ -133,8 +133,8 @@ class _Cache:
     def get(
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
     ) -> dict[str, float]:
-        """The cached rates under the name `what`. `probe` measures the rates if none are cached, or if they
-        are at least `expires` seconds old.
+        """The cached rates under the name `what`. If none are cached, or if the cached rates are at least
+        `expires` seconds old, `probe` measures new rates.
         """
         found = self._figures.get(_key(what))
         if found is None or (expires is not None and self._age(found) >= expires):
@@ -148,8 +148,8 @@ class _Cache:
         return found
 
     def save(self) -> None:
-        """Write the file if rates were stored since it was read. Rates of disks that have expired are left
-        out.
+        """Write the file if rates were stored since the file was read. Rates of disks that have expired are
+        left out.
         """
         if self._changed:
             disk = _key(_disk_name(os.sep))
@@ -167,7 +167,7 @@ class _Cache:
 
 
 def _key(what: str) -> str:
-    return f"{platform.node()} {what}"  # home directories are shared between machines
+    return f"{platform.node()} {what}"  # several machines may share a home directory
 
 
 def _figures(found: Any) -> dict[str, dict[str, float]]:

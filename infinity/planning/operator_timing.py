@@ -33,8 +33,8 @@ quarter of the free memory if that is less.
 """
 
 _COLD_BYTES = 64 << 20
-"""Bytes of memory from which successive runs take their operands and results. So many bytes pass between
-two uses of the same memory that operands are in no cache when they are read, as in a real step.
+"""Bytes of memory from which successive runs take their operands and results in turn. The memory is so
+large that an operand is in no cache when it is read, as in a real step.
 """
 
 _ROUNDS = 4
@@ -44,9 +44,9 @@ all operations.
 
 _QUEUED_SECONDS = 0.006
 _MOST_QUEUED = 20
-"""Limits of the runs of one operation that are timed together on a CUDA device, which queues operations:
-_QUEUED_SECONDS is their total seconds, _MOST_QUEUED their number. Timed alone, a run would include the time
-to start and to drain the queue.
+"""Limits of the runs of one operation that are timed together on a CUDA device, which queues operations.
+_QUEUED_SECONDS limits the total seconds of these runs, _MOST_QUEUED the number of runs. The time of a
+single run would include the start and the end of the queue.
 """
 
 _PATTERN = 1 << 16
@@ -94,8 +94,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator with its arguments, tensors without data. Operations that compare equal take equally
-    long.
+    """A call of an operator: the operator and its arguments, with a TensorSpec in place of each tensor.
+    Calls that compare equal are taken to last equally long.
     """
 
     operator: torch._ops.OpOverload
@@ -111,8 +111,8 @@ class Operation:
 
     @staticmethod
     def of(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Operation:
-        """Make the Operation for a call of `operator` that returned `result`. Its tensors may be fake
-        tensors.
+        """Make the Operation for a call of `operator` that returned `result`. The tensors among the
+        arguments and results may be fake tensors.
         """
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
         count = flop_registry.get(operator.overloadpacket)
@@ -156,15 +156,16 @@ class Operation:
 
 
 class Memory:
-    """Memory from which operands are taken one after the other. At its end it starts again at the
-    beginning.
+    """Memory from which operands are taken one after the other. When the end is reached, operands are taken
+    from the beginning again.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
         generator = torch.Generator("cpu")
         generator.manual_seed(0)
-        # As bfloat16 these are random in [0.01, 0.11); read as any other floating dtype they are normal too.
+        # Read as bfloat16, the elements are random in [0.01, 0.11). Read as any other floating dtype, they
+        # are normal numbers too.
         some = torch.rand(_PATTERN, generator=generator, dtype=torch.float32, device="cpu")
         some = some.mul_(0.1).add_(0.01).to(device=device, dtype=torch.bfloat16)
         self._pattern = some.view(torch.uint8)
@@ -174,7 +175,7 @@ class Memory:
         self._next = 0
         self._first: int | None = 0
         """Offset in bytes of the first operand handed out since the last `renew`. None if operands have
-        reached the end of the memory since, and started again at the beginning.
+        been handed out from the beginning again since then.
         """
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
@@ -194,7 +195,7 @@ class Memory:
         return here if spec.device == self.device else here.to(spec.device)
 
     def renew(self, *, written: bool) -> None:
-        """Restore the contents of the memory that was handed out since the last call.
+        """Restore the contents of the memory that was handed out since the last call of `renew`.
 
         written: whether an operation may have written to this memory. If not, there is nothing to restore.
         """
@@ -230,8 +231,8 @@ class Roofline:
         return max(operation.flops / self.flops, operation.nbytes / self.bytes)
 
     def learned(self, timed: Mapping[Operation, float], counts: Mapping[Operation, int]) -> Roofline:
-        """A roofline with the rates that timed operations have reached. A rate stays as it is if no
-        operation tells it.
+        """A roofline with the rates that timed operations have reached. A rate stays as it is if no timed
+        operation gives a new rate.
 
         timed: seconds of one run of each timed operation. counts: number of times that a step runs each
         operation.
@@ -265,7 +266,7 @@ def seconds_of(
     total of the slowest round. roofline: estimates the seconds of operations that are not run. The
     operations with the largest estimates run first, and the rates of timed operations replace the
     roofline's rates where possible. limit: seconds for all rounds together; a run that has begun is
-    finished. The caller's random number generators, gradients and autocast settings do not change.
+    finished. The caller's random number generators, gradient mode and autocast settings do not change.
     """
     order = sorted(operations, key=lambda each: -roofline.seconds(each) * operations[each])
     room = _room(device)
@@ -326,7 +327,7 @@ def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict
         for operation in order:
             if time.perf_counter() >= end:
                 return [each for each in found if each]
-            # Made-up operands are not good enough for every operator, and a device's memory may be short.
+            # Some operators fail on made-up operands, and a device's memory may be short.
             with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
                 once = _run(operation, 1, memory, kept)
                 if queued:

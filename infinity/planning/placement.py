@@ -28,12 +28,13 @@ class Kind(enum.Enum):
 
 
 def line_of(accumulation: int | None) -> tuple[Kind, ...]:
-    """The order in which the kinds of pages get room; the first kind gets room in the nearest tiers.
+    """The order in which the kinds of pages get room. The first kind gets room in the tiers nearest to
+    compute.
 
     accumulation: number of micro-batches in a step; None if unknown. If there is one micro-batch, optimizer
     states come before gradients. A byte of states is read and written once in a step, both during the next
-    forward. A byte of gradients is written during the backward and read once. It is read and written once
-    more for every further micro-batch.
+    forward. A byte of gradients is written during the backward and read once. The byte is read and written
+    once more for every further micro-batch.
     """
     if accumulation == 1:
         return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
@@ -43,8 +44,8 @@ def line_of(accumulation: int | None) -> tuple[Kind, ...]:
 DtypeOf = Callable[[torch.dtype], torch.dtype]
 
 Homes = tuple[dict[Kind, Tier | None], ...]
-"""The tier in which each page rests: one dict for each unit, by kind of page. None for a page without
-bytes.
+"""The tier in which each page rests: one dict for each unit, by kind of page. The tier is None for a page
+without bytes.
 """
 
 
@@ -60,15 +61,15 @@ class Room:
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to fit a model into the tiers: its units and chunks, the homes of its pages, and the sizes of
-    working buffers.
+    """One way to fit a model into the tiers: the model's units and chunks, the homes of its pages, and the
+    sizes of working buffers.
     """
 
     grouping: Grouping
     chunk_elements: int
     homes: Homes
     chain_bytes: int
-    """The most bytes that one chunk's update takes: its parameters, gradients and optimizer states."""
+    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
     staging_bytes: int
     transit_buffer_bytes: int
     transit_bytes: int

@@ -43,11 +43,11 @@ class Plan:
     unified: bool
     """Whether device and host are the same RAM. If so, the model uses pages in the host tier in place."""
     homes: Homes
-    """The tier in which each page rests, by unit and kind. It is None for a page without bytes, for
+    """The tier in which each page rests, by unit and kind. The tier is None for a page without bytes, for
     instance the gradient page of a frozen unit.
     """
     chain_bytes: int
-    """The most bytes that one chunk's update takes: its parameters, gradients and optimizer states."""
+    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
     staging_bytes: int
     """Bytes of staging: host RAM for updating chunks, and for summing gradients, whose pages rest
     elsewhere.
@@ -117,8 +117,8 @@ class Plan:
         return self._state_ends[unit][chunk]
 
     def state_format(self, unit: int, chunk: int) -> StateFormat:
-        """The arrays of optimizer states that the optimizer page holds for a chunk; none without an
-        optimizer.
+        """The arrays of optimizer states that the optimizer page holds for a chunk, and their places in the
+        chunk's part of the page. Without an optimizer there are no arrays.
         """
         layout = self.layout.units[unit]
         dtype = layout.regions[layout.chunks[chunk].region].dtype
@@ -221,8 +221,8 @@ class Plan:
     def predict(self, micro_batches: int = 1) -> Prediction | None:
         """The predicted seconds of a step that runs forward and backward `micro_batches` times.
 
-        The prediction assumes that every forward takes inputs like the example inputs of the plan. None if
-        the plan was made without example inputs, or if the model's control flow depends on data.
+        The prediction assumes that every forward takes inputs like the example inputs of the plan. Returns
+        None if the plan was made without example inputs, or if the model's control flow depends on data.
         """
         if self.speeds is None or self.compute is None:
             return None
@@ -291,7 +291,9 @@ class Plan:
         return f"{render(self.rows())}\n{line}\n{share}{beside}smallest budgets that would do: {smallest}"
 
     def _share(self) -> str:
-        """The line of text that says for which share of gradients the device runs updates; empty for none."""
+        """The line of text that says for which share of the gradients the device runs updates. Empty if
+        there is none.
+        """
         if not self.updated_on_device:
             return ""
         trained = self.page_sizes[Kind.GRADIENT]

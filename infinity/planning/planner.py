@@ -74,12 +74,12 @@ def make_plan(
 
     rule: the optimizer's rule; None for inference. available: bytes that replace budgets that are None, and
     the headroom of the device. speeds: the machine's rates, for the prediction. activations: bytes at the
-    peak of a step; they count against the budget of the tier that computes. If they are unknown (None), a
+    peak of a step, which count against the budget of the tier that computes. If `activations` is None, a
     quarter of a CUDA budget stays free for activations. compute: seconds of the operations of one forward
     and backward, for the prediction. update, accumulation: see Plan.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
-    Raises ConfigError as `infinity.layout.units.survey` does.
+    Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
@@ -206,7 +206,7 @@ class _Draft:
                 return plan
             if placement.chunk_elements >= elements:
                 break
-            elements = placement.chunk_elements  # shorter chunks are more in number: they need more room
+            elements = placement.chunk_elements  # shorter chunks are more, and need a larger workspace
         shared = planned(placement, updates_there=True)
         host_free = shared.budgets[Tier.HOST] - shared.host_bytes
         shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))

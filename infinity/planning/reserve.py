@@ -1,4 +1,4 @@
-"""Reserve: the memory of the computing tier that pages leave to activations, new gradients and buffers.
+"""Reserve: memory, in the tier that computes, that is kept for activations, new gradients and buffers.
 Pure.
 """
 

@@ -16,9 +16,7 @@ from infinity.planning.working_room import WORKING_ROOMS
 from infinity.tiers import Tier
 
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
-"""Lengths of chunks, in elements, that the search tries in this order. The last length is the shortest that
-any chunk gets.
-"""
+"""Lengths of chunks, in elements, in the order in which the search tries them."""
 
 _LONG_CHUNK = 1 << 22
 """Elements of a long chunk. Long chunks are for devices with memory of their own, where a step waits for
@@ -37,8 +35,8 @@ _FEWEST_UNITS = 8
 
 
 class Search:
-    """The ways to divide a model into units and chunks, from the most useful to the smallest. The bytes of
-    each way are computed only once.
+    """The ways to divide a model into units and chunks, from the most useful to the smallest. The sizes of
+    pages and buffers are computed only once for each way.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class Search:
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
         """The budgets, in bytes by tier, that are together enough for the model with the least memory in
-        total. If any of them were smaller, no placement would fit.
+        total. If any of these budgets were smaller, no placement would fit.
 
         unified: whether device and host are the same RAM. nvme: whether pages may rest on NVMe.
         """
@@ -104,7 +102,7 @@ class Search:
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
         best = min(found, key=lambda each: each[:2])[2]
-        # Each tier may do with less while the others stay as they are.
+        # With the other budgets as they are, another candidate may need less of a tier.
         best = replace(best, host=self._less(Tier.HOST, best, best.host))
         if best.device is not None:
             best = replace(best, device=self._less(Tier.DEVICE, best, best.device))
@@ -162,8 +160,8 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """The distinct chunk lengths to try, in elements, the longest first. None is much longer than the
-    trained parameters together.
+    """The distinct chunk lengths to try, in elements, the longest first. No length is much larger than the
+    number of trained elements.
     """
     return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 

@@ -1,4 +1,4 @@
-"""Table: rows of names, sizes and numbers as plain text."""
+"""Table: renders rows of values as plain text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 110
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
     """Render rows as a plain text table. The header has the first row's keys.
 
-    Integers are shown as sizes of so many bytes, 0 as "-" and None as "unknown".
+    An integer is a number of bytes and is shown with a unit such as MiB, 0 as "-" and None as "unknown".
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(rows[0]):

@@ -8,10 +8,10 @@ share as a ratio.
 
 [Note: whole units]
 The placement fills the device kind by kind. So gradients may rest on the device while the optimizer states
-of the same unit do not. A gradient there costs more than a gradient in host RAM. The CPU adds to the
-gradient and updates with it, so the gradient crosses the link once to be stored and again to be used. The
-gradients and states that the placement has put on the device are therefore exchanged for those of whole
-units, as many as fit.
+of the same unit do not. A gradient on the device then costs more than a gradient in host RAM. The CPU adds
+to the gradient and updates with it, so the gradient crosses the link once to be stored and again to be
+used. The gradients and states that the placement has put on the device are therefore exchanged for
+gradients and states of whole units, as many as fit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ to a disk and read back.
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the device has memory of its own, and kernels for optimizer updates can be compiled for it.
+    """Whether the device has memory of its own and can run optimizer updates with kernels that are compiled
+    for it.
 
-    False for the CPU, which would gain nothing. Tests replace this function to run updates on the device
-    without a GPU.
+    False for the CPU, where such updates would gain nothing. Tests replace this function to run updates on
+    the device without a GPU.
     """
     return device.type == "cuda" and kernels.can_compile()
 
@@ -74,7 +75,7 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
         if (unit, kind) not in chosen and sizes[kind][unit] <= room:
             room -= sizes[kind][unit]
             chosen.add((unit, kind))
-    if room > host_free:  # bytes that the device's room has left are bytes that move to host RAM
+    if room > host_free:  # as many bytes move to host RAM as the device has left over
         return homes
     moved = [dict(home) for home in homes]
     for unit, kind in near:
@@ -85,8 +86,8 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
 
 
 def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> bool:
-    """Whether updates on the device save more time than they cost, as their workspace displaces pages from
-    the device.
+    """Whether updates on the device save more time than they cost. The cost is that the updates' workspace
+    displaces pages from the device.
 
     spared: bytes of the pages that no longer cross the link. before, after: bytes of the pages at home in
     each tier, without and with updates on the device.

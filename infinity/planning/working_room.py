@@ -1,11 +1,11 @@
 """Working room: the memory that a placement keeps for pages that are being moved or updated. Pure.
 
 At best, staging has room for all chains (updates of chunks) of the largest unit, but takes at most a
-quarter of the host tier and at least two chains. In addition to the pages at home there, the tier that
-computes has room for 12 parameter pages if these take at most a quarter of the tier. If not, it has room
-for 3 pages if these take at most half of the tier. Where even that does not fit, there is room for two
-chains and three or two pages, or else for one chain and three, two or one pages. Placements without NVMe
-are tried first, with room for three, two or one pages.
+quarter of the host tier and at least two chains. The tier that computes has room for the pages that are at
+home there. At best it has room for 12 further parameter pages, if these take at most a quarter of the tier.
+If not, it has room for 3 further pages, if these take at most half of the tier. Where even that does not
+fit, there is room for two chains and three or two pages, or else for one chain and three, two or one pages.
+Placements without NVMe are tried first, with room for three, two or one pages.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE = 4
-"""Staging takes at most the host budget divided by this number, but always the bytes of two chains (updates
-of chunks).
+"""Staging takes at most the host budget divided by this number, but always at least the bytes of two chains
+(updates of chunks).
 """
 
 _RING_SHARE = 64
 """The ring, through which gradients leave the device, takes at most the device budget divided by this
-number, but always two blocks.
+number, but always at least two blocks.
 """
 
 _LARGEST_RING = 64 << 20
 """The most bytes of the ring through which gradients leave the device. A link of 50 GB/s moves these bytes
-in 1.3 ms, and the threads that empty the ring are seldom late by more.
+in 1.3 ms, and the threads that empty the ring are seldom delayed for longer.
 """
 
 
@@ -53,7 +53,7 @@ class WorkingRoom:
         """Bytes of staging in a host tier of `host` bytes.
 
         chain: bytes of the largest chain, the update of one chunk. unit: bytes of all chains of the largest
-        unit together; staging has room for all of them where the host tier is large enough.
+        unit together. Staging has room for all these chains where the host tier is large enough.
         """
         if self.chains is not None:
             return self.chains * chain
@@ -90,6 +90,6 @@ WORKING_ROOMS = (
     WorkingRoom(2, chains=1, transit_buffers=1),
     LEAST,
 )
-"""The working rooms in the order in which the search tries them. Those without NVMe come first, so that a
-model stays in memory if it fits there at all.
+"""The working rooms in the order in which the search tries them. Working rooms without NVMe come first, so
+that a model stays in memory if it fits there at all.
 """

@@ -40,9 +40,9 @@ def check_plot(path: str | os.PathLike[str]) -> Path:
 def draw(tuning: Tuning, path: str | os.PathLike[str]) -> None:
     """Write the plot of a tuning to the file `path`.
 
-    The plot has one row for each tuned directory, and one column for each of reads, writes and both mixed.
-    The chosen settings are circled. Raises the errors of `check_plot`, and StorageError if the file cannot
-    be written.
+    The plot has one row for each tuned directory, and one column each for reads, for writes and for both
+    mixed. The chosen settings are circled. Raises the errors of `check_plot`, and StorageError if the file
+    cannot be written.
     """
     target = check_plot(path)
     pyplot = _pyplot()

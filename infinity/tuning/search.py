@@ -18,15 +18,15 @@ TIE = 0.03
 """The relative difference up to which two scores count as equal, because measurements are noisy."""
 
 _ERROR_OF_MEDIAN = 1.4826 * 1.2533
-"""The factor from MAD / sqrt(n) to the standard error of the median of n trials with normal noise, where
-MAD is their median absolute deviation. 1.4826 turns MAD into the standard deviation. 1.2533 turns the
-standard error of the mean into that of the median.
+"""The factor by which MAD / sqrt(n) is multiplied to get the standard error of the median of n values with
+normal noise, where MAD is the median absolute deviation of the values. 1.4826 turns MAD into the standard
+deviation. 1.2533 turns the standard error of the mean into the standard error of the median.
 """
 
 _MOST_THREADS = 16
 """The most threads that the backend "threads" has. A deeper queue gets no more threads."""
 _FIRST_PASS = 0.6
-"""The fraction of the time after which the first pass over all points is cut short."""
+"""The fraction of the total time after which the first pass over all points is cut short."""
 
 Point = TypeVar("Point", bound=Hashable)
 Rates = Mapping[str, float]
@@ -57,10 +57,11 @@ class Halving(Generic[Point]):
     """Successive halving (Jamieson and Talwalkar, 2016), which finds the best of many points by several
     rates at once.
 
-    The time is divided into rounds of equal length. The first round tries all points, and each later round
-    tries fewer points more often. After each round the half of the points with the better `scores` stays,
-    until `finalists` points are left. The best point of each mode and the points in `always` stay too. Each
-    pass tries the points in random order. Points that the first pass has no time for are left out.
+    A pass tries each point that is left once, in random order. The time is divided into rounds of equal
+    length. The first round tries all points, and each later round tries fewer points more often. After each
+    round the half of the points with the better `scores` stays, until `finalists` points are left. The best
+    point of each mode and the points in `always` stay too. Points that the first pass has no time for are
+    left out.
 
     points: the candidates, such as IoSettings. trial: measures the rates of a point in every mode. seconds:
     seconds for all rounds. finalists: number of points that stay to the end. order: the random number
@@ -126,11 +127,12 @@ def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """The relative rate of each point that is in all passes. A rate of 1 is that of the median point.
+    """The relative rate in `mode` of each point that is in all passes. The median point has a rate of about
+    1.
 
     In each pass, a point's rate is divided by the median rate of the pass. The point's relative rate is the
-    median of these quotients over all passes. So no point gains if the disk is twice as fast a second
-    later.
+    median of these quotients over all passes. So no point gains from a pass in which the disk happens to be
+    fast.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -142,7 +144,8 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The score of each point: its relative speed for moving equal bytes in every mode, at most 1.
+    """The score of each point: the relative speed, at most 1, at which the point moves equal bytes in every
+    mode.
 
     In each mode, the point's `standing` is divided by the best standing of all points. The score is the
     harmonic mean of these quotients over all modes.
@@ -159,9 +162,9 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
 def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
     """Choose the cheapest settings whose score is within 3% of the best score.
 
-    The cheapest settings are those whose backend comes first in BACKENDS, because it takes the least CPU
-    time. With equal backends, settings with fewer bytes in flight are cheaper, because the next urgent
-    request has to wait for these bytes.
+    The cheapest settings are those whose backend comes first in BACKENDS, because that backend takes the
+    least CPU time. With equal backends, settings with fewer bytes in flight are cheaper, because the next
+    urgent request has to wait for these bytes.
 
     usual: the settings that are used without tuning. They are returned if the best settings are not clearly
     faster. The best of many noisy figures is too high by chance, so without this rule one run in ten would
@@ -183,7 +186,7 @@ def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
     every mode.
 
     Each pass that has both points gives the logarithm of the ratio of their speeds. The median of these
-    logarithms must exceed log(1 + TIE) by more than its own standard error, which is computed from the
+    logarithms must exceed log(1 + TIE) by more than the median's standard error, which is computed from the
     median absolute deviation.
     """
     times = [

@@ -19,10 +19,10 @@ from infinity.tuning.sweep import DiskSweep, Effort, Progress
 Shares = tuple[float, ...]
 
 _SAME = 0.02
-"""The largest difference between the shares of two candidates at which they count as the same."""
+"""Two candidates count as the same if each path's shares in both differ by at most this number."""
 _FILL = 0.9
-"""The fraction of the test files' bytes that a striped volume uses, so that it fits in whole periods of
-stripes.
+"""The fraction of the test files' bytes that a striped volume uses. The rest leaves room for whole periods
+of stripes.
 """
 
 
@@ -32,10 +32,9 @@ class StripeSweep:
 
     paths: tuple[str, ...]
     shares: Shares
-    """The fraction of the bytes that lies on each path, in the order of `paths`. The fractions add up to 1.
-    """
+    """The fraction of the bytes on each path, in the order of `paths`. The fractions add up to 1."""
     read: float
-    """Bytes per second of reads from all paths together, divided by the chosen `shares`."""
+    """Bytes per second read from all paths together, with the bytes distributed as `shares` says."""
     write: float
     mixed: float
     candidates: dict[str, float]
@@ -45,8 +44,8 @@ class StripeSweep:
 
 
 def candidate_shares(disks: Sequence[DiskSweep]) -> list[Shares]:
-    """The distinct candidates for the shares of bytes that lie on each disk: in proportion to the disks'
-    mixed rates, to their read rates or to their write rates, and even shares.
+    """The distinct candidates for the shares of bytes on each disk: in proportion to the disks' mixed
+    rates, to their read rates or to their write rates, and equal shares.
     """
     speeds = [
         *([getattr(disk.chosen, mode) for disk in disks] for mode in reversed(MODES)),
@@ -71,8 +70,8 @@ def sweep_stripes(
 ) -> StripeSweep:
     """Find the best way to divide bytes between test files on several disks.
 
-    files: a test file on each disk. disks: the findings for each disk alone; its chosen settings are used
-    here. memory: the RAM that is read into and written from. effort: says how long a trial takes. seconds:
+    files: a test file on each disk. disks: the results of each disk's own sweep, whose chosen settings are
+    used. memory: the RAM that is read into and written from. effort: says how long a trial takes. seconds:
     seconds for all trials. progress: called before each trial. Raises StorageError and StorageFull if I/O
     fails.
     """

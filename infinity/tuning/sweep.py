@@ -14,9 +14,9 @@ Progress = Callable[[str], None]
 """A function that is called before each trial, with a text that names the settings of the trial."""
 
 _LATENCY = 0.064
-"""Seconds of latency for which bytes in flight are tried: the limit of bytes in flight is this latency
-times the rate of the disk (Little's law). A disk without other users needs far fewer bytes in flight, but a
-deeper queue gets more of a shared disk.
+"""Seconds of latency that limit the bytes in flight to try. The limit is this latency times the rate of the
+disk (Little's law). A disk without other users needs far fewer bytes in flight, but a deeper queue gets
+more of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -27,7 +27,7 @@ class Effort:
     """The settings that a sweep tries, and the time that the sweep takes."""
 
     seconds: float
-    """Seconds that the sweeps of all disks take together."""
+    """Seconds that all sweeps of a tuning take together."""
     blocks: tuple[int, ...]
     """Block sizes in bytes."""
     depths: tuple[int, ...]

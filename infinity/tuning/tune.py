@@ -30,7 +30,9 @@ from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
 _STRIPES = 0.2
-"""The fraction of the time that goes to finding how to stripe bytes over several paths."""
+"""The fraction of the tuning's time in which stripes over several paths are tried, if there are several
+paths.
+"""
 _FILL_SECONDS = 8.0
 """The most seconds for writing all test files once."""
 
@@ -50,7 +52,7 @@ class Tuning:
     shared: tuple[tuple[str, str], ...]
     """Pairs of paths on the same device. Striping over the two paths of a pair gains nothing."""
     stream: float
-    """The rate at which the threads of the CPU's updates read and write memory."""
+    """Bytes per second that the threads of the CPU's updates read and write in memory."""
     link: LinkSpeed | None
     """The speed of copies between host RAM and the CUDA device; None without a CUDA device."""
     seconds: float
@@ -74,23 +76,23 @@ def tune(
     I/O.
 
     thorough: whether to try more settings for a longer time. size: bytes of each test file; by default 2
-    GiB, or half of the free bytes if that is less. Each test file is written once, and it is removed in any
-    case. report: called before each trial with the progress. Raises ConfigError for directories or sizes
-    that cannot be used and for an unknown INFINITY_AIO. Raises StorageError or StorageFull for directories
-    that cannot hold the test file.
+    GiB, or half of the free bytes if that is less. A test file is written once and removed at the end, also
+    after an error. report: called before each trial with the progress. Raises ConfigError for directories
+    or sizes that cannot be used and for an unknown INFINITY_AIO. Raises StorageError or StorageFull for
+    directories that cannot hold the test file.
     """
     effort, start = THOROUGH if thorough else QUICK, time.monotonic()
     sizes = _file_sizes(paths, size)
     backends = [_backends(path) for path in paths]
 
     def progress(what: str) -> None:
-        # Files, memory and the link take some 4 s beside the sweeps.
+        # Test files, memory and the link take some 4 s in addition to the sweeps.
         report(min(1.0, (time.monotonic() - start) / (effort.seconds + 4.0)), what)
 
     progress("memory")
     stream = stream_speed()
     disks, stripes = _sweep(paths, sizes, backends, effort, progress)
-    stream = max(stream, stream_speed())  # others at work only slow it down
+    stream = max(stream, stream_speed())  # other processes can only make the rate lower
     link = arena_link()[0] if torch.cuda.is_available() else None
     profile = Profile()
     note = profile.note
@@ -147,14 +149,18 @@ def _sweep(
 
 
 def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
-    """Bytes of each path's test file, a multiple of 1 MiB. Raises the errors of `tune`."""
+    """Bytes of each path's test file, a multiple of 1 MiB. Raises ConfigError, StorageError and StorageFull
+    as described in `tune`.
+    """
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
-        raise ConfigError(f"The paths {list(paths)} are none or name one twice.", "Give each directory once.")
+        raise ConfigError(
+            f"The list of directories {list(paths)} is empty or names one twice.", "Give each directory once."
+        )
     room = _usable_bytes(paths)
     wanted = None if size is None else parse_size(size, what="size") >> 20 << 20
     if wanted is not None and wanted < SMALLEST:
         raise ConfigError(
-            f"A test file of {size} says nothing about a disk.",
+            f"A test file of {size} is too small to measure a disk.",
             f"Give --size {format_size(SMALLEST)} or more.",
         )
     for path, free in zip(paths, room, strict=True):
@@ -175,7 +181,7 @@ def _usable_bytes(directories: Sequence[str]) -> list[int]:
     """The free bytes of each directory's file system, divided by the number of directories that share the
     file system.
 
-    Raises the errors of `check_directory`.
+    Raises StorageError and ConfigError for directories that `check_directory` refuses.
     """
     paths = [check_directory(directory) for directory in directories]
     devices = [os.stat(path).st_dev for path in paths]
