@@ -14,8 +14,8 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62
 _STRIPING = (33, 32)
-"""The ratio of NVMe budget to the pages that it holds on several paths, in bytes. Some 3% of the budget is
-lost because every path's file holds whole periods of stripes.
+"""The ratio 33 to 32: on several paths, 33 bytes of NVMe budget hold 32 bytes of pages. Some 3% of the
+budget is lost because every path's file holds whole periods of stripes.
 """
 
 

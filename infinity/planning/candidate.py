@@ -81,8 +81,8 @@ class Candidate:
             self._measure(unit, gradient_dtype, rule)
         self._line = list(itertools.product(line, range(len(units))))
         self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
-        """A list of sums: item n is the total bytes of the first n pages in line, for n from 0 to the
-        number of pages.
+        """A list of sums: item n is the total bytes of the first n pages, in the order in which pages get
+        room; n runs from 0 to the number of pages.
         """
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
@@ -159,11 +159,12 @@ class Candidate:
         return self.ends[-1]
 
     def residents(self, pages: int) -> list[int]:
-        """Bytes of the pool of resident pages, for each place at which the line of pages can be cut.
+        """Bytes of the pool of resident pages, for each place at which the line of all pages can be cut.
 
-        pages: number of parameter pages. Pages before the cut are at home where the model computes. The
-        pool has room for the `pages` largest of the other parameter pages. If parameter pages that must be
-        resident at the same time take more bytes, the pool has room for these pages instead.
+        See [Note: one order, two cuts]. pages: number of parameter pages. Pages before the cut are at home
+        where the model computes. The pool has room for the `pages` largest of the other parameter pages. If
+        parameter pages that must be resident at the same time take more bytes, the pool has room for these
+        pages instead.
         """
         if pages not in self._residents:
             parameters = self.pages[Kind.PARAMETER]
@@ -183,18 +184,20 @@ class Candidate:
         return self._residents[pages]
 
     def near(self, cut: int, pages: int) -> int:
-        """Bytes that the tier that computes needs if all pages before `cut` in the line are at home there.
+        """Bytes that the computing tier needs if all pages before the cut are at home there.
 
-        The result counts these pages and the pool of resident pages, which has room for `pages` parameter
-        pages. The result never falls as `cut` grows.
+        cut: number of pages before the cut; see [Note: one order, two cuts]. pages: number of parameter
+        pages that the pool of resident pages has room for. The result counts the pages before the cut and
+        this pool. It never falls as `cut` grows.
         """
         return self.ends[cut] + self.residents(pages)[cut]
 
     def cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
-        """The two places at which the line of pages is cut: the end of the device's pages (0 if device and
-        host are the same RAM), and the end of the host's pages.
+        """The two places at which the line of all pages is cut: the end of the device's pages (0 if device
+        and host are the same RAM), and the end of the host's pages.
 
-        Both places are as far along the line as `room` allows. The result is None if the pages do not fit.
+        See [Note: one order, two cuts]. Both places are as far along the line as `room` allows. The result
+        is None if the pages do not fit.
         """
         working = self.working(level, room)
         if working > room.host or self.staging(level, room) > level.share * room.host:
@@ -215,8 +218,8 @@ class Candidate:
         return near, far
 
     def needed(self, tier: Tier, room: Room) -> int | None:
-        """The fewest bytes of `tier` that are enough with the least working room, if the other tiers are as
-        in `room`.
+        """The fewest bytes of `tier` that are enough with the smallest working buffers, if the other tiers
+        are as in `room`.
 
         The result is None if no number of bytes is enough.
         """
@@ -252,8 +255,8 @@ class Candidate:
         return None if far < 0 else self.total - self.ends[far]
 
     def _last(self, need: Callable[[int], int], room: int) -> int:
-        """The last cut for which `need(cut)` is at most `room` bytes, or -1. `need` must not fall along the
-        line.
+        """The largest cut for which `need(cut)` is at most `room` bytes, or -1. A cut is the number of
+        pages before it. `need` must not fall as the cut grows.
         """
         return bisect.bisect_right(range(len(self.ends)), room, key=need) - 1
 

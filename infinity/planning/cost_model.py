@@ -114,8 +114,8 @@ class PhaseBytes:
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Bytes of RAM that the threads of the CPU's updates read and write, for updates and to store and add
-    up gradients.
+    """Bytes of RAM that the threads of the CPU's updates read and write, both for updates and for storing
+    and summing gradients.
     """
 
     def __add__(self, other: PhaseBytes) -> PhaseBytes:
@@ -282,8 +282,8 @@ def _gradient(
 
 
 _FORWARD_SHARE = 1 / 3
-"""The fraction of compute time that the forward takes. For each matrix product of the forward the backward
-has two.
+"""The forward's fraction of the compute time of forward and backward together. For each matrix product of
+the forward, the backward has two matrix products.
 """
 
 _RESOURCES = ("compute", "disk", "update", "link")

@@ -40,8 +40,7 @@ class FakeStep:
     """The memory and the operations of one forward and, in training, of its backward."""
 
     activations: int
-    """Bytes of the tensors that operations had allocated at the peak. Parameters, inputs and buffers do not
-    count.
+    """Peak bytes of the tensors that operations allocate. Parameters, inputs and buffers do not count.
 
     A parameter's gradient counts until it is complete, because a real step then moves it to the gradient
     page.
@@ -142,8 +141,8 @@ class _Watch(TorchDispatchMode):
         self._saving = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` without its autograd graph, for autograd to save. If it were saved with its
-        graph, `tensor` would keep itself alive.
+        """Return `tensor` without its autograd graph, for autograd to save. A tensor that is saved with its
+        graph keeps itself alive.
         """
         self._saving = True
         try:

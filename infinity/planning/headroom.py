@@ -47,7 +47,7 @@ that come and go during a backward.
 
 _SHARE = 8
 """The bytes of live tensors divided by this number are assumed to be lost to rounding and fragmentation.
-The number is an estimate: in a model of the allocator that runs the steps of decoders the loss is smaller
+The number is an estimate: in a simulation of the allocator with the steps of decoders the loss is smaller
 (tests/planning/test_headroom.py). The estimate has not been checked on a GPU yet.
 """
 
@@ -69,8 +69,8 @@ def workspace(capability: tuple[int, int], variables: Mapping[str, str]) -> int:
     capability: the device's compute capability (major, minor). variables: the environment variables. The
     variable CUBLAS_WORKSPACE_CONFIG is a list of entries :KIB:COUNT. Without this variable Hopper and
     Blackwell GPUs have 32 MiB, and other GPUs 2 pieces of 4 MiB and 8 pieces of 16 KiB. If
-    TORCH_CUBLASLT_UNIFIED_WORKSPACE is off, cuBLASLt's own CUBLASLT_WORKSPACE_SIZE KiB (by default 1024)
-    are added.
+    TORCH_CUBLASLT_UNIFIED_WORKSPACE is off, another workspace of CUBLASLT_WORKSPACE_SIZE KiB (by default
+    1024) is added for cuBLASLt.
     """
     default = 32 * _MIB if capability[0] in (9, 10, 12) else 2 * 4 * _MIB + 8 * (16 << 10)
     entries = _ENTRY.findall(variables.get("CUBLAS_WORKSPACE_CONFIG", ""))
@@ -111,12 +111,14 @@ class Headroom:
         return Headroom.for_cuda(torch.cuda.get_device_capability(device), os.environ)
 
     def beside(self, live: int) -> int:
-        """Bytes of headroom for a step whose tensors take at most `live` bytes at one time."""
+        """Bytes that torch takes in addition to live tensors in a step whose tensors take at most `live`
+        bytes at one time.
+        """
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:
-        """Bytes of headroom that an additional thread needs if its tensors take at most `live` bytes at one
-        time. An example is a thread of infinity/accumulation/task_threads.py.
+        """Bytes that torch takes in addition to live tensors for one more thread, whose tensors take at
+        most `live` bytes at one time. See infinity/accumulation/task_threads.py.
         """
         return self._per_thread + self._lost(live)
 

@@ -38,8 +38,8 @@ _DISK_SECONDS = 0.6
 probe files first is not included.
 """
 _DISK_EXPIRES = 300.0
-"""Seconds for which a disk's cached rates are valid. The rates of a disk change because other processes use
-it too, and because clouds limit them.
+"""Seconds for which a disk's cached rates are valid. The rates of a disk change, because other processes
+use the disk too and clouds limit its rate.
 """
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
@@ -142,7 +142,9 @@ class _Cache:
         return found
 
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
-        """Store rates under the name `what`, as measured now. Returns the rates with the time added."""
+        """Store rates under the name `what`, as measured now. Returns the rates with the time of
+        measurement.
+        """
         self._changed = True
         found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found

@@ -28,8 +28,8 @@ TIME_LIMIT = 2.0
 """The default time limit of `seconds_of`: seconds for running operations and for making their operands."""
 
 MOST_BYTES = 1 << 30
-"""The most bytes that operands and results of the operations that are run take together. The limit is a
-quarter of the free memory if that is less.
+"""The most bytes that operands and results of timed operations take together. If a quarter of the free
+memory is less, that quarter is the limit.
 """
 
 _COLD_BYTES = 64 << 20

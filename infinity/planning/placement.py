@@ -22,9 +22,7 @@ class Kind(enum.Enum):
     GRADIENT = "gradient"
     """Accumulated gradients of trainable parameters."""
     OPTIMIZER = "optimizer"
-    """The optimizer's moments, and the fp32 master parameters or the bits of them that the parameter page
-    lacks.
-    """
+    """The optimizer's moments, and the bits of the fp32 master parameters that the parameter page lacks."""
 
 
 def line_of(accumulation: int | None) -> tuple[Kind, ...]:

@@ -291,8 +291,8 @@ class Plan:
         return f"{render(self.rows())}\n{line}\n{share}{beside}smallest budgets that would do: {smallest}"
 
     def _share(self) -> str:
-        """The line of text that says for which share of the gradients the device runs updates. Empty if
-        there is none.
+        """The line of text that says for which share of the gradients the device runs updates. Empty if the
+        device updates no unit.
         """
         if not self.updated_on_device:
             return ""

@@ -73,10 +73,11 @@ def make_plan(
     """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
     rule: the optimizer's rule; None for inference. available: bytes that replace budgets that are None, and
-    the headroom of the device. speeds: the machine's rates, for the prediction. activations: bytes at the
-    peak of a step, which count against the budget of the tier that computes. If `activations` is None, a
-    quarter of a CUDA budget stays free for activations. compute: seconds of the operations of one forward
-    and backward, for the prediction. update, accumulation: see Plan.
+    the memory that torch takes on the device in addition to live tensors. speeds: the machine's rates, for
+    the prediction. activations: bytes at the peak of a step, which count against the budget of the tier
+    that computes. If `activations` is None, a quarter of a CUDA budget stays free for activations. compute:
+    seconds of the operations of one forward and backward, for the prediction. update, accumulation: see
+    Plan.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
     Raises ConfigError for a model that `infinity.layout.units.survey` refuses.

@@ -57,15 +57,15 @@ class Halving(Generic[Point]):
     """Successive halving (Jamieson and Talwalkar, 2016), which finds the best of many points by several
     rates at once.
 
-    A pass tries each point that is left once, in random order. The time is divided into rounds of equal
-    length. The first round tries all points, and each later round tries fewer points more often. After each
-    round the half of the points with the better `scores` stays, until `finalists` points are left. The best
-    point of each mode and the points in `always` stay too. Points that the first pass has no time for are
-    left out.
+    Points are candidates, such as IoSettings. A pass tries each point that is left once, in random order.
+    The time is divided into rounds of equal length. The first round tries all points, and each later round
+    tries fewer points more often. After each round the half of the points with the better `scores` stays,
+    until `finalists` points are left. The best point of each mode and the points in `always` stay too.
+    Points that the first pass has no time for are left out.
 
-    points: the candidates, such as IoSettings. trial: measures the rates of a point in every mode. seconds:
-    seconds for all rounds. finalists: number of points that stay to the end. order: the random number
-    generator that shuffles the points for each pass. clock: returns the present time in seconds.
+    trial: measures the rates of a point in every mode. seconds: seconds for all rounds. finalists: number
+    of points that stay to the end. order: the random number generator that shuffles the points for each
+    pass. clock: returns the present time in seconds.
     """
 
     def __init__(

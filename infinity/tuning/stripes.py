@@ -21,8 +21,8 @@ Shares = tuple[float, ...]
 _SAME = 0.02
 """Two candidates count as the same if each path's shares in both differ by at most this number."""
 _FILL = 0.9
-"""The fraction of the test files' bytes that a striped volume uses. The rest leaves room for whole periods
-of stripes.
+"""The fraction of the test files' bytes that a striped volume uses. The rest allows for rounding to whole
+periods of stripes.
 """
 
 

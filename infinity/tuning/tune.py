@@ -154,7 +154,7 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
     """
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
         raise ConfigError(
-            f"The list of directories {list(paths)} is empty or names one twice.", "Give each directory once."
+            f"The list of directories {list(paths)} is empty or has duplicates.", "Give each directory once."
         )
     room = _usable_bytes(paths)
     wanted = None if size is None else parse_size(size, what="size") >> 20 << 20
@@ -191,7 +191,7 @@ def _usable_bytes(directories: Sequence[str]) -> list[int]:
 def _backends(path: str) -> list[str]:
     """The names of the I/O backends that work in a directory, in the order of preference.
 
-    Backends without direct I/O are left out if another backend has it. If the environment variable
+    Backends without direct I/O are left out if another backend has direct I/O. If the environment variable
     INFINITY_AIO names a backend, only this backend is returned.
     """
     forced = os.environ.get("INFINITY_AIO") or "auto"
