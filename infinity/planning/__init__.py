@@ -1,1 +1,1 @@
-"""Planning: every page's home, every pool's size, and what a step should take."""
+"""Planning: chooses every page's home and every pool's size, and predicts the seconds of a step."""

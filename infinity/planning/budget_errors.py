@@ -1,4 +1,4 @@
-"""The error for a model that does not fit: which tier is short, and the smallest budget that would do."""
+"""Budget errors: tell which tier is too small for a model, and the smallest budget that would be enough."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62
 _STRIPING = (33, 32)
-"""Bytes of budget, and bytes of pages that they hold on several paths: rounding to whole periods of stripes
-takes some 3%."""
+"""The ratio 33 to 32: on several paths, 33 bytes of NVMe budget hold 32 bytes of pages. Some 3% of the
+budget is lost because every path's file holds whole periods of stripes.
+"""
 
 
 def usable_nvme(budgets: Mapping[str, int]) -> int:
-    """Bytes of pages that the directories hold together. budgets: bytes by directory."""
+    """Bytes of pages that the directories can hold together.
+
+    budgets: bytes that may be used, by directory.
+    """
     nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
 
 
 def format_count(number: int) -> str:
-    """The text of `number` for people, such as "309M"."""
+    """Text for a large number, such as "309M" for 309 million."""
     for factor, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= factor:
             return f"{number / factor:.3g}{letter}"
@@ -41,12 +45,17 @@ def shortage(
     *,
     reserves: Mapping[Tier, Reserve],
 ) -> BudgetError:
-    """The error for a model that has no placement.
+    """Make the error for a model that has no placement in `room`.
 
-    It names the device where even endless host and NVMe budgets would not help, else NVMe where the host's
-    budget is large enough, else the host. `needed` is exact for the other budgets as they are; where no
-    device budget would do with them, it is what the device needs if they were endless.
-    reserves: what was taken off `room` before, by tier.
+    The error names the tier that is too small. It names the device if the device budget would be too small
+    even with unlimited host and NVMe budgets. Otherwise it names NVMe if the host budget is large enough,
+    else the host. The error's `needed` is the exact number of bytes that this tier needs with the other
+    budgets as they are. If no device budget is enough with the other budgets, `needed` assumes that the
+    other budgets are unlimited.
+
+    budgets: each tier's budget in bytes. paths: number of NVMe directories. what: the start of the error
+    message, such as "309M parameters". reserves: by tier, what was subtracted from the budget to get
+    `room`.
     """
     nothing = Reserve(0)
     if room.device is not None:

@@ -1,12 +1,13 @@
-"""Candidate: one way to divide a model into units and chunks, and the homes that its pages then find. Pure.
+"""Candidate: one way to divide a model into units and chunks, and the homes of pages that follow. Pure.
 
 [Note: one order, two cuts]
-All pages stand in one line: parameters, gradients, optimizer states (the last two the other way round where
-gradients are known to be written and read once a step), each in the order of units. Two cuts divide the line:
-its front goes to the nearest tier, its end to the NVMe tier, and what lies between must fit the host tier.
-Pages only move forward as a budget grows, so a larger budget never refuses a model that a smaller one took,
-and the smallest budget that would do is exact for each way to divide the model. Pages behind a cut then fill,
-first-fit, what room the tiers have left.
+All pages stand in one line: first all parameter pages, then all gradient pages, then all optimizer pages,
+each kind in the order of units. If a step is known to have only one backward, optimizer pages come before
+gradient pages. Two cuts divide the line into three parts. The first part goes to the tier that computes,
+the last part to the NVMe tier, and the part between the cuts must fit the host tier. As a budget grows,
+pages only move to tiers nearer to compute. So a larger budget never refuses a model that a smaller budget
+accepted, and the smallest sufficient budget is exact for each way to divide the model. In the end pages are
+placed first-fit, so that some pages behind a cut may fill room that is left in nearer tiers.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from infinity.planning.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _LARGEST_TRANSIT_BUFFER = 4 << 20
-"""Bytes of the largest transit buffer: disks and links are at their best, and it is small beside a page."""
+"""Bytes of the largest transit buffer, a buffer in host RAM through which pages pass from disk. Disks and
+links reach their full rate with transfers of this size, which is small compared with a page.
+"""
 
 _SMALLEST_TRANSIT_BUFFER = 4 * BLOCK
-"""Bytes of the smallest transit buffer, and of a block of float32 gradients, the largest there are."""
+"""Bytes of the smallest transit buffer, and of the blocks of the ring through which gradients leave the
+device: BLOCK elements of float32, the largest dtype of gradients.
+"""
 
 
 class Candidate:
-    """One way to divide a model into units and chunks, and the bytes of its pages and buffers."""
+    """One way to divide a model into units and chunks, with the bytes of its pages and working buffers."""
 
     def __init__(
         self,
@@ -47,10 +52,12 @@ class Candidate:
         line: Sequence[Kind],
         ring: bool = False,
     ) -> None:
-        """The candidate for one grouping and one length of chunks.
+        """Compute the bytes of pages and buffers for one grouping of parameters into units.
 
-        line: the order of kinds, parameters first; see `line_of`. ring: whether gradients leave the device
-        through a ring.
+        chunk_elements: length of the chunks in elements. gradient_dtype: maps the dtype of a parameter page
+        to the dtype of its gradients. rule: the optimizer's rule; None for inference. line: the kinds of
+        pages in the order in which they get room, parameters first; see `line_of`. ring: whether gradients
+        leave the device through a ring buffer.
         """
         self.grouping = grouping
         self.chunk_elements = chunk_elements
@@ -59,11 +66,14 @@ class Candidate:
             for _, members in grouping
         ]
         self.chain_bytes = 0
-        """Bytes that one chunk's update takes at most: its chain of parameters, gradient and states."""
+        """Most bytes that one chunk's update takes: its parameters, gradients and optimizer states."""
         self.transit_buffer_bytes = _SMALLEST_TRANSIT_BUFFER
-        """Bytes of a transit buffer: those of the largest chunk's parameters, within two limits."""
+        """Bytes of one transit buffer, a buffer in host RAM through which pages pass from disk. The size is
+        that of the largest chunk's parameters, at least _SMALLEST_TRANSIT_BUFFER and at most
+        _LARGEST_TRANSIT_BUFFER.
+        """
         self._largest_unit = 0
-        """Bytes of all chains of one unit, at most."""
+        """The most bytes that all chains (updates of chunks) of a single unit take together."""
         self._trained = rule is not None
         self._has_ring = ring and rule is not None
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
@@ -71,7 +81,9 @@ class Candidate:
             self._measure(unit, gradient_dtype, rule)
         self._line = list(itertools.product(line, range(len(units))))
         self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
-        """Bytes of the first n pages in line, for n from 0 to all of them."""
+        """A list of sums: item n is the total bytes of the first n pages, in the order in which pages get
+        room; n runs from 0 to the number of pages.
+        """
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
@@ -99,29 +111,46 @@ class Candidate:
         self._largest_unit = max(self._largest_unit, chains)
 
     def staging(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of staging; 0 where every update finds all that it takes in host RAM."""
+        """Bytes of staging, the host RAM in which chunks are updated if their pages rest elsewhere. 0 for
+        inference, and if pages can rest in host RAM only.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
+        """
         moves = room.device is not None or (level.nvme and room.nvme > 0)
         if not (self._trained and moves):
             return 0
         return level.staging(room.host, self.chain_bytes, self._largest_unit)
 
     def transit(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of transit: the bounce buffer, and pieces where pages take two hops."""
+        """Bytes of all transit buffers, the buffers in host RAM through which pages pass from and to disk.
+        One is for reads and writes of single parameters. The others carry pages from NVMe to the device, if
+        the device tier is apart from the host tier.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
+        """
         return self.transit_buffer_bytes * (1 + level.transit_buffers * (room.device is not None))
 
     def ring(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of the ring for gradients on the device, and of its landing in host RAM."""
+        """Bytes of the ring through which gradients leave the device; 0 without a ring. A buffer of the
+        same size in host RAM receives the gradients.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
+        """
         if room.device is None or not self._has_ring:
             return 0
         return level.ring(room.device, _SMALLEST_TRANSIT_BUFFER)
 
     def working(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of host RAM for pages on their way: staging, transit and the ring's landing."""
+        """Bytes of host RAM for data on the move: staging, transit buffers, and the buffer that receives
+        gradients.
+
+        level: the rules for the sizes of working buffers. room: the bytes that each tier has.
+        """
         return self.staging(level, room) + self.transit(level, room) + self.ring(level, room)
 
     @property
     def least_near(self) -> int:
-        """The smallest device budget, in bytes, that would do with endless other tiers."""
+        """The smallest device budget, in bytes, that is enough if the other tiers have unlimited room."""
         return self.near(0, LEAST.pages) + self._has_ring * LEAST.ring(0, _SMALLEST_TRANSIT_BUFFER)
 
     @property
@@ -130,10 +159,12 @@ class Candidate:
         return self.ends[-1]
 
     def residents(self, pages: int) -> list[int]:
-        """Bytes of the pool of residents, for each cut of the line.
+        """Bytes of the pool of resident pages, for each place at which the line of all pages can be cut.
 
-        The pool holds the `pages` largest parameter pages behind the cut, or those that have to be resident
-        together where they are more.
+        See [Note: one order, two cuts]. pages: number of parameter pages. Pages before the cut are at home
+        where the model computes. The pool has room for the `pages` largest of the other parameter pages. If
+        parameter pages that must be resident at the same time take more bytes, the pool has room for these
+        pages instead.
         """
         if pages not in self._residents:
             parameters = self.pages[Kind.PARAMETER]
@@ -153,15 +184,20 @@ class Candidate:
         return self._residents[pages]
 
     def near(self, cut: int, pages: int) -> int:
-        """Bytes that the tier that computes needs if the pages before `cut` are at home there: these and the
-        pool of residents. They grow with `cut`."""
+        """Bytes that the computing tier needs if all pages before the cut are at home there.
+
+        cut: number of pages before the cut; see [Note: one order, two cuts]. pages: number of parameter
+        pages that the pool of resident pages has room for. The result counts the pages before the cut and
+        this pool. It never falls as `cut` grows.
+        """
         return self.ends[cut] + self.residents(pages)[cut]
 
     def cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
-        """Two places in the line of pages: where the device's share ends (unified: 0), and where the host's
-        ends.
+        """The two places at which the line of all pages is cut: the end of the device's pages (0 if device
+        and host are the same RAM), and the end of the host's pages.
 
-        Both are as large as `room` allows. None where the pages do not fit.
+        See [Note: one order, two cuts]. Both places are as far along the line as `room` allows. The result
+        is None if the pages do not fit.
         """
         working = self.working(level, room)
         if working > room.host or self.staging(level, room) > level.share * room.host:
@@ -182,9 +218,10 @@ class Candidate:
         return near, far
 
     def needed(self, tier: Tier, room: Room) -> int | None:
-        """The fewest bytes of `tier` that would do with the least working room, the other tiers as in `room`.
+        """The fewest bytes of `tier` that are enough with the smallest working buffers, if the other tiers
+        are as in `room`.
 
-        None where no number of bytes would.
+        The result is None if no number of bytes is enough.
         """
         if tier is Tier.NVME:
             if self.cuts(room, LEAST_IN_RAM) is not None:
@@ -218,11 +255,15 @@ class Candidate:
         return None if far < 0 else self.total - self.ends[far]
 
     def _last(self, need: Callable[[int], int], room: int) -> int:
-        """The last cut whose `need` is at most `room` bytes, or -1. Needs must not fall along the line."""
+        """The largest cut for which `need(cut)` is at most `room` bytes, or -1. A cut is the number of
+        pages before it. `need` must not fall as the cut grows.
+        """
         return bisect.bisect_right(range(len(self.ends)), room, key=need) - 1
 
     def place(self, room: Room, level: WorkingRoom) -> Placement | None:
-        """The placement of all pages in this room, or None where they do not fit."""
+        """The placement of all pages in `room`, with working buffers as `level` says; None if the pages do
+        not fit.
+        """
         cuts = self.cuts(room, level)
         if cuts is None:
             return None

@@ -1,12 +1,15 @@
-"""Cost model: the seconds of a step as a range, from each phase's work and each resource's rate. Pure.
+"""Cost model: predicts the seconds of a step as a range, from each phase's work and each resource's rate.
+Pure.
 
-A prediction is a roofline. At its lower end everything overlaps that can, at its upper end nothing does.
-Between them lies the cost of hooks, waits and a shared machine, which no rate tells. The seconds of the first
-step replace the prediction.
+The prediction is a roofline model. The lower end of the range assumes that all work overlaps that can
+overlap, and the upper end assumes that no work overlaps. The costs of hooks, of waits and of other
+processes are not modelled, and the range leaves room for them. A plan that was made without example inputs
+has no prediction, and shows the measured seconds of the last step instead.
 
-A known limit on CUDA: each resource counts as if it never waited for another. Where host RAM has no room for
-mirrors, each chunk of parameters on the device goes down and up again for the CPU's update, and the update
-waits for it. No phase here contains that wait, so predictions there are too short.
+Predictions for CUDA can be too short, because each resource counts as if it never waited for another
+resource. Where host RAM has no room for mirrors (infinity/planning/mirror.py), each chunk of parameters on
+the device is copied to host RAM for the CPU's update and back to the device. The update waits for these
+copies, and no phase here contains that wait.
 """
 
 from __future__ import annotations
@@ -25,46 +28,55 @@ from infinity.tiers import Tier
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """Rates of this machine, in bytes per second where not said otherwise."""
+    """The rates of this machine's disks, memory, link and device, in bytes per second unless stated
+    otherwise.
+    """
 
     disk_read: float | None = None
-    """Reads of all paths of the NVMe tier together; None without one."""
+    """Bytes per second read from all paths of the NVMe tier together; None without an NVMe tier."""
     disk_write: float | None = None
-    """Writes of the same; None without one."""
+    """Bytes per second written to all paths of the NVMe tier together; None without an NVMe tier."""
     disk_mixed: float | None = None
-    """Reads and writes together, half of the bytes each; None without one."""
+    """Bytes per second read and written together, half of the bytes each, on all paths of the NVMe tier;
+    None without an NVMe tier.
+    """
     host_stream: float
-    """Reads and writes of host RAM by the update's threads, in place."""
+    """Bytes per second that the threads of the CPU's updates read and write in host RAM, in place."""
     link: float | None = None
-    """Copies from host to device, or back, one way at a time; None where both are the same memory."""
+    """Bytes per second of copies between host RAM and the device, in one direction at a time. None if both
+    are the same RAM.
+    """
     flops: float
     """Floating-point operations per second of matrix products in the compute dtype."""
 
 
 UpdateTime = Literal["lazy", "eager", "sync"]
-"""The time when updates run: under the next forward, under the last backward, or after it."""
+"""The time when the optimizer's updates run: "lazy" during the next forward, "eager" during a step's last
+backward, "sync" after the last backward.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Seconds of one step, predicted or measured, and of each resource in it.
+    """The seconds of one step, predicted or measured, in total and for each resource.
 
-    `compute`, `disk`, `update` and `link` are the seconds for which a resource is busy; where the step was
-    measured, the seconds for which the trainer waited for it.
+    In a prediction `compute`, `disk`, `update` and `link` are the seconds for which each resource is busy.
+    In a measurement they are the seconds that the training thread spent on computing, on waiting for the
+    disk, on updates, and on waiting for the link.
     """
 
     least: float
-    """Seconds of the step if all resources that can overlap do."""
+    """Seconds of the step if all work overlaps that can overlap."""
     most: float
-    """Seconds of the step if nothing overlaps. Equal to `least` where the step was measured."""
+    """Seconds of the step if no work overlaps. Equal to `least` if the step was measured."""
     limited_by: str
-    """The resource that most of `least` is spent on: "compute", "disk", "update" or "link"."""
+    """The resource on which most of `least` is spent: "compute", "disk", "update" or "link"."""
     compute: float
     disk: float
     update: float
     link: float
     measured: bool = False
-    """Whether these are the seconds of a finished step, not a prediction."""
+    """Whether the seconds were measured in a finished step. If not, they were predicted."""
 
     @staticmethod
     def of_step(step: Stats) -> Prediction:
@@ -77,31 +89,34 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """The middle of the range."""
+        """The middle of the range from `least` to `most`, in seconds."""
         return (self.least + self.most) / 2
 
     @property
     def text(self) -> str:
-        """The range in seconds for people, such as "0.28 to 0.41"."""
+        """The range of seconds as text, such as "0.28 to 0.41"."""
         least, most = f"{self.least:.2g}", f"{self.most:.2g}"
         return least if least == most else f"{least} to {most}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, and `seconds`, for JSON."""
+        """All fields and `seconds` as a dict, for JSON."""
         return {"seconds": self.seconds, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseBytes:
-    """Bytes that one phase of a step moves. Phases follow one another; all that is in one runs at once."""
+    """Bytes that one phase of a step moves. Phases run one after the other. All work of one phase may
+    overlap.
+    """
 
     disk_read: int = 0
     disk_write: int = 0
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Bytes of RAM that the update's threads read and write, for updates and for gradients that they store or
-    add to."""
+    """Bytes of RAM that the threads of the CPU's updates read and write, both for updates and for storing
+    and summing gradients.
+    """
 
     def __add__(self, other: PhaseBytes) -> PhaseBytes:
         return PhaseBytes(
@@ -117,27 +132,35 @@ _EDGES = fields(PhaseBytes)
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one step of training (or one forward, without gradients) moves over every edge."""
+    """Bytes that the phases of a training step move between disk, host RAM and the device. In inference
+    only `forward` is used.
+    """
 
     forward: PhaseBytes = PhaseBytes()
     """Bytes that the forward of each micro-batch moves."""
     backward: PhaseBytes = PhaseBytes()
     """Bytes that the backward of each micro-batch moves."""
     accumulation: PhaseBytes = PhaseBytes()
-    """Bytes that every backward but the first moves besides: it reads the gradients that it adds to."""
+    """Bytes that every backward after the first moves in addition to `backward`, to read the earlier
+    gradients and add to them.
+    """
     update: PhaseBytes = PhaseBytes()
-    """Bytes that the update moves, besides those of the forward or the last backward under which it runs."""
+    """Bytes that the update moves in addition to the forward or the last backward during which the update
+    runs.
+    """
     when: UpdateTime = "lazy"
 
     def phases(self, micro_batches: int) -> list[tuple[PhaseBytes, int, int]]:
-        """The phases of a step in their order: each with how many forwards and backwards it has."""
+        """The phases of a step in order. Each phase is a tuple: the bytes that the phase moves, and the
+        numbers of forwards and of backwards that run in the phase.
+        """
         more = micro_batches - 1
         backwards = self.backward * micro_batches + self.accumulation * more
         if self.when == "lazy":
             first = (self.forward + self.update, 1, 0)
             return [first, (self.forward * more + backwards, more, micro_batches)]
         computing = self.forward * micro_batches + backwards
-        if self.when == "eager":  # updates that outlast the backward go on under the next forward
+        if self.when == "eager":  # updates that outlast the backward go on during the next forward
             return [(computing + self.update, micro_batches, micro_batches)]
         return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
 
@@ -164,17 +187,21 @@ def traffic(
     updated_on_device: Collection[int] = (),
     mirrored: Collection[int] = (),
 ) -> Traffic:
-    """The traffic that follows from the pages' homes.
+    """Compute, from the homes of all pages, the bytes that one step moves.
 
-    pages: bytes of every page, by kind and unit. trained: for each unit, the bytes of its parameter page that
-    are updated. resident: bytes of the pool of residents. update: see UpdateTime. computes_in_ram: whether
-    the device is the CPU, which may have a budget of its own all the same. updated_on_device: units whose
-    updates, with all of their pages, are on the device. mirrored: see infinity/planning/mirror.py.
+    pages: bytes of every page, by kind and unit. trained: for each unit, the bytes of its parameter page
+    that are updated. resident: bytes of the pool of resident pages. update: the time when updates run.
+    unified: whether device and host are the same RAM. computes_in_ram: whether the device is the CPU; the
+    CPU may have a device budget apart from the host budget. updated_on_device: units whose pages all rest
+    on the device, where they are updated. mirrored: units with a copy of their parameters on the device;
+    see infinity/planning/mirror.py.
 
-    Parameter pages that are at home elsewhere come up for forward and for backward, except for `resident`
-    bytes of them, which are still there. The update reads and writes their trained part. Gradients are
-    written once and read once, and with eager updates neither. States are read and written once. Units
-    updated on the device move nothing more. Parameters of mirrored units go up once, after the update.
+    Parameter pages that are not at home where the model computes are brought up for forward and again for
+    backward. `resident` bytes of these pages are still in the pool and are not brought up again. An update
+    reads and writes the trained part of each parameter page and all optimizer states. Gradients are written
+    once in the backward and read once in the update. With eager updates, gradients whose home is on NVMe
+    are neither written nor read in the last backward. Units that are updated on the device move no further
+    bytes. Parameters of mirrored units go to the device once, after the update.
     """
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
@@ -215,14 +242,18 @@ def traffic(
 def _updating(
     home: Mapping[Kind, Tier | None], sizes: Mapping[Kind, int], when: UpdateTime, unified: bool
 ) -> PhaseBytes:
-    """Bytes that a unit's update moves. sizes: bytes of its pages that take part in it, by kind."""
+    """Bytes that a unit's update moves.
+
+    home: the tier of each of the unit's pages, by kind. sizes: bytes of each page that take part in the
+    update, by kind. when: the time when the update runs. unified: whether device and host are the same RAM.
+    """
     parameter, gradient, states = (sizes[kind] for kind in Kind)
     moved = PhaseBytes(host=2 * parameter + gradient + 2 * states)
     for kind, nbytes in sizes.items():
         written = 0 if kind is Kind.GRADIENT else nbytes
         if home[kind] is Tier.NVME:
             # In unified memory the update shares the parameters that come up for forward or backward, unless
-            # it runs after both. An eager update takes gradients where they arrived.
+            # the update runs after both. An eager update takes gradients from where they arrived.
             shared = when != "sync" and unified and kind is Kind.PARAMETER
             shared = shared or (when == "eager" and kind is Kind.GRADIENT)
             moved += PhaseBytes(disk_read=0 if shared else nbytes, disk_write=written)
@@ -234,9 +265,11 @@ def _updating(
 def _gradient(
     home: Tier | None, nbytes: int, when: UpdateTime, unified: bool
 ) -> tuple[PhaseBytes, PhaseBytes]:
-    """Bytes that a unit's gradients move: in every backward, and besides in each that adds to them.
+    """The bytes that a unit's gradients move, as a pair: the bytes in every backward, and the bytes in
+    addition in each backward that adds to earlier gradients.
 
-    home: the tier in which they rest. nbytes: their bytes.
+    home: the tier in which the gradients rest. nbytes: bytes of the gradients. when: the time when updates
+    run. unified: whether device and host are the same RAM.
     """
     stored = added = PhaseBytes()
     if home is Tier.NVME:
@@ -249,18 +282,21 @@ def _gradient(
 
 
 _FORWARD_SHARE = 1 / 3
-"""The forward's share of compute: a backward has two matrix products for each one of the forward."""
+"""The forward's fraction of the compute time of forward and backward together. For each matrix product of
+the forward, the backward has two matrix products.
+"""
 
 _RESOURCES = ("compute", "disk", "update", "link")
 
 
 def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_batches: int = 1) -> Prediction:
-    """The seconds of a step: each of its phases takes at least as long as the busiest resource in it.
+    """Predict the seconds of a step. Each phase takes at least as long as its busiest resource.
 
-    operations: seconds of the operations of one forward and backward. On the CPU (without a link) compute,
-    updates and copies share the CPU and add up, and only the disk works beside them. Bytes read from disk are
-    paired with bytes written, at the mixed rate; the rest goes at the rate of reads or of writes. Raises
-    ConfigError for a step without micro-batches.
+    moved: the bytes that the step moves. speeds: the rates of the machine. operations: seconds that the
+    operations of one forward and one backward take. Without a link (`speeds.link` is None) the device is
+    the CPU: the seconds of compute, updates and copies add up, and only the disk works at the same time.
+    Equal amounts of bytes read from disk and written to disk go at the mixed rate. The remaining bytes go
+    at the rate of reads or at the rate of writes. Raises ConfigError if `micro_batches` is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
@@ -288,10 +324,10 @@ def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_bat
 
 
 def _busy(phase: PhaseBytes, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
-    """Seconds for which every resource is busy in a phase.
+    """Seconds for which each resource is busy in a phase.
 
-    compute: seconds of its operations. in_turn: whether the trainer waits while the CPU stores each gradient;
-    the storing then counts as compute.
+    compute: seconds of the phase's operations. in_turn: whether the training thread waits while the CPU
+    stores each gradient. If so, storing gradients counts as compute.
     """
     if speeds.link is None:  # a copy within RAM reads and writes every byte
         link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
@@ -304,10 +340,10 @@ def _busy(phase: PhaseBytes, speeds: MachineRates, *, compute: float, in_turn: b
 
 
 def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
-    """A phase's least seconds, by the resources that they are spent on.
+    """The least seconds of a phase, by the resources on which the seconds are spent.
 
-    busy: seconds for which each resource is busy. together: whether all of them overlap; else only the disk
-    overlaps with the others.
+    busy: seconds for which each resource is busy. together: whether all resources overlap. If not, only the
+    disk overlaps with the other resources.
     """
     if not together:
         on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}

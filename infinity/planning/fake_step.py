@@ -1,4 +1,6 @@
-"""Fake step: a run of one step on tensors without data, for the bytes and the operations of a real one."""
+"""Fake step: runs one training step on tensors without data, to learn the bytes and the operations of a
+real step.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,27 @@ _UNKNOWABLE = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-"""Errors of a run without data where the next operation depends on data."""
+"""Errors that FakeTensorMode raises where a step cannot go on without the data of its tensors."""
 
 
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention_backward")
-"""Names of CUDA kernels that sum in fp32, in memory beside that of their results."""
+"""A pattern for the names of attention's backward operators. On CUDA these operators sum gradients in fp32,
+in memory that they take in addition to their results.
+"""
 
 
 @dataclass(frozen=True)
 class FakeStep:
-    """Memory and operations of one forward, and of its backward when training."""
+    """The memory and the operations of one forward and, in training, of its backward."""
 
     activations: int
-    """Bytes that operations had allocated at the peak, without parameters, inputs and buffers.
+    """Peak bytes of the tensors that operations allocate. Parameters, inputs and buffers do not count.
 
-    A parameter's gradient counts until it is complete: then it goes to its page.
+    A parameter's gradient counts until it is complete, because a real step then moves it to the gradient
+    page.
     """
     operations: Operations
-    """All operations on tensors, views included."""
+    """All operations on tensors, including operations that only make views."""
 
 
 def run_fake_step(
@@ -52,11 +57,14 @@ def run_fake_step(
     device: torch.device,
     train: bool,
 ) -> FakeStep | None:
-    """Run a step under FakeTensorMode: it takes no memory, does no arithmetic, and leaves the model as it is.
+    """Run a step under FakeTensorMode, which takes no memory and does no arithmetic. The model does not
+    change.
 
-    example_inputs: positional or keyword arguments of forward. Parameters and floating inputs are in the
-    dtypes of `precision`. Returns None where the model's control flow depends on data. Errors of forward
-    itself, for instance for inputs that it does not take, pass through.
+    example_inputs: positional or keyword arguments of the model's forward. precision: gives the dtypes of
+    parameters and of floating-point inputs. device: the device of the fake tensors. train: whether a
+    backward follows the forward. Returns None if the step cannot be run without data, for instance because
+    the model's control flow depends on data. Errors that forward itself raises, for instance for wrong
+    inputs, are not caught.
     """
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -80,9 +88,11 @@ def run_fake_step(
 def _fake_state(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Fake parameters, in the dtypes of their pages, and fake buffers, by name.
+    """Yield the name of every parameter and buffer with a fake tensor. Parameters have the dtypes of their
+    pages.
 
-    A parameter's gradient is dropped once it is complete, as a real one leaves for its page then.
+    A parameter's gradient is dropped once it is complete, because a real step then moves it to the gradient
+    page.
     """
     for name, parameter in model.named_parameters():
         fake = torch.empty_strided(
@@ -118,7 +128,9 @@ def _backward(output: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """A record of all operations, and of the bytes of live storages that they made: now, and at the peak."""
+    """A dispatch mode that records all operations, and counts the bytes of live storages that operations
+    made. The attribute `now` is the present number of bytes, and `peak` the largest number so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -129,7 +141,9 @@ class _Watch(TorchDispatchMode):
         self._saving = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that autograd keeps in place of `tensor`: without its graph, which would keep itself."""
+        """Return `tensor` without its autograd graph, for autograd to save. A tensor that is saved with its
+        graph keeps itself alive.
+        """
         self._saving = True
         try:
             return tensor.detach()
@@ -141,7 +155,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs))
         for storage in _storages(leaves):
-            self._seen[storage] = None  # not made here, or counted before
+            self._seen[storage] = None  # made outside of the step, or counted before
         result = func(*args, **(kwargs or {}))
         self.operations.record(func, args, kwargs or {}, result)
         for storage in _storages(pytree.tree_leaves(result)):
@@ -156,8 +170,9 @@ class _Watch(TorchDispatchMode):
         weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
 
     def _scratch(self, func: Any, result: Any) -> None:
-        """Count memory that a kernel allocates and frees within its call: backward kernels of attention hold
-        their gradients a second time, in fp32."""
+        """Count the memory that an operator allocates and frees within its call. On CUDA, attention's
+        backward operators hold their gradients a second time, in fp32.
+        """
         if _ATTENTION.fullmatch(func.overloadpacket.__name__):
             gradients = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
             nbytes = 4 * sum(each.numel() for each in gradients if each.device.type == "cuda")

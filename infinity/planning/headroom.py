@@ -1,16 +1,17 @@
-"""Headroom: memory of a CUDA device that torch takes beside pages and live tensors. Pure.
+"""Headroom: the memory of a CUDA device that torch takes in addition to pages and live tensors.
 
-Workspaces of cuBLAS, segments that are not full, and fragmentation take it.
+Workspaces of cuBLAS, segments of torch's allocator that are not full, and fragmentation take this memory.
+Pure, except for `Headroom.of`.
 
 [Note: reserved bytes]
-Torch's allocator takes segments from CUDA and cuts tensors out of them; its limit (infinity/tiers/cap.py) and
-`torch.cuda.memory_reserved` count segments. A tensor of up to 1 MiB lies in a segment of 2 MiB, one of less
-than 10 MiB in a segment of 20 MiB; a larger one has a segment of its own, a multiple of 2 MiB. When room is
-short, a segment goes back to CUDA only if nothing lies in it. cuBLAS keeps a workspace, a tensor of torch's,
-for each handle and stream: each thread that multiplies has a handle, and backward runs in a thread of its
-own. The CUDA context and kernels' code are not among reserved bytes: `infinity.tiers.device.available_bytes`
-keeps a margin for them. (c10/cuda/CUDACachingAllocator.cpp and aten/src/ATen/cuda/CublasHandlePool.cpp,
-torch 2.6 to 2.13.)
+Torch's allocator takes segments from CUDA and cuts tensors out of these segments. The allocator's limit
+(infinity/tiers/cap.py) and `torch.cuda.memory_reserved` count segments. A tensor of up to 1 MiB lies in a
+segment of 2 MiB, and a tensor of less than 10 MiB in a segment of 20 MiB. A larger tensor has a segment of
+its own, a multiple of 2 MiB. When room is short, a segment goes back to CUDA only if no tensor lies in it.
+cuBLAS keeps a workspace, a tensor of torch's, for each handle and stream. Each thread that multiplies
+matrices has a handle, and backward runs in a thread of its own. The CUDA context and kernels' code are not
+among reserved bytes; `infinity.tiers.device.available_bytes` keeps a margin for both.
+(c10/cuda/CUDACachingAllocator.cpp and aten/src/ATen/cuda/CublasHandlePool.cpp, torch 2.6 to 2.13.)
 """
 
 from __future__ import annotations
@@ -25,29 +26,38 @@ import torch
 _MIB = 1 << 20
 
 SMALL, SMALL_SEGMENT = _MIB, 2 * _MIB
-"""Bytes of the largest tensor that lies in a small segment, and bytes of such a segment."""
+"""SMALL: bytes of the largest tensor that torch's allocator puts into a small segment. SMALL_SEGMENT: bytes
+of a small segment.
+"""
 MEDIUM, MEDIUM_SEGMENT = 10 * _MIB, 20 * _MIB
-"""Bytes from which on a tensor has a segment of its own, and bytes of the segment for tensors below that."""
+"""MEDIUM: tensors of at least this many bytes get a segment of their own. MEDIUM_SEGMENT: bytes of a
+segment for tensors larger than SMALL and smaller than MEDIUM.
+"""
 WHOLE = 2 * _MIB
-"""Bytes; a tensor's own segment is a multiple of them."""
+"""The size in bytes of a segment for a single tensor is a multiple of this number."""
 
 _THREADS = 2
-"""Threads that multiply: the trainer's and autograd's."""
+"""Number of threads that multiply matrices: the training thread and autograd's thread for backward."""
 
 _PARTLY_USED = SMALL_SEGMENT + 2 * MEDIUM_SEGMENT + WHOLE
-"""Bytes of segments that are not full: a small one, two medium ones (one of tensors that live through a
-backward, one of tensors that come and go in it), and the end of the pages' own."""
+"""Bytes of segments that are not full: one small segment, two medium segments, and the unused end of the
+segment of the pages. One medium segment is for tensors that live through a backward, the other for tensors
+that come and go during a backward.
+"""
 
 _SHARE = 8
-"""Bytes of live tensors divided by this are lost to rounding and fragmentation. A choice: a model of the
-allocator that runs the steps of decoders stays below it (tests/planning/test_headroom.py); no GPU has said
-yet."""
+"""The bytes of live tensors divided by this number are assumed to be lost to rounding and fragmentation.
+The number is an estimate: in a simulation of the allocator with the steps of decoders the loss is smaller
+(tests/planning/test_headroom.py). The estimate has not been checked on a GPU yet.
+"""
 
 _ENTRY = re.compile(r":([0-9]+):([0-9]+)")
 
 
 def segment(nbytes: int) -> int:
-    """Bytes of the new segment that a tensor of `nbytes` bytes needs if no other one has room for it."""
+    """Bytes of the new segment that torch's allocator takes for a tensor of `nbytes` bytes if no existing
+    segment has room for it.
+    """
     if nbytes <= SMALL:
         return SMALL_SEGMENT
     return MEDIUM_SEGMENT if nbytes < MEDIUM else -(-nbytes // WHOLE) * WHOLE
@@ -56,8 +66,11 @@ def segment(nbytes: int) -> int:
 def workspace(capability: tuple[int, int], variables: Mapping[str, str]) -> int:
     """Bytes of the workspace that torch gives cuBLAS and cuBLASLt for one handle and stream.
 
-    capability: the device's (major, minor). variables: the environment. CUBLAS_WORKSPACE_CONFIG is a list
-    of :KIB:COUNT; without it Hopper and Blackwell have 32 MiB, others 2 pieces of 4 MiB and 8 of 16 KiB.
+    capability: the device's compute capability (major, minor). variables: the environment variables. The
+    variable CUBLAS_WORKSPACE_CONFIG is a list of entries :KIB:COUNT. Without this variable Hopper and
+    Blackwell GPUs have 32 MiB, and other GPUs 2 pieces of 4 MiB and 8 pieces of 16 KiB. If
+    TORCH_CUBLASLT_UNIFIED_WORKSPACE is off, another workspace of CUBLASLT_WORKSPACE_SIZE KiB (by default
+    1024) is added for cuBLASLt.
     """
     default = 32 * _MIB if capability[0] in (9, 10, 12) else 2 * 4 * _MIB + 8 * (16 << 10)
     entries = _ENTRY.findall(variables.get("CUBLAS_WORKSPACE_CONFIG", ""))
@@ -70,39 +83,50 @@ def workspace(capability: tuple[int, int], variables: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Bytes of a budget for the device that neither pages nor live tensors take."""
+    """The bytes of a device budget that torch takes in addition to pages and live tensors."""
 
     workspace: int = 0
-    """Bytes of cuBLAS's workspace for each thread that multiplies."""
+    """Bytes of cuBLAS's workspace for each thread that multiplies matrices."""
     segments: int = 0
-    """Bytes of segments that are not full."""
+    """Bytes that are lost because segments of torch's allocator are not full."""
     share: int | None = None
-    """Bytes of live tensors divided by this are lost besides; None: no byte is."""
+    """The bytes of live tensors divided by this number are lost to rounding and fragmentation. If None, no
+    bytes are lost.
+    """
 
     @staticmethod
     def for_cuda(capability: tuple[int, int], variables: Mapping[str, str]) -> Headroom:
-        """The headroom of a CUDA device. capability, variables: see `workspace`."""
+        """The headroom of a CUDA device.
+
+        capability: the device's compute capability (major, minor). variables: the environment variables
+        that set cuBLAS's workspace; see `workspace`.
+        """
         return Headroom(workspace(capability, variables), _PARTLY_USED, _SHARE)
 
     @staticmethod
     def of(device: torch.device) -> Headroom:
-        """The headroom of a device of this machine; zero on the CPU."""
+        """The headroom of a device of this machine; zero for the CPU."""
         if device.type != "cuda":
             return Headroom()
         return Headroom.for_cuda(torch.cuda.get_device_capability(device), os.environ)
 
     def beside(self, live: int) -> int:
-        """Bytes of headroom for a step whose tensors have at most `live` bytes at one time."""
+        """Bytes that torch takes in addition to live tensors in a step whose tensors take at most `live`
+        bytes at one time.
+        """
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:
-        """Bytes of headroom for one more thread, whose tensors have at most `live` bytes at one time; see
-        infinity/accumulation/task_threads.py."""
+        """Bytes that torch takes in addition to live tensors for one more thread, whose tensors take at
+        most `live` bytes at one time. See infinity/accumulation/task_threads.py.
+        """
         return self._per_thread + self._lost(live)
 
     @property
     def _per_thread(self) -> int:
-        """Bytes of one thread's workspace: of its whole segment, where that is its own."""
+        """Bytes that one thread's cuBLAS workspace takes. A workspace that is large enough to get a segment
+        of its own takes the whole segment.
+        """
         return segment(self.workspace) if self.workspace >= MEDIUM else self.workspace
 
     def _lost(self, live: int) -> int:
@@ -110,4 +134,4 @@ class Headroom:
 
 
 NO_HEADROOM = Headroom()
-"""The headroom of a device whose memory is the plan's alone: zero."""
+"""The headroom of a device on which torch takes nothing in addition to pages and live tensors: zero bytes."""

@@ -1,4 +1,6 @@
-"""Machine rates for predictions: probed once, quickly, and kept in the user's cache."""
+"""Machine rates: the rates of disks, memory, link and device for predictions, measured once and then
+cached.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,27 @@ from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 
 _DISK_BYTES = 1 << 30
-"""Bytes of all paths' probe files together, at most. On a virtual disk, 32 MiB went at the speed of a burst;
-and a file smaller than what the probe moves is read again and again, perhaps from a cache below."""
+"""The most bytes of all paths' probe files together. Small probe files give wrong rates: on a virtual disk,
+32 MiB were written at burst speed. A file that is smaller than the bytes that a probe moves is read several
+times, perhaps from a cache inside the disk.
+"""
 _DISK_SHARE = 8
-"""A path's probe file is no larger than its budget divided by this, unless that is less than 128 MiB."""
+"""A path's budget divided by this number limits the bytes of the path's probe file. If the quotient is less
+than 128 MiB, the limit is 128 MiB.
+"""
 _DISK_LEAST = 128 << 20
 _FILL_SECONDS = 1.0
-"""Seconds, about, for writing all paths' probe files once; slower disks are probed on smaller files."""
+"""Approximate seconds for writing the probe files of all paths once. If a disk is slower, its probe file
+becomes smaller.
+"""
 _DISK_SECONDS = 0.6
-"""Seconds, about, of all three probes of all paths together; the files are written once before them."""
+"""Approximate seconds of the read, write and mixed probes of all paths together. The time for writing the
+probe files first is not included.
+"""
 _DISK_EXPIRES = 300.0
-"""Seconds for which a disk's figures are valid: other processes use it too, and clouds limit its rate."""
+"""Seconds for which a disk's cached rates are valid. The rates of a disk change, because other processes
+use the disk too and clouds limit its rate.
+"""
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
 _MATMUL_SECONDS = 0.2
@@ -43,9 +55,10 @@ def measure_rates(
 ) -> MachineRates:
     """The rates of this machine's disks, memory, link and device.
 
-    nvme: bytes that may be used, by directory. compute_dtype: of the matrix products. Rates that the cache
-    lacks are probed, in about 2 s altogether, and added to it: a disk's for five minutes of `clock`
-    (seconds), others until the file is removed. Raises StorageError for a directory that cannot be written.
+    nvme: bytes that may be used, by directory. compute_dtype: the dtype of the matrix products to time.
+    clock: returns the present time in seconds. Rates that are not in the cache are probed, which takes
+    about 2 s altogether, and stored in the cache. A disk's rates are valid for five minutes, all other
+    rates until the cache file is removed. Raises StorageError for a directory that cannot be written.
     """
     figures = _Cache(clock)
     disks = [
@@ -79,11 +92,12 @@ def keep(
     link: float | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Put rates that were measured elsewhere (bytes per second) in the cache, as if they were probed now.
+    """Store rates that were measured elsewhere, in bytes per second, in the cache.
 
-    disks: "read", "write" and "mixed" of each directory. stream: of host RAM. link: of the current CUDA
-    device. For memory and the link the faster of the old and the new rate stays: the hardware does not
-    change, and others at work only slow it down.
+    disks: for each directory, the rates "read", "write" and "mixed". stream: the rate of host RAM. link:
+    the rate of the link to the current CUDA device. clock: returns the present time in seconds. For host
+    RAM and the link, the faster of the cached rate and the new rate is kept: the hardware does not change,
+    and other processes can only slow a measurement down.
     """
     figures = _Cache(clock)
     for path, rates in disks.items():
@@ -106,7 +120,9 @@ def _link_name(device: torch.device) -> str:
 
 
 class _Cache:
-    """The file of this host's figures. A file that cannot be read or written costs a probe, not an error."""
+    """The cache file of this host's rates. If the file cannot be read or written, rates are measured again;
+    no error is raised.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -117,20 +133,26 @@ class _Cache:
     def get(
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
     ) -> dict[str, float]:
-        """The figures of `what`, probed if there are none or they are `expires` seconds old."""
+        """The cached rates under the name `what`. If none are cached, or if the cached rates are at least
+        `expires` seconds old, `probe` measures new rates.
+        """
         found = self._figures.get(_key(what))
         if found is None or (expires is not None and self._age(found) >= expires):
             found = self.put(what, probe())
         return found
 
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
-        """Replace the figures of `what` by these, measured now. Returns them with the time."""
+        """Store rates under the name `what`, as measured now. Returns the rates with the time of
+        measurement.
+        """
         self._changed = True
         found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found
 
     def save(self) -> None:
-        """Write the file if a figure in it is new. Figures of disks that have expired are left out."""
+        """Write the file if rates were stored since the file was read. Rates of disks that have expired are
+        left out.
+        """
         if self._changed:
             disk = _key(_disk_name(os.sep))
             fresh = {
@@ -141,13 +163,13 @@ class _Cache:
             self._file.save(fresh)
 
     def _age(self, figures: Mapping[str, float]) -> float:
-        """The age of figures in seconds; endless where it is not known, or the clock was set back."""
+        """Seconds since the rates were measured; infinity if the time is unknown or lies in the future."""
         age = self._clock() - figures.get("at", -math.inf)
         return age if age >= 0 else math.inf
 
 
 def _key(what: str) -> str:
-    return f"{platform.node()} {what}"  # home directories are shared between machines
+    return f"{platform.node()} {what}"  # several machines may share a home directory
 
 
 def _figures(found: Any) -> dict[str, dict[str, float]]:
@@ -178,7 +200,7 @@ def _link(device: torch.device) -> float:
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of square matrix products."""
+    """Measure the floating-point operations per second of square matrix products."""
     left = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
 
     def seconds(times: int) -> float:

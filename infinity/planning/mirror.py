@@ -1,10 +1,11 @@
-"""Mirrors: parameters that rest in host RAM and stay on the device as well. Pure.
+"""Mirrors: copies, kept on the device, of parameters that are at home in host RAM. Pure.
 
-ZeRO-Offload (Ren et al., 2021) keeps parameters on the device, and states and the update in host RAM. The
-update needs the whole master parameter there: for bf16 that is the remainder, which lies beside the moments,
-and the high half, which is the parameter itself. Where host RAM has room left for the parameters too (2 bytes
-each in bf16), a mirrored unit's parameter page is at home there, updates change it in place, and the result
-is copied to the device: only gradients come down.
+ZeRO-Offload (Ren et al., 2021) keeps parameters on the device. The optimizer states are in host RAM, where
+the CPU runs the updates. An update needs the whole fp32 master parameter in host RAM. For a bf16 parameter
+the low half of the master lies beside the moments, and the high half is the parameter itself. Where host
+RAM has room left for the parameters too (2 bytes per parameter in bf16), a unit can be mirrored. The
+parameter page of a mirrored unit is at home in host RAM, updates change the page in place, and the result
+is copied to the device. Then only gradients have to be copied from the device.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ def mirrored(
     *,
     updated_on_device: Collection[int],
 ) -> tuple[Homes, frozenset[int]]:
-    """The homes with as many parameter pages moved to host RAM as it has room for, and the units of these.
+    """Choose the units to mirror, as many as host RAM has room for. Returns the new homes and the indices
+    of the chosen units.
 
-    sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page has.
-    updated_on_device: units that stay as they are. A unit can be mirrored if its parameters are at home on
-    the device, where they keep their room, and the CPU updates them. Units without pages on NVMe come first:
-    their updates then need no staging at all.
+    A unit can be mirrored if its parameters are at home on the device and the CPU updates the unit. The
+    unit's parameter page then gets a home in host RAM, and the copy on the device takes the room of the
+    page's old home. Units without pages on NVMe are chosen first, because their updates then need no
+    staging at all. sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page
+    takes. updated_on_device: units that the device updates, which are not mirrored.
     """
     pages = sizes[Kind.PARAMETER]
     found = [

@@ -1,9 +1,11 @@
-"""Operator timing: the seconds of a step's operations, each recorded without data and timed alone with data.
+"""Operator timing: estimates the seconds of a step's operations by running each distinct operation alone.
 
-A rate of matrix products says little about a step: small products, norms, attention and element-wise work
-take much of it. So every distinct operation (operator, shapes, strides, dtypes) is run on the device of the
-step. An operation that is too large to run alone, must not run alone, or comes after the time limit is
-estimated by a roofline (Williams, Waterman, Patterson 2009) at the rates of those that were timed.
+The operations are recorded from a step without data (infinity/planning/fake_step.py). The rate of matrix
+products alone says little about a step, because small products, norms, attention and element-wise work take
+much of the time. So every distinct operation (operator, shapes, strides, dtypes) is run on the device of
+the step. An operation is not run if it is too large, if running it alone could do harm, or if the time
+limit is over. Its seconds are then estimated by a roofline model (Williams, Waterman, Patterson 2009), at
+the rates of the operations that were run.
 """
 
 from __future__ import annotations
@@ -23,35 +25,44 @@ from infinity.config import round_up
 from infinity.system import machine
 
 TIME_LIMIT = 2.0
-"""Seconds that `seconds_of` spends on running operations and making their operands."""
+"""The default time limit of `seconds_of`: seconds for running operations and for making their operands."""
 
 MOST_BYTES = 1 << 30
-"""Bytes that operands and results of the runs take at most; a quarter of free memory where that is less."""
+"""The most bytes that operands and results of timed operations take together. If a quarter of the free
+memory is less, that quarter is the limit.
+"""
 
 _COLD_BYTES = 64 << 20
-"""Bytes of memory that runs take operands and results from in order, so that no cache holds them yet: in a
-step none does either."""
+"""Bytes of memory from which successive runs take their operands and results in turn. The memory is so
+large that an operand is in no cache when it is read, as in a real step.
+"""
 
 _ROUNDS = 4
-"""Rounds over all operations, at most. The first warms up, and counts only where there is no other."""
+"""The most rounds over all operations. The first round is a warm-up; it counts only if no other round ran
+all operations.
+"""
 
 _QUEUED_SECONDS = 0.006
 _MOST_QUEUED = 20
-"""Seconds and number of the runs of one operation that a device with a queue is timed over. The time of a
-single run would include the start and the end of the queue."""
+"""Limits of the runs of one operation that are timed together on a CUDA device, which queues operations.
+_QUEUED_SECONDS limits the total seconds of these runs, _MOST_QUEUED the number of runs. The time of a
+single run would include the start and the end of the queue.
+"""
 
 _PATTERN = 1 << 16
 _ALIGNMENT = 64
 
 _INDEXING = ("embedding", "nll_loss", "gather", "scatter", "index")
 _ATTENTION = ("_scaled_dot_product", "_efficient_attention", "_flash_attention")
-"""First letters of the operators that run safely with zeros for every integer tensor. Others may read theirs
-as pivots, or as a workspace that another operation has filled, and end the process where they are not."""
+"""Prefixes of the names of attention operators. Operators with these prefixes, or with those in _INDEXING,
+run safely if every integer tensor is filled with zeros. Other operators may read an integer tensor as
+pivots, or as a workspace that another operation has filled; with wrong contents they can end the process.
+"""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The description of a tensor without its data; the stride is in elements."""
+    """A tensor's shape, strides (in elements), dtype and device, without its data."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -60,12 +71,12 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """The description of a dense tensor. Raises RuntimeError for a sparse one."""
+        """The TensorSpec of a strided tensor. Raises RuntimeError for a sparse tensor."""
         return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
     @property
     def elements(self) -> int:
-        """Elements of memory from the tensor's first to its last, gaps included."""
+        """Number of elements of memory from the tensor's first element to its last, gaps included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -77,26 +88,32 @@ class TensorSpec:
 
     @property
     def is_integral(self) -> bool:
-        """Whether the elements could be indices. Those of a mask could not."""
+        """Whether the dtype is an integer dtype, so that the elements may be indices. False for bool."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator with its arguments. Equal operations take equally long."""
+    """A call of an operator: the operator and its arguments, with a TensorSpec in place of each tensor.
+    Calls that compare equal are taken to last equally long.
+    """
 
     operator: torch._ops.OpOverload
     leaves: tuple[Any, ...]
-    """The leaves of the arguments' tree, in its order, with TensorSpecs in place of tensors."""
+    """The arguments, flattened by torch's pytree, with a TensorSpec in place of each tensor."""
     tree: pytree.TreeSpec = field(compare=False)
     flops: int = field(compare=False)
-    """Floating-point operations of matrix products, convolutions and attention."""
+    """Floating-point operations that the operator performs. Only matrix products, convolutions and
+    attention are counted; other operators have 0.
+    """
     result_bytes: int = field(compare=False)
-    """Bytes of the results; 0 for a view."""
+    """Bytes of the results; 0 if the operator returns a view."""
 
     @staticmethod
     def of(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Operation:
-        """The operation of one call, whose tensors may be fake."""
+        """Make the Operation for a call of `operator` that returned `result`. The tensors among the
+        arguments and results may be fake tensors.
+        """
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
         count = flop_registry.get(operator.overloadpacket)
         results = (each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor))
@@ -110,19 +127,21 @@ class Operation:
 
     @property
     def operands(self) -> tuple[TensorSpec, ...]:
-        """The tensors among the arguments."""
+        """The specs of the tensors among the arguments."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of operands and results; 0 for a view, which touches neither."""
+        """Bytes of operands and results together; 0 for a view, which neither reads nor writes memory."""
         return 0 if self.operator.is_view else sum(each.nbytes for each in self.operands) + self.result_bytes
 
     @property
     def runs_alone(self) -> bool:
-        """Whether the operation can be run on made-up operands without harm.
+        """Whether the operation can be run alone, on made-up operands, without harm.
 
-        Only torch's own operators can: others may wait for other ranks, or keep what they are given.
+        False for operators outside of torch's namespace "aten", because they may wait for other ranks or
+        keep their arguments. False also for operators that take integer tensors and are not known to work
+        with zeros.
         """
         if self.operator.namespace != "aten":
             return False
@@ -130,20 +149,23 @@ class Operation:
         return takes_any or not any(each.is_integral for each in self.operands)
 
     def arguments(self, memory: Memory) -> tuple[Any, Any]:
-        """Positional and keyword arguments with real tensors."""
+        """Positional and keyword arguments for a run, with real tensors from `memory`."""
         leaves = [memory.tensor(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return args, kwargs
 
 
 class Memory:
-    """Memory that operands are cut out of, one after the other, and from the start again at its end."""
+    """Memory from which operands are taken one after the other. When the end is reached, operands are taken
+    from the beginning again.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
         generator = torch.Generator("cpu")
         generator.manual_seed(0)
-        # As bfloat16 these are random in [0.01, 0.11); read as any other floating dtype they are normal too.
+        # Read as bfloat16, the elements are random in [0.01, 0.11). Read as any other floating dtype, they
+        # are normal numbers too.
         some = torch.rand(_PATTERN, generator=generator, dtype=torch.float32, device="cpu")
         some = some.mul_(0.1).add_(0.01).to(device=device, dtype=torch.bfloat16)
         self._pattern = some.view(torch.uint8)
@@ -152,12 +174,16 @@ class Memory:
         self._others = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._next = 0
         self._first: int | None = 0
-        """The first byte handed out since `renew`; None once the end was reached."""
+        """Offset in bytes of the first operand handed out since the last `renew`. None if operands have
+        been handed out from the beginning again since then.
+        """
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A tensor of random floating elements, or of zeros for other dtypes.
+        """A tensor as `spec` describes it, with random elements if its dtype is floating or complex, else
+        with zeros.
 
-        It shares no memory with those handed out before it, as far as `nbytes` bytes go back.
+        The tensor shares no memory with tensors handed out shortly before. The same memory is handed out
+        again only after about `nbytes` further bytes.
         """
         if self._next + spec.nbytes > self.nbytes:
             self._next, self._first = 0, None
@@ -169,7 +195,10 @@ class Memory:
         return here if spec.device == self.device else here.to(spec.device)
 
     def renew(self, *, written: bool) -> None:
-        """Fill the memory handed out since the last call again, if an operation has `written` to it."""
+        """Restore the contents of the memory that was handed out since the last call of `renew`.
+
+        written: whether an operation may have written to this memory. If not, there is nothing to restore.
+        """
         if written:
             every = self._pattern.numel()
             start = 0 if self._first is None else self._first // every
@@ -180,17 +209,17 @@ class Memory:
 
 
 class Operations(Counter[Operation]):
-    """The distinct operations of a step, each with how often it occurs."""
+    """The distinct operations of a step, with the number of times that the step runs each operation."""
 
     def record(self, operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        """Count one call. A call that only asks for a tensor's properties is no operation."""
+        """Count one call of an operator. Calls that only ask for a tensor's properties are not counted."""
         if operator.namespace != "prim":
             self[Operation.of(operator, args, kwargs, result)] += 1
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The rates that bound an operation that was not timed."""
+    """The two rates from which the seconds of an operation are estimated if the operation was not run."""
 
     flops: float
     """Floating-point operations per second."""
@@ -198,13 +227,15 @@ class Roofline:
     """Bytes per second of operands and results."""
 
     def seconds(self, operation: Operation) -> float:
-        """Seconds of one run, by whichever rate takes longer."""
+        """The estimated seconds of one run: of compute or of memory access, whichever takes longer."""
         return max(operation.flops / self.flops, operation.nbytes / self.bytes)
 
     def learned(self, timed: Mapping[Operation, float], counts: Mapping[Operation, int]) -> Roofline:
-        """The roofline with the rates of operations that were timed, where there are any.
+        """A roofline with the rates that timed operations have reached. A rate stays as it is if no timed
+        operation gives a new rate.
 
-        timed: seconds of one run. counts: how often a step has each operation.
+        timed: seconds of one run of each timed operation. counts: number of times that a step runs each
+        operation.
         """
         products = [each for each in timed if each.flops]
         others = [each for each in timed if each.nbytes and not each.flops]
@@ -220,7 +251,7 @@ class Roofline:
 
 
 class Seconds(NamedTuple):
-    """A range of seconds that something takes."""
+    """A range of seconds, from `least` to `most`."""
 
     least: float
     most: float
@@ -229,11 +260,13 @@ class Seconds(NamedTuple):
 def seconds_of(
     operations: Operations, roofline: Roofline, device: torch.device, *, limit: float = TIME_LIMIT
 ) -> Seconds:
-    """Seconds of all operations one after the other on `device`, in the fastest and in the slowest round.
+    """Measure the seconds of all operations of a step, run one after the other on `device`.
 
-    roofline: its estimates order the operations, the longest first, and its rates stand in for those that the
-    timed operations do not give. limit: seconds for all runs; the run that exceeds it is finished. Random
-    number generators, gradients and dtypes of the caller stay as they are.
+    Each distinct operation is run in several rounds. The result is the total of the fastest round and the
+    total of the slowest round. roofline: estimates the seconds of operations that are not run. The
+    operations with the largest estimates run first, and the rates of timed operations replace the
+    roofline's rates where possible. limit: seconds for all rounds together; a run that has begun is
+    finished. The caller's random number generators, gradient mode and autocast settings do not change.
     """
     order = sorted(operations, key=lambda each: -roofline.seconds(each) * operations[each])
     room = _room(device)
@@ -249,7 +282,11 @@ def seconds_of(
 
 
 def _total(operations: Operations, timed: Mapping[Operation, float], roofline: Roofline) -> float:
-    """Seconds of all operations: as one round timed them, or else as the roofline estimates them."""
+    """Seconds of all operations of a step. Operations that are not in `timed` are estimated by the
+    roofline.
+
+    timed: seconds of one run of each operation that one round has timed.
+    """
     learned = roofline.learned(timed, operations)
     return sum(
         count * (timed[operation] if operation in timed else learned.seconds(operation))
@@ -259,7 +296,9 @@ def _total(operations: Operations, timed: Mapping[Operation, float], roofline: R
 
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """A context in which operations leave no trace in the caller's state, and do not depend on it."""
+    """A context for running operations. Inside, autograd and autocast are off and `device` is the current
+    device; at the end the states of the random number generators are restored.
+    """
     with contextlib.ExitStack() as inside:
         inside.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         inside.enter_context(torch.no_grad())
@@ -270,11 +309,15 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict[Operation, float]]:
-    """Seconds of one run of each operation, by round. Operations that cannot be run are missing, and in the
-    last round also those after `end` (seconds of time.perf_counter()).
+    """Run all operations in several rounds, and return the seconds of one run of each operation, by round.
 
-    On the CPU each operation comes after a different one, as in a step: the second of two equal ones in a row
-    finds its code and the libraries' tables in the caches, and is a tenth faster where it is small.
+    Operations that fail are missing in the result. end: the time at which to stop, in seconds of
+    time.perf_counter(). Operations that the last round does not reach before `end` are missing from that
+    round.
+
+    On the CPU different operations follow one another, as in a step. If one operation ran twice in a row,
+    the second run would find its code and the libraries' tables in the caches; a small operation is then a
+    tenth faster.
     """
     kept = _Kept(min(_COLD_BYTES, memory.nbytes // 2))
     queued = memory.device.type == "cuda"
@@ -284,7 +327,7 @@ def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict
         for operation in order:
             if time.perf_counter() >= end:
                 return [each for each in found if each]
-            # Made-up operands are not good enough for every operator, and a device's memory may be short.
+            # Some operators fail on made-up operands, and a device's memory may be short.
             with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
                 once = _run(operation, 1, memory, kept)
                 if queued:
@@ -296,10 +339,12 @@ def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict
 
 
 class _Kept:
-    """The latest results: new ones then get memory that was used before, as in a second step."""
+    """A queue of the latest results. Holding results for some time makes the allocator give new results
+    memory that earlier results used, as in every step after the first.
+    """
 
     def __init__(self, most: int) -> None:
-        """most: bytes of results that are kept; the latest one is kept in any case."""
+        """most: the most bytes of results to hold. The latest result is held even if it is larger."""
         self._most = most
         self._results: deque[tuple[Any, int]] = deque()
         self._nbytes = 0
@@ -312,7 +357,7 @@ class _Kept:
 
 
 def _run(operation: Operation, times: int, memory: Memory, kept: _Kept) -> float:
-    """Seconds of `times` runs, each on other operands."""
+    """Seconds that `times` runs of an operation take together. Each run has operands of its own."""
     arguments = [operation.arguments(memory) for _ in range(times)]
     _finish(memory.device)
     start = time.perf_counter()

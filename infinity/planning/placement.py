@@ -1,4 +1,6 @@
-"""Placement: the units and chunks of a model, the homes of its pages, and the sizes of its buffers. Pure."""
+"""Placement: the units and chunks of a model, the homes of its pages, and the sizes of working buffers.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,21 @@ class Kind(enum.Enum):
     """The kinds of pages that a unit has."""
 
     PARAMETER = "parameter"
-    """Parameters as forward and backward take them."""
+    """Parameters in the dtype that forward and backward use."""
     GRADIENT = "gradient"
     """Accumulated gradients of trainable parameters."""
     OPTIMIZER = "optimizer"
-    """Master parameters (or what completes them) and moments."""
+    """The optimizer's moments, and the bits of the fp32 master parameters that the parameter page lacks."""
 
 
 def line_of(accumulation: int | None) -> tuple[Kind, ...]:
-    """The order of kinds in which pages stand in line. accumulation: micro-batches of a step; None: unknown.
+    """The order in which the kinds of pages get room. The first kind gets room in the tiers nearest to
+    compute.
 
-    A byte of states is read and written once a step, both under the next forward. A byte of gradients is
-    written under the backward and read once, and read and written once more for every further micro-batch.
+    accumulation: number of micro-batches in a step; None if unknown. If there is one micro-batch, optimizer
+    states come before gradients. A byte of states is read and written once in a step, both during the next
+    forward. A byte of gradients is written during the backward and read once. The byte is read and written
+    once more for every further micro-batch.
     """
     if accumulation == 1:
         return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
@@ -37,28 +42,32 @@ def line_of(accumulation: int | None) -> tuple[Kind, ...]:
 DtypeOf = Callable[[torch.dtype], torch.dtype]
 
 Homes = tuple[dict[Kind, Tier | None], ...]
-"""The home of every page, by unit and kind; None for a page without bytes."""
+"""The tier in which each page rests: one dict for each unit, by kind of page. The tier is None for a page
+without bytes.
+"""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that each tier has for pages and buffers."""
+    """The bytes of each tier that pages and working buffers may take."""
 
     device: int | None
-    """Bytes of the device; None where device and host are the same RAM."""
+    """Bytes of the device tier; None if device and host are the same RAM."""
     host: int
     nvme: int
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to fit a model: its units and chunks, its pages' homes, and the buffers' sizes."""
+    """One way to fit a model into the tiers: the model's units and chunks, the homes of its pages, and the
+    sizes of working buffers.
+    """
 
     grouping: Grouping
     chunk_elements: int
     homes: Homes
     chain_bytes: int
-    """Bytes that one chunk's update takes at most: its parameters, gradient and states."""
+    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
     staging_bytes: int
     transit_buffer_bytes: int
     transit_bytes: int

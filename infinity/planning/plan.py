@@ -1,5 +1,7 @@
-"""The plan: every page's home, every pool's size, and the cost of a step. `infinity.planning.planner` makes
-it."""
+"""The plan: the home of every page, the size of every pool, and the predicted seconds of a training step.
+
+`infinity.planning.planner` makes plans.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,14 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 _SECONDS_PER_DAY = 86_400
 
 _LARGEST_BLOCK = 4 << 20
-"""Bytes that one copy takes from the ring, at most: a link is at its best with them, and the worker that
-stores them starts soon."""
+"""Bytes of the largest copy out of the ring, the buffer through which gradients leave the device. Copies of
+this size use the full rate of a link, and are short enough that the CPU soon starts to store the gradients.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every page's home, every pool's size, and the seconds that a step should take."""
+    """The home of every page, the size of every pool, and the predicted seconds of a training step."""
 
     layout: ModelLayout
     precision: Precision
@@ -38,54 +41,71 @@ class Plan:
     """The optimizer's rule; None for inference only."""
     device: torch.device
     unified: bool
-    """Whether device and host are the same RAM, so that parameters at home in the host tier stay in place."""
+    """Whether device and host are the same RAM. If so, the model uses pages in the host tier in place."""
     homes: Homes
-    """Each page's home, by unit and kind; None for a page without bytes (no optimizer, or all is frozen)."""
+    """The tier in which each page rests, by unit and kind. The tier is None for a page without bytes, for
+    instance the gradient page of a frozen unit.
+    """
     chain_bytes: int
-    """Bytes that one chunk's update takes at most: its parameters, gradient and states."""
+    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
     staging_bytes: int
-    """Bytes of host RAM in which chunks are updated, and gradients gathered, whose pages rest elsewhere."""
+    """Bytes of staging: host RAM for updating chunks, and for summing gradients, whose pages rest
+    elsewhere.
+    """
     transit_buffer_bytes: int
-    """Bytes of a transit buffer."""
+    """Bytes of one transit buffer. Transit buffers are host RAM through which pages pass on their way to
+    and from disk.
+    """
     transit_bytes: int
-    """Bytes of host RAM through which parameters pass: a bounce buffer, and pieces of pages on two hops."""
+    """Bytes of all transit buffers together. One transit buffer is for reads and writes of single
+    parameters. The others carry pages from NVMe to the device, unless `unified`.
+    """
     resident_bytes: int
-    """Bytes of the pool in which parameter pages become resident; 0 where all are at home there."""
+    """Bytes of the pool to which parameter pages are brought while the model uses them. 0 if all parameters
+    are at home where the model computes.
+    """
     budgets: dict[Tier, int]
-    """Bytes of each tier that the plan uses."""
+    """Bytes that the plan may use in each tier. Tiers without a budget are absent."""
     smallest: dict[Tier, int]
-    """Budgets in bytes that would do together, of all such those with the least memory."""
+    """The smallest budgets, in bytes by tier, that together are enough for the model. Of several such
+    combinations this is the one with the least device memory and host RAM in total.
+    """
     activations: int | None
-    """Bytes at the peak of a step, parameters and gradients excluded; None: unknown."""
+    """Bytes of memory at the peak of a step, without parameters and gradients; None if unknown."""
     reserved: int
-    """Bytes of the computing tier's budget that are left to activations and buffers."""
+    """Bytes kept free for activations, the model's buffers and `headroom`. These bytes are part of the host
+    budget if `unified`, else of the device budget.
+    """
     ring_bytes: int = 0
-    """Bytes of the ring through which gradients leave the device, and of its landing in host RAM; 0 where the
-    CPU can use the device's memory."""
+    """Bytes of the ring, a buffer in device memory through which gradients leave the device. A buffer of
+    the same size in host RAM receives the gradients. 0 where the CPU can use the device's memory.
+    """
     headroom: int = 0
-    """Bytes within `reserved` that torch takes on a CUDA device beside live tensors
-    (infinity/planning/headroom.py)."""
+    """Bytes, counted in `reserved`, that torch's allocator and cuBLAS take on a CUDA device in addition to
+    live tensors; see infinity/planning/headroom.py.
+    """
     prediction: Prediction | None = None
-    """Seconds of a step of one micro-batch; None: unknown."""
+    """The predicted or measured seconds of a step of one micro-batch; None if unknown."""
     speeds: MachineRates | None = None
     compute: Seconds | None = None
-    """Seconds of the operations of one forward and backward; None: unknown."""
+    """Seconds that the operations of one forward and one backward take; None if unknown."""
     update: UpdateTime = "lazy"
     """The time when a step's updates run; see infinity.planning.cost_model.UpdateTime."""
     accumulation: int | None = None
-    """Backwards of a step, as declared; None: unknown."""
+    """Number of backward passes in a step, as the user declared it; None if unknown."""
     updates_there: bool = False
-    """Whether the device updates the units whose pages all rest on it."""
+    """Whether the device runs the optimizer's updates for units whose pages all rest on the device."""
     mirrored: frozenset[int] = frozenset()
-    """Units whose parameters are at home in host RAM and stay on the device too; see
-    infinity/planning/mirror.py."""
+    """Indices of units whose parameters are at home in host RAM and also have a copy that stays on the
+    device; see infinity/planning/mirror.py.
+    """
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
-        """Bytes of a page; a multiple of 4096."""
+        """Bytes of a unit's page of one kind; a multiple of 4096."""
         return self.page_sizes[kind][unit]
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the gradient page of parameters whose page has `dtype`."""
+        """The dtype of the elements of a gradient page, for parameters whose page has the dtype `dtype`."""
         return self.precision.gradient_dtype(dtype, self.accumulation)
 
     def gradient_offset(self, unit: int, chunk: int) -> int:
@@ -97,7 +117,9 @@ class Plan:
         return self._state_ends[unit][chunk]
 
     def state_format(self, unit: int, chunk: int) -> StateFormat:
-        """The layout of a chunk's arrays in its part of the optimizer page; empty without an optimizer."""
+        """The arrays of optimizer states that the optimizer page holds for a chunk, and their places in the
+        chunk's part of the page. Without an optimizer there are no arrays.
+        """
         layout = self.layout.units[unit]
         dtype = layout.regions[layout.chunks[chunk].region].dtype
         arrays = self.rule.arrays(dtype) if self.rule else ()
@@ -105,12 +127,14 @@ class Plan:
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:
-        """Units that the device updates: all of their pages rest there (infinity/planning/twin_flow.py)."""
+        """Indices of the units that the device updates, because all of their pages rest on the device; see
+        infinity/planning/twin_flow.py.
+        """
         return updated_there(self.homes) if self.updates_there else frozenset()
 
     @functools.cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of the device tier that updates there take beside the pages; 0 without such updates."""
+        """Bytes of device memory that updates on the device take beside the pages; 0 without such updates."""
         if not self.updated_on_device:
             return 0
         return workspace_of(self.layout.units[unit] for unit in self.updated_on_device).nbytes
@@ -125,7 +149,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device tier's memory, for pages and buffers; 0 when unified."""
+        """Bytes of the device tier that pages and working buffers take; 0 if `unified`."""
         if self.unified:
             return 0
         working = self.resident_bytes + self.workspace_bytes + self.ring_bytes
@@ -133,18 +157,18 @@ class Plan:
 
     @functools.cached_property
     def mirror_bytes(self) -> int:
-        """Bytes of device memory for the parameters of mirrored units."""
+        """Bytes of the copies of the `mirrored` units' parameters that stay on the device."""
         return sum(self.page_bytes(unit, Kind.PARAMETER) for unit in self.mirrored)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host arena, for pages and buffers, and when unified for the pool of residents."""
+        """Bytes of the host arena: pages, working buffers and, if `unified`, the pool of resident pages."""
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
 
     @property
     def ring_block_bytes(self) -> int:
-        """The most bytes that pass through the ring in one block."""
+        """Bytes of the largest copy out of the ring, the buffer through which gradients leave the device."""
         return min(_LARGEST_BLOCK, self.ring_bytes // 2)
 
     @property
@@ -153,23 +177,27 @@ class Plan:
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of RAM: the host arena, and where the CPU computes also the device tier and `reserved`."""
+        """Bytes of RAM that the plan uses: the host arena and, if the device is the CPU, also the device
+        tier and `reserved`.
+        """
         return self.host_bytes + (self.device_bytes + self.reserved if self.device.type == "cpu" else 0)
 
     @property
     def ram_budget(self) -> int:
-        """Bytes of RAM that the budgets grant; on the CPU the device's budget is RAM too."""
+        """Bytes of RAM that the budgets allow: the host budget and, if the device is the CPU, also the
+        device budget.
+        """
         on_cpu = self.device.type == "cpu"
         return self.budgets[Tier.HOST] + (self.budgets.get(Tier.DEVICE, 0) if on_cpu else 0)
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes of pages in slab files."""
+        """Bytes of the pages at home on NVMe."""
         return self.home_bytes[Tier.NVME]
 
     @functools.cached_property
     def traffic(self) -> Traffic:
-        """Bytes that a step moves over every edge."""
+        """Bytes that each phase of a step moves between disk, host RAM and the device."""
         trained = [
             sum(
                 round_up(region.elements * region.dtype.itemsize, PAGE_ALIGNMENT)
@@ -191,20 +219,22 @@ class Plan:
         )
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
-        """The prediction for a step of `micro_batches` forwards and backwards of the example inputs.
+        """The predicted seconds of a step that runs forward and backward `micro_batches` times.
 
-        None where the plan was made without such inputs, or the model's control flow depends on data.
+        The prediction assumes that every forward takes inputs like the example inputs of the plan. Returns
+        None if the plan was made without example inputs, or if the model's control flow depends on data.
         """
         if self.speeds is None or self.compute is None:
             return None
         return predict(self.traffic, self.speeds, self.compute, micro_batches)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the plan's table: a dict per tier with its name and bytes. `activations` may be None.
+        """The rows of the plan's table: a dict for each tier, with the tier's name and numbers of bytes.
 
-        params: those of mirrored units are counted in both tiers that have them.
-        working: staging, transit, the pool of residents, the ring and its landing, the workspace of updates,
-        and `headroom`.
+        "params" counts the parameters of mirrored units twice: in host RAM and on the device. "working" is
+        the sum of all working buffers (staging, transit buffers, the pool of resident pages, the buffers
+        through which gradients leave the device, the workspace of updates on the device) and of `headroom`.
+        "activations" is None if the bytes of activations are unknown.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
         near = self.resident_bytes + self.workspace_bytes + self.ring_bytes
@@ -233,7 +263,9 @@ class Plan:
         ]
 
     def shortfall(self, activations: int) -> int:
-        """Bytes by which `activations` bytes exceed what the computing tier's budget leaves; at least 0."""
+        """Bytes that the budget of the tier that computes lacks if activations take `activations` bytes; 0
+        if the activations fit.
+        """
         if self.unified:
             free = self.budgets[Tier.HOST] - self.host_bytes
         else:
@@ -259,7 +291,9 @@ class Plan:
         return f"{render(self.rows())}\n{line}\n{share}{beside}smallest budgets that would do: {smallest}"
 
     def _share(self) -> str:
-        """The line of text on the share of gradients that the device updates; empty where that is none."""
+        """The line of text that says for which share of the gradients the device runs updates. Empty if the
+        device updates no unit.
+        """
         if not self.updated_on_device:
             return ""
         trained = self.page_sizes[Kind.GRADIENT]
@@ -268,7 +302,7 @@ class Plan:
 
     @functools.cached_property
     def page_sizes(self) -> dict[Kind, list[int]]:
-        """Bytes of every page, by kind and unit."""
+        """Bytes of every page: for each kind, a list indexed by unit."""
         return {
             Kind.PARAMETER: [unit.nbytes for unit in self.layout.units],
             Kind.GRADIENT: [ends[-1] for ends in self._gradient_ends],

@@ -1,5 +1,6 @@
-"""Planner: makes the plan for a model before a byte moves, or says that it cannot fit. Pure but for
-`Available.now`."""
+"""Planner: makes the plan for a model before any data moves, or raises an error if the model cannot fit.
+Pure, except for `Available.now`.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +33,25 @@ from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
 
 _UNKNOWN_SHARE = 4
-"""A CUDA budget divided by this is kept from pages where the bytes of activations are unknown."""
+"""Divisor of a CUDA budget. The quotient is kept free of pages if the bytes of activations are unknown."""
 
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes that are free now, less a margin: the budgets where the user gives none."""
+    """Bytes of memory that are free now, less a safety margin. These are the budgets if the user gives
+    none.
+    """
 
     device: int
     host: int
     headroom: Headroom = NO_HEADROOM
-    """Memory that torch takes on the device beside live tensors, out of any budget."""
+    """Memory that torch takes on the device in addition to live tensors. A device budget has to have room
+    for this memory too.
+    """
 
     @staticmethod
     def now(device: torch.device) -> Available:
-        """The free bytes of `device` and of this machine's RAM, each less its margin."""
+        """The free bytes of `device` (0 for the CPU) and of this machine's RAM, each less a safety margin."""
         near = available_bytes(device) if device.type == "cuda" else 0
         return Available(near, available_ram(), Headroom.of(device))
 
@@ -65,16 +70,17 @@ def make_plan(
     update: UpdateTime = "lazy",
     accumulation: int | None = None,
 ) -> Plan:
-    """The plan for a model within `budget`. Pure: reads no tensor's data, measures nothing.
+    """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
-    available: the budgets in place of those that are None, and the headroom that torch takes on the device.
-    activations: bytes at the peak of a step; they count against the tier that computes. Where they are
-    unknown, a CUDA device keeps a quarter free for them.
-    compute: seconds of the operations of forward and backward; with `speeds` they give the prediction.
-    update, accumulation: see Plan.
+    rule: the optimizer's rule; None for inference. available: bytes that replace budgets that are None, and
+    the memory that torch takes on the device in addition to live tensors. speeds: the machine's rates, for
+    the prediction. activations: bytes at the peak of a step, which count against the budget of the tier
+    that computes. If `activations` is None, a quarter of a CUDA budget stays free for activations. compute:
+    seconds of the operations of one forward and backward, for the prediction. update, accumulation: see
+    Plan.
 
-    Raises BudgetError where a budget is too small (`needed`: the smallest that would do), and ConfigError as
-    `infinity.layout.units.survey` does.
+    Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
+    Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
     """
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
@@ -129,22 +135,26 @@ class _Draft:
     search: Search
     budgets: dict[Tier, int]
     nvme: int
-    """Bytes of pages that the NVMe tier holds."""
+    """Bytes of pages that the NVMe tier can hold."""
     unified: bool
 
     @property
     def computes_in(self) -> Tier:
-        """The tier whose budget activations take from."""
+        """The tier in which the model computes. Activations count against the budget of this tier."""
         return Tier.HOST if self.unified else Tier.DEVICE
 
     def room(self, reserve: Reserve) -> Room:
-        """The room for pages and for the buffers that move them."""
+        """The bytes of each tier that pages and working buffers may take, after `reserve` is subtracted."""
         budget = self.budgets[self.computes_in]
         left = {**self.budgets, self.computes_in: budget - reserve.within(budget)}
         return Room(device=None if self.unified else left[Tier.DEVICE], host=left[Tier.HOST], nvme=self.nvme)
 
     def made(self, placement: Placement, reserve: Reserve, *, device: torch.device, **others: Any) -> Plan:
-        """The plan with this placement, and with its prediction."""
+        """Make the plan from a placement. Adds updates on the device, mirrors and the prediction where
+        possible.
+
+        others: the remaining fields of Plan.
+        """
         planned: Callable[..., Plan] = functools.partial(
             self._planned,
             device=device,
@@ -182,7 +192,11 @@ class _Draft:
         )
 
     def _with_updates_on_device(self, plan: Plan, room: Room, planned: Callable[..., Plan]) -> Plan:
-        """The plan with updates on the device, and a workspace for them there, if that pays; else `plan`."""
+        """A plan in which the device updates whole units, if that saves time; else `plan`.
+
+        room: the room for pages and working buffers; part of the device's room becomes the workspace of the
+        updates on the device. planned: makes a plan from a placement.
+        """
         assert room.device is not None
         trained = [parameter.numel for parameter in self.surveyed.parameters if parameter.trainable]
         elements = plan.layout.chunk_elements
@@ -193,7 +207,7 @@ class _Draft:
                 return plan
             if placement.chunk_elements >= elements:
                 break
-            elements = placement.chunk_elements  # shorter chunks are more in number: they need more room
+            elements = placement.chunk_elements  # shorter chunks are more, and need a larger workspace
         shared = planned(placement, updates_there=True)
         host_free = shared.budgets[Tier.HOST] - shared.host_bytes
         shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
@@ -202,7 +216,7 @@ class _Draft:
 
 
 def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:
-    """Budget and precision, or their defaults. Raises ConfigError for values of another type."""
+    """Return budget and precision, with defaults for None. Raises ConfigError for values of other types."""
     if not isinstance(budget, Budget | None):
         raise ConfigError(f"The budget is a {type(budget).__name__}.", "Give infinity.Budget(host=..., ...).")
     if not isinstance(precision, Precision | None):
@@ -213,10 +227,12 @@ def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bud
 
 
 def update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
-    """The time when updates run; "auto" means "lazy".
+    """Check the options `update` and `accumulation`, and return the time when updates run. "auto" means
+    "lazy".
 
-    accumulation: backwards of a step; None: unknown. Raises ConfigError for an unknown value, and for eager
-    updates without `accumulation` or with fp16.
+    accumulation: number of backward passes in a step; None if unknown. Raises ConfigError for an unknown
+    `update`, for an `accumulation` that is not a positive integer, and for eager updates without
+    `accumulation` or with fp16.
     """
     if update not in ("auto", "lazy", "eager", "sync"):
         raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')
@@ -240,9 +256,10 @@ def update_time(update: str, accumulation: int | None, precision: Precision) -> 
 
 
 def as_model(model_or_config: Any) -> nn.Module:
-    """The module as it is, or a transformers configuration's model (causal where it can be), on meta.
+    """Return a module unchanged, or build the model of a transformers configuration on the meta device.
 
-    Raises ConfigError for anything else, and where transformers is not installed.
+    The model is a causal language model if transformers has one for this configuration. Raises ConfigError
+    for any other argument, and if transformers is not installed.
     """
     if isinstance(model_or_config, nn.Module):
         return model_or_config

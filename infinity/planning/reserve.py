@@ -1,4 +1,6 @@
-"""Reserve: memory of the computing tier for activations, fresh gradients and buffers, not for pages. Pure."""
+"""Reserve: memory, in the tier that computes, that is kept for activations, new gradients and buffers.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,30 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(frozen=True)
 class Reserve:
-    """The part of a budget that is left to autograd's and the model's own allocations."""
+    """The part of a budget that pages leave free, because autograd and the model allocate memory
+    themselves.
+    """
 
     nbytes: int
-    """Bytes of buffers, headroom, and activations where they are known; a multiple of 4096."""
+    """Bytes of the model's buffers, of `headroom` and, if known, of activations; a multiple of 4096."""
     kept_out_of: int | None = None
-    """The budget divided by this is reserved besides, for activations not measured; None: nothing is."""
+    """Divisor of the budget. The quotient is reserved for unknown activations, in addition to `nbytes`. If
+    None, nothing is reserved in addition.
+    """
 
     headroom: int = 0
-    """Bytes within `nbytes` that torch takes on a CUDA device; see infinity/planning/headroom.py."""
+    """Bytes, counted in `nbytes`, that torch takes on a CUDA device in addition to live tensors; see
+    infinity/planning/headroom.py.
+    """
 
     @staticmethod
     def of(
         activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
     ) -> Reserve:
-        """The reserve for bytes of activations (None: unknown) and of buffers.
+        """The reserve for a model with these bytes of activations (None if unknown) and of buffers.
 
-        unknown: `kept_out_of` where `activations` is None. headroom: of the device that computes.
+        unknown: the value of `kept_out_of` to use if `activations` is None. headroom: the headroom of the
+        device that computes.
         """
         live = (activations or 0) + buffers
         beside = headroom.beside(live)
@@ -39,7 +48,7 @@ class Reserve:
         return self.nbytes + (budget // self.kept_out_of if self.kept_out_of else 0)
 
     def budget_for(self, pages: int) -> int:
-        """The smallest budget, in whole 4 KiB, that leaves `pages` bytes to pages."""
+        """The smallest budget, in bytes, that leaves at least `pages` bytes to pages."""
         needed = pages + self.nbytes
         if self.kept_out_of is None:
             return needed

@@ -1,4 +1,4 @@
-"""The search for a placement that fits the budgets, and for the smallest budgets that would do. Pure."""
+"""Search: finds a placement that fits the budgets, and the smallest budgets that are enough. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from infinity.planning.working_room import WORKING_ROOMS
 from infinity.tiers import Tier
 
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
-"""Lengths of chunks in elements, the most useful first; no chunk is shorter than the last."""
+"""Lengths of chunks, in elements, in the order in which the search tries them."""
 
 _LONG_CHUNK = 1 << 22
-"""Elements of a long chunk, for a device with memory of its own, whose step waits for each of Python's calls
-for a chunk. 7B parameters have some 1,700 such chunks: 50 calls for each are a hundredth of a step."""
+"""Elements of a long chunk. Long chunks are for devices with memory of their own, where a step waits for
+each of the Python calls that a chunk needs. 7B parameters have some 1,700 long chunks; 50 calls for each
+chunk take a hundredth of a step.
+"""
 
 _LONG_SHARE = 64
-"""Chunks are long where two of their chains take at most the host's room divided by this."""
+"""Long chunks are tried if the updates of two long chunks take at most the host's room divided by this
+number.
+"""
 
 _LARGEST_UNIT = 1 << 30
 _SMALLEST_UNIT = 64 << 10
@@ -31,7 +35,9 @@ _FEWEST_UNITS = 8
 
 
 class Search:
-    """All ways to divide a model, from the most useful to the smallest, each measured once."""
+    """The ways to divide a model into units and chunks, from the most useful to the smallest. The sizes of
+    pages and buffers are computed only once for each way.
+    """
 
     def __init__(
         self,
@@ -42,9 +48,14 @@ class Search:
         line: Sequence[Kind],
         own_memory: bool = False,
     ) -> None:
-        """gradient_dtype: gives the gradients' dtype for a parameter's; see `Precision.gradient_dtype`. line:
-        the order of kinds, parameters first; see `line_of`. own_memory: whether the device has memory that
-        the CPU cannot use: gradients then leave it through a ring, and chunks may be long."""
+        """Prepare to search the ways to divide a surveyed model.
+
+        gradient_dtype: maps the dtype of parameters to the dtype of their gradients; see
+        `Precision.gradient_dtype`. rule: the optimizer's rule; None for inference. line: the kinds of pages
+        in the order in which they get room, parameters first; see `line_of`. own_memory: whether the device
+        has memory that the CPU cannot use. If so, gradients leave the device through a ring buffer, and
+        long chunks are tried.
+        """
         self._surveyed = surveyed
         self._line = line
         self._own_memory = own_memory
@@ -53,12 +64,15 @@ class Search:
         self._groupings = _groupings(surveyed)
         self._chunks = _chunk_lengths(surveyed)
         self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory else 0
-        """Elements of a long chunk; 0 where chunks must not be long."""
+        """Elements of a long chunk; 0 if long chunks are not tried."""
         self._measured: dict[tuple[int, int], Candidate] = {}
 
     def place(self, room: Room) -> Placement | None:
-        """The first placement that fits, or None. Ample working room is tried first, then large units, then
-        long chunks."""
+        """The first placement that fits `room`, or None.
+
+        Placements are tried in the order of WORKING_ROOMS. With equal working room, large units come before
+        small units, and long chunks before short chunks.
+        """
         for level in WORKING_ROOMS:
             for candidate in self._useful(room):
                 placement = candidate.place(room, level)
@@ -67,15 +81,20 @@ class Search:
         return None
 
     def needed(self, tier: Tier, room: Room) -> int | None:
-        """The fewest bytes of `tier` for which `place` finds a placement, the other tiers as in `room`.
+        """The fewest bytes of `tier` with which `place` finds a placement, if the other tiers are as in
+        `room`.
 
-        None where no number of bytes would do.
+        The result is None if no number of bytes is enough.
         """
         found = (candidate.needed(tier, room) for candidate in self._candidates())
         return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
-        """Budgets in bytes that do together with the least memory; with less of any one, none fits."""
+        """The budgets, in bytes by tier, that are together enough for the model with the least memory in
+        total. If any of these budgets were smaller, no placement would fit.
+
+        unified: whether device and host are the same RAM. nvme: whether pages may rest on NVMe.
+        """
         found = []
         for candidate in self._candidates():
             room = Room(None if unified else candidate.least_near, 0, candidate.total * nvme)
@@ -83,7 +102,7 @@ class Search:
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
         best = min(found, key=lambda each: each[:2])[2]
-        # Each tier may do with less while the others stay as they are.
+        # With the other budgets as they are, another candidate may need less of a tier.
         best = replace(best, host=self._less(Tier.HOST, best, best.host))
         if best.device is not None:
             best = replace(best, device=self._less(Tier.DEVICE, best, best.device))
@@ -96,7 +115,9 @@ class Search:
         return enough if needed is None else needed
 
     def _useful(self, room: Room) -> Iterator[Candidate]:
-        """All candidates for `place`, those with long chunks first where RAM has room for them."""
+        """All candidates that `place` tries. In each grouping, long chunks come first if the host tier has
+        room for them.
+        """
         for grouping in range(len(self._groupings)):
             if self._long > self._chunks[0]:
                 long = self._candidate(grouping, self._long)
@@ -106,7 +127,9 @@ class Search:
                 yield self._candidate(grouping, chunk)
 
     def _candidates(self) -> Iterator[Candidate]:
-        """All candidates without long chunks, which never fit where shorter ones do not."""
+        """All candidates except those with long chunks. Long chunks never fit where shorter chunks do not
+        fit.
+        """
         for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
             yield self._candidate(grouping, chunk)
 
@@ -125,7 +148,9 @@ class Search:
 
 
 def _groupings(surveyed: Survey) -> list[Grouping]:
-    """Distinct ways to group modules into units, the coarsest first, down to one unit a module."""
+    """The distinct ways to group modules into units, from the coarsest to the finest, which has one unit
+    per module.
+    """
     sizes = []
     size = min(surveyed.nbytes // _FEWEST_UNITS, _LARGEST_UNIT)
     while size >= _SMALLEST_UNIT:
@@ -135,11 +160,15 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """Distinct chunk lengths in elements, the longest first, none much longer than all trained parameters."""
+    """The distinct chunk lengths to try, in elements, the longest first. No length is much larger than the
+    number of trained elements.
+    """
     return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """The smaller of `length` and the elements, in whole blocks, of all trained parameters."""
+    """The smaller of `length` and the number of elements of all trained parameters, rounded up to whole
+    blocks.
+    """
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))

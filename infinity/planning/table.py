@@ -1,4 +1,4 @@
-"""Plain text tables for people."""
+"""Table: renders rows of values as plain text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WIDTH = 110
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a table: the first row's keys, then a line per row. Ints are bytes, None is unknown."""
+    """Render rows as a plain text table. The header has the first row's keys.
+
+    An integer is a number of bytes and is shown with a unit such as MiB, 0 as "-" and None as "unknown".
+    """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(rows[0]):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)

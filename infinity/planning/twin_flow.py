@@ -1,14 +1,17 @@
-"""Twin flow: the units that the device updates, as in ZeRO-Offload++, and whether that pays. Pure.
+"""Twin flow: chooses the units that the device updates, as in ZeRO-Offload++, and tells whether that saves
+time. Pure.
 
-A unit whose parameters, gradients and optimizer states all rest on a device with kernels and memory of its
-own is updated there: none of its bytes cross the link. The share of such units follows from the device's room
-for pages; ZeRO-Offload++ (DeepSpeed, 2023) is told a ratio.
+A device that has update kernels and memory of its own updates the units whose pages all rest on it:
+parameters, gradients and optimizer states. No byte of these units crosses the link. The share of these
+units follows from the device's room for pages. In ZeRO-Offload++ (DeepSpeed, 2023) the user gives this
+share as a ratio.
 
 [Note: whole units]
-A gradient that rests on the device without its states costs more than one in host RAM: the CPU adds to it and
-updates with it, so it crosses the link once to be stored and again to be used. The placement fills the device
-kind by kind. The gradients and states that it has put there are therefore exchanged for those of whole units,
-as many as fit.
+The placement fills the device kind by kind. So gradients may rest on the device while the optimizer states
+of the same unit do not. A gradient on the device then costs more than a gradient in host RAM. The CPU adds
+to the gradient and updates with it, so the gradient crosses the link once to be stored and again to be
+used. The gradients and states that the placement has put on the device are therefore exchanged for
+gradients and states of whole units, as many as fit.
 """
 
 from __future__ import annotations
@@ -22,20 +25,25 @@ from infinity.planning.placement import Homes, Kind
 from infinity.tiers import Tier
 
 _DISK_AGAINST_LINK = 16
-"""Bytes that cross the link in the time that one byte goes to a disk and back."""
+"""Number of bytes that can cross the link between host and device in the time in which one byte is written
+to a disk and read back.
+"""
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether a device has kernels for updates, and memory of its own.
+    """Whether the device has memory of its own and can run optimizer updates with kernels that are compiled
+    for it.
 
-    The CPU has not: nothing would be gained. Tests replace this function by one that says yes, so that the
-    path runs without a GPU.
+    False for the CPU, where such updates would gain nothing. Tests replace this function to run updates on
+    the device without a GPU.
     """
     return device.type == "cuda" and kernels.can_compile()
 
 
 def updated_there(homes: Homes) -> frozenset[int]:
-    """The units whose parameters, gradients and states all rest on the device; without frozen units."""
+    """Indices of the units whose parameters, gradients and optimizer states all rest on the device. Frozen
+    units are left out.
+    """
     near = (Tier.DEVICE, None)
     return frozenset(
         unit
@@ -45,11 +53,13 @@ def updated_there(homes: Homes) -> frozenset[int]:
 
 
 def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) -> Homes:
-    """The homes with gradients and states of whole units on the device, in the room that those there had.
+    """The homes after gradients and states on the device are exchanged for gradients and states of whole
+    units.
 
-    sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page has. Parameters
-    and pages on NVMe stay. All homes stay as they are where host RAM has no room for what leaves the device.
-    See [Note: whole units].
+    The new gradients and states take at most the room on the device that the old gradients and states had.
+    Parameters and pages on NVMe do not move. sizes: bytes of every page, by kind and unit. host_free: bytes
+    of host RAM that no page takes. If host RAM has no room for the pages that would leave the device, all
+    homes stay as they are. See [Note: whole units].
     """
     kinds = (Kind.GRADIENT, Kind.OPTIMIZER)
     near = [(unit, kind) for unit, home in enumerate(homes) for kind in kinds if home[kind] is Tier.DEVICE]
@@ -65,7 +75,7 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
         if (unit, kind) not in chosen and sizes[kind][unit] <= room:
             room -= sizes[kind][unit]
             chosen.add((unit, kind))
-    if room > host_free:  # bytes that the device's room has left are bytes that move to host RAM
+    if room > host_free:  # as many bytes move to host RAM as the device has left over
         return homes
     moved = [dict(home) for home in homes]
     for unit, kind in near:
@@ -76,10 +86,11 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
 
 
 def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> bool:
-    """Whether updates on the device are worth the room that their workspace takes from pages there.
+    """Whether updates on the device save more time than they cost. The cost is that the updates' workspace
+    displaces pages from the device.
 
-    spared: bytes of the pages that no longer cross the link. before, after: bytes at home in each tier
-    without the workspace and with it.
+    spared: bytes of the pages that no longer cross the link. before, after: bytes of the pages at home in
+    each tier, without and with updates on the device.
     """
     moved = before[Tier.DEVICE] - after[Tier.DEVICE]
     sunk = max(0, after[Tier.NVME] - before[Tier.NVME])

@@ -1,9 +1,11 @@
-"""Working room: memory that a placement keeps for pages on their way, from the most to the least. Pure.
+"""Working room: the memory that a placement keeps for pages that are being moved or updated. Pure.
 
-Staging has room for all chains of the largest unit, but takes at most a quarter of the host tier and at least
-two chains. Besides pages at home there, the tier that computes has room for 12 parameter pages if they take
-at most a quarter of it, else for 3 if they take at most half. Where not even that fits,
-there is room for two chains and three or two pages, else for one chain and three, two or one.
+At best, staging has room for all chains (updates of chunks) of the largest unit, but takes at most a
+quarter of the host tier and at least two chains. The tier that computes has room for the pages that are at
+home there. At best it has room for 12 further parameter pages, if these take at most a quarter of the tier.
+If not, it has room for 3 further pages, if these take at most half of the tier. Where even that does not
+fit, there is room for two chains and three or two pages, or else for one chain and three, two or one pages.
+Placements without NVMe are tried first, with room for three, two or one pages.
 """
 
 from __future__ import annotations
@@ -11,48 +13,67 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE = 4
-"""Staging takes at most the host budget divided by this, but at least two chains."""
+"""Staging takes at most the host budget divided by this number, but always at least the bytes of two chains
+(updates of chunks).
+"""
 
 _RING_SHARE = 64
-"""The ring for gradients takes at most the device budget divided by this, but at least two blocks."""
+"""The ring, through which gradients leave the device, takes at most the device budget divided by this
+number, but always at least two blocks.
+"""
 
 _LARGEST_RING = 64 << 20
-"""Bytes of the largest ring. A link of 50 GB/s takes 1.3 ms for them; the host's threads are seldom later."""
+"""The most bytes of the ring through which gradients leave the device. A link of 50 GB/s moves these bytes
+in 1.3 ms, and the threads that empty the ring are seldom delayed for longer.
+"""
 
 
 @dataclass(frozen=True)
 class WorkingRoom:
-    """The sizes of the buffers that a placement keeps, as rules and limits."""
+    """The rules and limits by which a placement chooses the sizes of its working buffers."""
 
     pages: int
-    """Parameter pages that can be resident at one time besides those at home there."""
+    """Number of parameter pages that the pool of resident pages has room for. Pages that are at home where
+    the model computes take no room in this pool.
+    """
     chains: int | None = None
-    """Chains of the largest size that staging has room for; None: as the module's rule says."""
+    """Number of chains (updates of chunks), each of the largest size, that staging has room for. If None,
+    `staging` chooses the bytes by the size of the host tier.
+    """
     transit_buffers: int = 8
-    """Transit buffers for pages on two hops, where the device has memory of its own."""
+    """Number of buffers in host RAM through which pages pass from NVMe to a device with memory of its own."""
     nvme: bool = True
     """Whether pages may rest on NVMe."""
     share: float = 1.0
-    """The largest share of the computing tier for resident pages, and of the host tier for staging."""
+    """The largest fraction, from 0 to 1, of the computing tier that the pool of resident pages may take.
+    The same fraction limits staging in the host tier.
+    """
 
     def staging(self, host: int, chain: int, unit: int) -> int:
-        """Bytes of staging in a host tier of `host` bytes. chain: bytes of the largest chain. unit: bytes of
-        the largest unit's chains, for all of which staging should have room."""
+        """Bytes of staging in a host tier of `host` bytes.
+
+        chain: bytes of the largest chain, the update of one chunk. unit: bytes of all chains of the largest
+        unit together. Staging has room for all these chains where the host tier is large enough.
+        """
         if self.chains is not None:
             return self.chains * chain
         return max(2 * chain, min(host // _SHARE // 4096 * 4096, unit))
 
     def ring(self, device: int, block: int) -> int:
-        """Bytes of the ring for gradients in a device tier of `device` bytes. block: bytes of the smallest
-        block; a ring has at least two."""
+        """Bytes of the ring, through which gradients leave the device, in a device tier of `device` bytes.
+
+        block: bytes of the blocks that the ring consists of. The ring has at least two blocks.
+        """
         if self.transit_buffers == 1:
             return 2 * block
         return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
 
 
 AMPLE_PAGES = 12
-"""Resident parameter pages where units come from disk: eager updates run in some while others arrive. With 3
-a step took a quarter longer than with 10 (309M parameters, all on NVMe)."""
+"""Number of parameter pages that the pool of resident pages has room for if memory is ample. Eager updates
+use some pages while other pages arrive from disk. With 3 pages a step took a quarter longer than with 10
+(309M parameters, all on NVMe).
+"""
 
 LEAST = WorkingRoom(1, chains=1, transit_buffers=1)
 LEAST_IN_RAM = WorkingRoom(1, chains=1, transit_buffers=1, nvme=False)
@@ -69,4 +90,6 @@ WORKING_ROOMS = (
     WorkingRoom(2, chains=1, transit_buffers=1),
     LEAST,
 )
-"""Working rooms in the order in which they are tried: a model that fits in RAM at all is kept there."""
+"""The working rooms in the order in which the search tries them. Working rooms without NVMe come first, so
+that a model stays in memory if it fits there at all.
+"""

@@ -1,1 +1,3 @@
-"""`infinity tune` as a library: sweeps of disks, their shares of the bytes, speeds of memory and the link."""
+"""Tuning: the library behind `infinity tune`, which finds the best I/O settings of disks and measures
+memory and the link.
+"""

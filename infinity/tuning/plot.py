@@ -1,4 +1,6 @@
-"""Plot of a tuning: bytes per second over block size, with a line for each backend and depth."""
+"""Plot: draws the findings of a tuning as bytes per second over block size, a line for each backend and
+queue depth.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ _COLOURS = {"io_uring": "tab:blue", "libaio": "tab:orange", "threads": "tab:gree
 
 
 def check_plot(path: str | os.PathLike[str]) -> Path:
-    """The path of a plot that is to be written, checked; nothing is written yet.
+    """Check the path of a plot that is to be written, and return it. Nothing is written yet.
 
-    Raises ConfigError for a name that ends in neither .png nor .svg, and where matplotlib is missing;
+    Raises ConfigError for a name that ends in neither .png nor .svg, and if matplotlib is missing. Raises
     StorageError for a directory that does not exist.
     """
     target = Path(path)
@@ -36,9 +38,11 @@ def check_plot(path: str | os.PathLike[str]) -> Path:
 
 
 def draw(tuning: Tuning, path: str | os.PathLike[str]) -> None:
-    """Write the plot of a tuning: a row per path, a column per mode. The chosen settings are circled.
+    """Write the plot of a tuning to the file `path`.
 
-    Raises what `check_plot` does, and StorageError where the file cannot be written.
+    The plot has one row for each tuned directory, and one column each for reads, for writes and for both
+    mixed. The chosen settings are circled. Raises the errors of `check_plot`, and StorageError if the file
+    cannot be written.
     """
     target = check_plot(path)
     pyplot = _pyplot()
@@ -95,7 +99,7 @@ def _panel(axis: Any, disk: DiskSweep, mode: str) -> None:
 
 
 def _pyplot() -> Any:
-    """The module matplotlib.pyplot, set to draw into files. Raises ConfigError where it is missing."""
+    """Import matplotlib.pyplot, set to draw into files. Raises ConfigError if matplotlib is not installed."""
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")

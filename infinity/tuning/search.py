@@ -1,4 +1,6 @@
-"""Search for the best settings by rates that vary: successive halving, by medians. Pure but for its clock."""
+"""Search by trials: finds the best settings from rates that vary, by successive halving and medians. Pure,
+except for its clock.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,34 @@ from infinity.aio import BACKENDS
 from infinity.system.io_settings import IoSettings
 
 TIE = 0.03
-"""The share by which two scores may differ and still count as equal, because of noise."""
+"""The relative difference up to which two scores count as equal, because measurements are noisy."""
 
 _ERROR_OF_MEDIAN = 1.4826 * 1.2533
-"""The standard error of a median of n trials with normal noise, as a multiple of their median absolute
-deviation divided by sqrt(n): 1.4826 makes it a standard deviation, and 1.2533 that a median's error."""
+"""The factor by which MAD / sqrt(n) is multiplied to get the standard error of the median of n values with
+normal noise, where MAD is the median absolute deviation of the values. 1.4826 turns MAD into the standard
+deviation. 1.2533 turns the standard error of the mean into the standard error of the median.
+"""
 
 _MOST_THREADS = 16
-"""The most threads of the threads backend, however deep its queue."""
+"""The most threads that the backend "threads" has. A deeper queue gets no more threads."""
 _FIRST_PASS = 0.6
-"""The share of the time after which the first pass is cut short."""
+"""The fraction of the total time after which the first pass over all points is cut short."""
 
 Point = TypeVar("Point", bound=Hashable)
 Rates = Mapping[str, float]
-"""Bytes per second of one trial, by mode."""
+"""Bytes per second in one trial, by mode ("read", "write" or "mixed")."""
 Pass = Mapping[Point, Rates]
-"""One trial of each point, made one after the other."""
+"""The rates of each point from one pass, in which every point is tried once."""
 
 
 def grid(
     backends: Sequence[str], blocks: Sequence[int], depths: Sequence[int], bytes_in_flight: int
 ) -> list[IoSettings]:
-    """Every combination with at most `bytes_in_flight` in flight, and no more threads than there can be."""
+    """All combinations of backends, block sizes (bytes) and queue depths that have at most
+    `bytes_in_flight` bytes in flight.
+
+    Depths above the largest number of threads are left out for the backend "threads".
+    """
     return [
         settings
         for backend in backends
@@ -46,15 +54,18 @@ def grid(
 
 
 class Halving(Generic[Point]):
-    """Successive halving (Jamieson and Talwalkar, 2016) of points by several rates at once.
+    """Successive halving (Jamieson and Talwalkar, 2016), which finds the best of many points by several
+    rates at once.
 
-    Rounds take equal time: the first tries all points once, the next ones fewer points more often. After each
-    round the better half by `scores` stays, until `finalists` points are left. The best point of each mode
-    and the points in `always` stay too. Points that the first pass has no time for are left out; its order is
-    random.
+    Points are candidates, such as IoSettings. A pass tries each point that is left once, in random order.
+    The time is divided into rounds of equal length. The first round tries all points, and each later round
+    tries fewer points more often. After each round the half of the points with the better `scores` stays,
+    until `finalists` points are left. The best point of each mode and the points in `always` stay too.
+    Points that the first pass has no time for are left out.
 
-    trial: measures the rates of a point in every mode. seconds: for all rounds. order: shuffles the points
-    anew for each pass.
+    trial: measures the rates of a point in every mode. seconds: seconds for all rounds. finalists: number
+    of points that stay to the end. order: the random number generator that shuffles the points for each
+    pass. clock: returns the present time in seconds.
     """
 
     def __init__(
@@ -84,7 +95,9 @@ class Halving(Generic[Point]):
             self.finalists = self._best(wanted, always)
 
     def _try_until(self, until: float) -> None:
-        """Make passes over the finalists, at least one, until another one would end after `until`."""
+        """Make passes over the finalists until the next pass would end after `until`, a time of the clock.
+        At least one pass is made.
+        """
         while True:
             start = self._clock()
             self.passes.append(self._one_pass())
@@ -109,15 +122,17 @@ class Halving(Generic[Point]):
 
 
 def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
-    """The modes that the passes have rates of."""
+    """The modes for which the passes have rates."""
     return list(next(iter(passes[0].values())))
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """Relative rates of the points that all passes have: 1 is as fast as the middle one.
+    """The relative rate in `mode` of each point that is in all passes. The median point has a rate of about
+    1.
 
-    A point's is the median, over passes, of its rate divided by the pass's median rate. So no point gains if
-    the disk is twice as fast a second later.
+    In each pass, a point's rate is divided by the median rate of the pass. The point's relative rate is the
+    median of these quotients over all passes. So no point gains from a pass in which the disk happens to be
+    fast.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -129,9 +144,11 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The points' relative speeds of moving equal bytes in every mode; at most 1.
+    """The score of each point: the relative speed, at most 1, at which the point moves equal bytes in every
+    mode.
 
-    A point's is the harmonic mean, over modes, of its `standing` divided by the mode's best one.
+    In each mode, the point's `standing` is divided by the best standing of all points. The score is the
+    harmonic mean of these quotients over all modes.
     """
     shares: dict[Point, list[float]] = {}
     for mode in modes_of(passes):
@@ -143,13 +160,15 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
 
 
 def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
-    """The cheapest settings whose score is within 3% of the best; `usual` where the best does not beat it.
+    """Choose the cheapest settings whose score is within 3% of the best score.
 
-    The cheapest settings have the first backend in the order of choice, which costs the least CPU time, and
-    among these the fewest bytes in flight, since the next urgent request waits behind them.
+    The cheapest settings are those whose backend comes first in BACKENDS, because that backend takes the
+    least CPU time. With equal backends, settings with fewer bytes in flight are cheaper, because the next
+    urgent request has to wait for these bytes.
 
-    usual: the settings without tuning. They are kept in case of doubt, because the best of many noisy figures
-    is too high by chance: without this, one run in ten would choose settings slower than no tuning at all.
+    usual: the settings that are used without tuning. They are returned if the best settings are not clearly
+    faster. The best of many noisy figures is too high by chance, so without this rule one run in ten would
+    choose settings that are slower than the usual settings.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)
@@ -163,10 +182,12 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
 
 
 def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
-    """Whether `one` moves equal bytes in every mode faster than `other`, by more than a tie and the noise.
+    """Whether `one` is faster than `other` by more than TIE and the noise, if equal bytes are moved in
+    every mode.
 
-    Each pass that has both gives the logarithm of the ratio of their speeds. The median of these must exceed
-    a tie plus its own standard error, which follows from the median absolute deviation.
+    Each pass that has both points gives the logarithm of the ratio of their speeds. The median of these
+    logarithms must exceed log(1 + TIE) by more than the median's standard error, which is computed from the
+    median absolute deviation.
     """
     times = [
         math.log(statistics.harmonic_mean([each[one][mode] / each[other][mode] for mode in each[one]]))
@@ -179,11 +200,11 @@ def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
 
 
 def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:
-    """The point with the best `standing` in a mode, or with the best of `scores` for None."""
+    """The point with the best `standing` in `mode`. Without a mode, the point with the best of `scores`."""
     found = scores(passes) if mode is None else standing(passes, mode)
     return max(found, key=found.__getitem__)
 
 
 def median_rate(passes: Sequence[Pass[Point]], point: Point, mode: str) -> float:
-    """The median of a point's bytes per second in a mode, over the passes that have it."""
+    """The median of a point's bytes per second in `mode`, over the passes that have the point."""
     return statistics.median(each[point][mode] for each in passes if point in each)

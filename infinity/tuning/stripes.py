@@ -1,4 +1,6 @@
-"""The sweep of stripes: shares of the bytes of several disks, tried through a volume as in the NVMe tier."""
+"""Sweep of stripes: tries how to divide bytes between several disks, through a striped volume as in the
+NVMe tier.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,34 @@ from infinity.tuning.sweep import DiskSweep, Effort, Progress
 Shares = tuple[float, ...]
 
 _SAME = 0.02
-"""The difference up to which two candidates' shares count as the same."""
+"""Two candidates count as the same if each path's shares in both differ by at most this number."""
 _FILL = 0.9
-"""The share of the test files that a volume uses, so that whole periods of stripes fit."""
+"""The fraction of the test files' bytes that a striped volume uses. The rest allows for rounding to whole
+periods of stripes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StripeSweep:
-    """The findings for several paths together."""
+    """The results of the sweep of stripes over several paths."""
 
     paths: tuple[str, ...]
     shares: Shares
-    """Each path's share of the bytes, in the order of the paths; they add up to 1."""
+    """The fraction of the bytes on each path, in the order of `paths`. The fractions add up to 1."""
     read: float
-    """Bytes per second of all paths together, with these shares."""
+    """Bytes per second read from all paths together, with the bytes distributed as `shares` says."""
     write: float
     mixed: float
     candidates: dict[str, float]
-    """Bytes per second of reads and writes together, by the shares that were tried (text, in percent)."""
+    """Bytes per second of reads and writes mixed, for each candidate that was tried. The key is a text with
+    the candidate's shares, such as "60% : 40%".
+    """
 
 
 def candidate_shares(disks: Sequence[DiskSweep]) -> list[Shares]:
-    """The distinct shares to try: in proportion to each disk's own rates (mixed, read, write), and even."""
+    """The distinct candidates for the shares of bytes on each disk: in proportion to the disks' mixed
+    rates, to their read rates or to their write rates, and equal shares.
+    """
     speeds = [
         *([getattr(disk.chosen, mode) for disk in disks] for mode in reversed(MODES)),
         [1.0] * len(disks),
@@ -60,9 +68,12 @@ def sweep_stripes(
     seconds: float,
     progress: Progress,
 ) -> StripeSweep:
-    """The best shares for these files, each with the settings chosen for its disk.
+    """Find the best way to divide bytes between test files on several disks.
 
-    seconds: for all trials. Raises what requests raise: StorageError, StorageFull.
+    files: a test file on each disk. disks: the results of each disk's own sweep, whose chosen settings are
+    used. memory: the RAM that is read into and written from. effort: says how long a trial takes. seconds:
+    seconds for all trials. progress: called before each trial. Raises StorageError and StorageFull if I/O
+    fails.
     """
     candidates = candidate_shares(disks)
 
@@ -101,7 +112,9 @@ def sweep_stripes(
 def _volume(
     files: Sequence[TestFile], disks: Sequence[DiskSweep], shares: Shares
 ) -> Iterator[tuple[Volume, int]]:
-    """A volume over the files with these shares, and the bytes that it can hold."""
+    """A context with a volume that is striped over the files by these shares, and the bytes that the volume
+    can hold.
+    """
     nbytes = int(min(file.nbytes / share for file, share in zip(files, shares, strict=True)) * _FILL)
     striping = choose_striping(nbytes, [file.nbytes for file in files], shares, REQUEST_BYTES)
     with contextlib.ExitStack() as cleanup:

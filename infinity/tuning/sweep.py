@@ -1,4 +1,4 @@
-"""The sweep of a disk: backends, block sizes and depths tried in turn, for reads, writes and both mixed."""
+"""Sweep of a disk: tries backends, block sizes and queue depths for reads, for writes and for both mixed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from infinity.tiers.trial_file import MODES, TestFile
 from infinity.tuning.search import Halving, best_of, choose, grid, median_rate
 
 Progress = Callable[[str], None]
-"""A function that is called before each trial with a text on the settings that it tries."""
+"""A function that is called before each trial, with a text that names the settings of the trial."""
 
 _LATENCY = 0.064
-"""Seconds of latency up to which bytes in flight are tried: by Little's law they are rate x latency. A disk
-without other users needs far fewer bytes in flight, but a deeper queue gets more of a shared disk."""
+"""Seconds of latency that limit the bytes in flight to try. The limit is this latency times the rate of the
+disk (Little's law). A disk without other users needs far fewer bytes in flight, but a deeper queue gets
+more of a shared disk.
+"""
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The settings that a sweep tries, and the seconds that it takes."""
+    """The settings that a sweep tries, and the time that the sweep takes."""
 
     seconds: float
-    """Seconds of all sweeps together."""
+    """Seconds that all sweeps of a tuning take together."""
     blocks: tuple[int, ...]
     """Block sizes in bytes."""
     depths: tuple[int, ...]
     slice_seconds: float
-    """Seconds of one mode in one trial."""
+    """Seconds for which one trial measures each mode: reads, writes and both mixed."""
 
 
 QUICK = Effort(
@@ -60,18 +62,22 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSweep:
-    """The findings for one path."""
+    """The results of the sweep of one path."""
 
     path: str
     nbytes: int
     """Bytes of the test file."""
     direct: bool
-    """Whether the file was open with O_DIRECT; without it, all I/O passes through the page cache."""
+    """Whether the test file was open with O_DIRECT. Without O_DIRECT, all I/O passes through the page
+    cache.
+    """
     chosen: Measured
     best: dict[str, Measured]
-    """The fastest settings in each mode, among those that every pass tried."""
+    """The fastest settings in each mode ("read", "write" or "mixed"), among the settings that every pass
+    tried.
+    """
     points: tuple[Measured, ...]
-    """All settings that were tried, those with the most trials first."""
+    """The rates of all settings that were tried. Settings with the most trials come first."""
 
 
 def sweep_disk(
@@ -83,10 +89,11 @@ def sweep_disk(
     bytes_in_flight: int,
     progress: Progress,
 ) -> DiskSweep:
-    """The best settings for a file: the effort's grid is tried with these backends.
+    """Find the best I/O settings for the disk that a test file is on.
 
-    seconds: for all trials. bytes_in_flight: the most bytes in flight that are tried. Raises what
-    `TestFile.rate` raises.
+    All combinations of these backends with the block sizes and queue depths of `effort` are tried. seconds:
+    seconds for all trials. bytes_in_flight: the most bytes in flight that are tried. progress: called
+    before each trial. Raises StorageError and StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)

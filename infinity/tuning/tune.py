@@ -1,4 +1,6 @@
-"""Tuning: sweeps every path, and several together, measures memory and the link, and keeps the findings."""
+"""Tuning run: finds the best I/O settings for each disk and for several together, measures memory and the
+link between host and device, and saves the findings.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
 _STRIPES = 0.2
-"""The share of the time that the sweep of stripes has, where there are several paths."""
+"""The fraction of the tuning's time in which stripes over several paths are tried, if there are several
+paths.
+"""
 _FILL_SECONDS = 8.0
-"""Seconds for writing all test files once, at most."""
+"""The most seconds for writing all test files once."""
 
 Report = Callable[[float, str], None]
-"""A function that is called before each trial with the share that is done, from 0 to 1, and a text on it."""
+"""A function that is called before each trial, with the fraction of the work that is done, from 0 to 1, and
+a text that names the trial.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +50,19 @@ class Tuning:
     stripes: StripeSweep | None
     """The findings for several paths together; None for a single path."""
     shared: tuple[tuple[str, str], ...]
-    """Pairs of paths that are on one device, where striping gains nothing."""
+    """Pairs of paths on the same device. Striping over the two paths of a pair gains nothing."""
     stream: float
-    """The rate at which the update's threads read and write memory."""
+    """Bytes per second that the threads of the CPU's updates read and write in memory."""
     link: LinkSpeed | None
-    """The link's speed; None without a CUDA device."""
+    """The speed of copies between host RAM and the CUDA device; None without a CUDA device."""
     seconds: float
     """Seconds that the run took."""
     profile: str
-    """The path of the file that keeps the findings."""
+    """The path of the file in which the findings are saved."""
     saved: bool
-    """Whether that file could be written."""
+    """Whether the file at `profile` could be written."""
     note: str | None
-    """The reason why an older profile could not be used and was replaced; None if there was none."""
+    """The reason why an older file at `profile` could not be used and was replaced; None otherwise."""
 
 
 def tune(
@@ -66,25 +72,27 @@ def tune(
     size: Size | None = None,
     report: Report = lambda done, what: None,
 ) -> Tuning:
-    """Find the best I/O settings for the disks under these directories, and keep them for plans and all I/O.
+    """Find the best I/O settings for the disks under these directories, and save them for plans and for all
+    I/O.
 
-    size: bytes of each test file; by default 2 GiB, or half of the free bytes where that is less. It is
-    written once and removed. Raises ConfigError for directories or sizes that cannot be used and for an
-    unknown INFINITY_AIO, StorageError and StorageFull for directories that cannot hold the file; nothing is
-    left behind then.
+    thorough: whether to try more settings for a longer time. size: bytes of each test file; by default 2
+    GiB, or half of the free bytes if that is less. A test file is written once and removed at the end, also
+    after an error. report: called before each trial with the progress. Raises ConfigError for directories
+    or sizes that cannot be used and for an unknown INFINITY_AIO. Raises StorageError or StorageFull for
+    directories that cannot hold the test file.
     """
     effort, start = THOROUGH if thorough else QUICK, time.monotonic()
     sizes = _file_sizes(paths, size)
     backends = [_backends(path) for path in paths]
 
     def progress(what: str) -> None:
-        # Files, memory and the link take some 4 s beside the sweeps.
+        # Test files, memory and the link take some 4 s in addition to the sweeps.
         report(min(1.0, (time.monotonic() - start) / (effort.seconds + 4.0)), what)
 
     progress("memory")
     stream = stream_speed()
     disks, stripes = _sweep(paths, sizes, backends, effort, progress)
-    stream = max(stream, stream_speed())  # others at work only slow it down
+    stream = max(stream, stream_speed())  # other processes can only make the rate lower
     link = arena_link()[0] if torch.cuda.is_available() else None
     profile = Profile()
     note = profile.note
@@ -141,14 +149,18 @@ def _sweep(
 
 
 def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
-    """Bytes of each test file, in whole MiB. Raises what `tune` raises."""
+    """Bytes of each path's test file, a multiple of 1 MiB. Raises ConfigError, StorageError and StorageFull
+    as described in `tune`.
+    """
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
-        raise ConfigError(f"The paths {list(paths)} are none or name one twice.", "Give each directory once.")
+        raise ConfigError(
+            f"The list of directories {list(paths)} is empty or has duplicates.", "Give each directory once."
+        )
     room = _usable_bytes(paths)
     wanted = None if size is None else parse_size(size, what="size") >> 20 << 20
     if wanted is not None and wanted < SMALLEST:
         raise ConfigError(
-            f"A test file of {size} says nothing about a disk.",
+            f"A test file of {size} is too small to measure a disk.",
             f"Give --size {format_size(SMALLEST)} or more.",
         )
     for path, free in zip(paths, room, strict=True):
@@ -166,9 +178,10 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
 
 
 def _usable_bytes(directories: Sequence[str]) -> list[int]:
-    """Free bytes of each directory's file system, divided by the number of directories that share it.
+    """The free bytes of each directory's file system, divided by the number of directories that share the
+    file system.
 
-    Raises StorageError as `check_directory` does.
+    Raises StorageError and ConfigError for directories that `check_directory` refuses.
     """
     paths = [check_directory(directory) for directory in directories]
     devices = [os.stat(path).st_dev for path in paths]
@@ -176,7 +189,11 @@ def _usable_bytes(directories: Sequence[str]) -> list[int]:
 
 
 def _backends(path: str) -> list[str]:
-    """The backends that work in a directory, in the order of choice; INFINITY_AIO leaves only one."""
+    """The names of the I/O backends that work in a directory, in the order of preference.
+
+    Backends without direct I/O are left out if another backend has direct I/O. If the environment variable
+    INFINITY_AIO names a backend, only this backend is returned.
+    """
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if forced != "auto":
         with aio.Engine(path, backend=forced) as engine:
