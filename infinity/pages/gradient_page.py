@@ -1,4 +1,4 @@
-"""Gradient page: the gradients of one unit by chunk, which of the gradients exist, and each chunk's memory."""
+"""Gradient page: the gradients of one unit by chunk, which of the gradients exist, and where in memory."""
 
 from __future__ import annotations
 
