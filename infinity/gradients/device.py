@@ -22,7 +22,7 @@ from infinity.tiers.link import User
 
 
 class DeviceUnits:
-    """The units whose updates the device computes, by the plan. Called under the runtime's lock."""
+    """The units that the device updates, as the plan says. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DeviceUnits:
         """Queue the update of some parameters of a unit on the device, before work that is queued later.
 
         updates: index of a parameter -> its update. scale: factor by which stored gradients are multiplied
-        to get the gradients that the rule sees.
+        to get the gradients that the optimizer sees.
         """
         if not updates:
             return

@@ -50,10 +50,10 @@ class Gradients:
         ring: GradientRing | None = None,
     ) -> None:
         """pages: unit -> its gradient page. scale: the loss scale. on_device: the units that the device
-        updates, or None.
+        updates; None if there are no such units.
 
-        ring: the gradient ring, through which gradients leave a device with its own memory; None if there
-        is none.
+        ring: the gradient ring, through which gradients leave a device with its own memory; None if the
+        device has no memory of its own.
         """
         self.pages = pages
         self._ring = ring
@@ -86,9 +86,10 @@ class Gradients:
         return any(page.content for page in reversed(self.pages.values()))
 
     def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
-        """Wait, without the runtime's lock, until the gradient ring has room for a new gradient.
+        """Wait, without the runtime's lock, until the gradient ring has room for `fresh`, a new gradient.
 
-        If the wait raises an exception, the gradients of this step are lost, as in `adding`.
+        If the wait raises an exception, the gradients of this step are lost: `check` raises the exception
+        until `clear`.
         """
         if self._ring is None or self.on_device(unit):
             return
@@ -167,7 +168,7 @@ class Gradients:
                 self.staged.complete(page, chunk_index)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
-        """Add a new gradient of a parameter to its gradient on the device.
+        """Add a new gradient of a parameter to the parameter's gradient on the device.
 
         flat: the new gradient, (numel,) in memory order.
         """
@@ -195,7 +196,7 @@ class Gradients:
     def clip(self, max_norm: float, norm: float) -> None:
         """Change `unscale` so that the norm of the gradients becomes at most `max_norm`.
 
-        norm: the present norm of all gradients. If it is not finite, nothing changes.
+        norm: the present norm of all gradients. A norm that is not finite changes nothing.
         """
         if math.isfinite(norm):
             before = 1.0 if self._clipping is None else self._clipping
@@ -241,7 +242,7 @@ class Gradients:
         return self._on_device is not None and unit in self._on_device
 
     def consume(self, unit: int) -> None:
-        """Give a unit's gradients to an eager update. No other code may use the gradients any more."""
+        """Give a unit's gradients to an eager update, in backward. No other code may use them any more."""
         page = self.pages[unit]
         page.consumed = True
         for chunk_index, chunk in enumerate(page.chunks):
@@ -263,7 +264,7 @@ class Gradients:
         self._clipping = None
 
     def close(self) -> None:
-        """Close the ring, forget all gradients, and drop all views of memory. Called at the runtime's end."""
+        """Close the gradient ring, forget all gradients, and drop all views of memory."""
         if self._ring is not None:
             self._ring.close()
         self.clear()
@@ -339,9 +340,9 @@ class Gradients:
     def _accumulate(
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
     ) -> npt.NDArray[np.float64]:
-        """Add `fresh` to `target` (again=True) or copy `fresh` to `target` (again=False).
+        """Add `fresh` to `target` (again=True), or copy `fresh` to `target` (again=False).
 
-        Returns the sums of squares of the blocks of `target`.
+        Returns the sums of squares of the new `target`, one for each cpu_adam.BLOCK elements.
         """
         self._store.link.uses(User.HOST, target, writes=True, label="accumulated gradient")
         whole = [cpu_adam.Segment(0, target.numel())]

@@ -27,7 +27,7 @@ _GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """The loss scale of one runtime. It is always 1 unless `dynamic`."""
+    """The loss scale of one runtime. The scale stays 1 unless `dynamic`."""
 
     def __init__(self, *, dynamic: bool) -> None:
         self.dynamic = dynamic
@@ -88,7 +88,7 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) 
 class _ScaleGradient(torch.autograd.Function):
     """The identity function, whose gradient is multiplied by scale ** power.
 
-    The scale is the one at the time of backward.
+    The value of the scale is read when backward runs.
     """
 
     @staticmethod

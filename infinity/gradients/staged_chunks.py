@@ -32,8 +32,8 @@ class StagedChunks:
     ) -> None:
         """pages: unit -> its gradient page. failure: object that records errors which lose gradients.
 
-        ring: the gradient ring, through which gradients leave a device with its own memory; None if there
-        is none.
+        ring: the gradient ring, through which gradients leave a device with its own memory; None if the
+        device has no memory of its own.
         """
         self.more_to_come = False
         """Whether another micro-batch will bring gradients of the same parameters next. If so, a chunk that

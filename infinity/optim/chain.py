@@ -46,7 +46,7 @@ class ChainState(enum.Enum):
     IDLE = "idle"
     """There is nothing to do. The chain holds no staging."""
     DUE = "due"
-    """The gate is open, and the chain waits for staging. It holds none but that of a staged gradient."""
+    """The gate is open, and the chain waits for staging. It holds no staging except that of its gradient."""
     READING = "reading"
     """Bytes that are not in RAM are being read. From now on the chain holds all the staging it needs."""
     GATED = "gated"
@@ -56,7 +56,7 @@ class ChainState(enum.Enum):
     WRITING = "writing"
     """The results are on their way home. The transfers hold the staging until they are done."""
     LOST = "lost"
-    """A write failed: the only copy of these parameters is gone."""
+    """A write failed: the only copy of the chunk's new bytes is gone."""
 
     __hash__ = object.__hash__
     """Hash by identity, which is faster than Enum's own hash."""
@@ -91,11 +91,13 @@ class Chain:
         """Whether all memory of the chain is at home in host RAM, so that the chain never needs staging."""
         self.state = ChainState.IDLE
         self.decision: Decision | None = None
-        """The update that was decided. The gate is open while there is a decision, and closed while None."""
+        """The update that was decided; None if no update is decided. The gate is open while not None."""
         self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
         """The running update, while COMPUTING; else None."""
         self.copy: Transfer = ARRIVED
-        """While WRITING: the copy of the new parameters to a device with its own memory."""
+        """The copy of new parameters to a device with its own memory, while WRITING. ARRIVED, a transfer
+        that has ended, if there is no such copy.
+        """
         self._store = store
         self._health = health
         self._state_page = update.state_page
@@ -128,7 +130,7 @@ class Chain:
         self.was_ahead = False
         """Whether the states were read before the gate opened."""
         self._at_home: Memory | None = None
-        """The chain's memory at home, if the chain `rests`; None before its first update."""
+        """The chain's memory at home, after the first update, if the chain never needs staging; else None."""
 
     def present(self) -> Present | None:
         """The parameter page's bytes where the model computes, if that is host RAM and not the home; else
@@ -143,7 +145,7 @@ class Chain:
         return self.page.incoming if living is None else (living, ARRIVED)
 
     def needed(self, present: Present | None) -> int:
-        """Bytes of staging that the chain needs, while DUE. present: the result of the method `present`."""
+        """Bytes of staging that a DUE chain needs to begin. present: the result of the method `present`."""
         nbytes = 0 if self._state_page.home.in_place else self.state_bytes
         if not self._gradient.nbytes:
             nbytes += self.gradient_bytes
@@ -159,14 +161,14 @@ class Chain:
 
     @property
     def in_place(self) -> bool:
-        """Whether all inputs of the chain are in host RAM, while DUE."""
+        """Whether all inputs of a DUE chain are in host RAM already."""
         if self.rests:
             return True
         return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The chunk's gradient when the gate opened, uint8, while DUE; empty if the gradient must be read."""
+        """The gradient of a DUE chain when the gate opened, uint8; empty if it must be read from home."""
         return self._gradient
 
     @property
@@ -196,7 +198,7 @@ class Chain:
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether the chain's gradient is in staging, while DUE."""
+        """Whether the gradient of a DUE chain is in staging."""
         return bool(self._gradient.nbytes) and not self._gradient_page.home.in_place
 
     # --- transitions ------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ class Chain:
         self._reads.clear()
 
     def put_back(self) -> None:
-        """Give up after a read failed: READING -> DUE. Nothing was changed."""
+        """Make the chain due again after a read failed: READING -> DUE. Nothing was changed."""
         self.end()
         self._let_go()
         self._to(ChainState.DUE)
@@ -307,11 +309,10 @@ class Chain:
         self._gradient = self._kept = NOTHING
 
     def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """Submit the update to the update threads: READING -> COMPUTING; if the chain `rests`, DUE ->
-        COMPUTING.
+        """Submit the update to the update threads: READING -> COMPUTING.
 
-        All reads have succeeded before. awaited: whether the caller is about to wait for the update. Raises
-        the gradient ring's failure.
+        A chain that never needs staging goes DUE -> COMPUTING. All reads have succeeded before. awaited:
+        whether the caller is about to wait for the update. Raises the gradient ring's failure.
         """
         if self.rests:
             self._take_at_home()
@@ -415,7 +416,10 @@ class Chain:
         return memory
 
     def _take_at_home(self) -> None:
-        """Use the chain's memory at home, for a chain that `rests`. Raises the gradient ring's failure."""
+        """Use the memory at home, for a chain that never needs staging.
+
+        Raises the gradient ring's failure.
+        """
         self._gradient_page.settle(self.chunk_index)
         if self._at_home is None:
             offset = self._gradient_page.offset(self.chunk_index)
@@ -435,7 +439,7 @@ class Chain:
             self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
 
     def _let_go(self) -> None:
-        """Drop all references to memory except the reference to the kept gradient."""
+        """Drop all references to memory except the reference to the gradient that was kept at `open`."""
         self._reads = []
         self._parameter = self._states = self._room = NOTHING
         self._gradient = self._kept

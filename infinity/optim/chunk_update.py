@@ -46,7 +46,7 @@ class ChunkUpdate:
         self._form: cpu_adam.UpdateForm | None = None
         """The description of the first update, which later updates reuse; None before the first update."""
         self._addresses: Sequence[int] | None = None
-        """Addresses of the chunk's arrays, if the chunk `rests`; None before its first update."""
+        """Addresses of the chunk's arrays after the first update, if the arrays never move; else None."""
 
     def submit(
         self, decision: Decision, memory: Memory, *, awaited: bool

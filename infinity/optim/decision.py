@@ -26,11 +26,11 @@ class Decision:
 
     hypers: Sequence[cpu_adam.Hyper]
     native: Sequence[cpu_adam.NativeHyper]
-    """The hyper-parameters of `hypers`, in the same order, in the form of the native core."""
+    """The hyper-parameters of `hypers`, in the same order, in the form that the native code takes."""
     parameters: Mapping[int, tuple[int, int]]
     """Index of each updated parameter -> (index into `hypers`, seed of its stochastic rounding)."""
     scale: float
-    """Factor by which stored gradients are multiplied to get the gradients that the rule sees."""
+    """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees."""
     fresh: frozenset[int]
     """Indices of the chunks whose moments this update creates."""
     edited: frozenset[int]
@@ -71,7 +71,8 @@ def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -
 def count_step(page: ParameterPage, states: States, decision: Decision, group_of: GroupOf) -> None:
     """Count the update of a unit as done, however late the update runs.
 
-    Counts steps and moments in the optimizer page, and the version counters of the parameters.
+    In the optimizer page, the step counts are raised and new moments are noted. The version counters of the
+    updated parameters move.
     """
     state, touched = states.pages[page.index], decision.parameters.keys()
     if not all(state.begun):

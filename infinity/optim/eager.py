@@ -98,7 +98,7 @@ class EagerStep:
             )
 
     def stepped(self) -> None:
-        """Note that the step is over. Its gradients stay until `clear`."""
+        """Note that the step is over. The step's gradients stay until `clear`."""
         self._stepped = True
 
     def clear(self) -> None:

@@ -27,13 +27,12 @@ _RETIRED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_gro
 
 
 class OptimizerCore(Protocol):
-    """The part of the runtime that updates parameters and keeps their states. Parameters compare by
-    identity.
+    """The part of the runtime that updates parameters and keeps their states.
 
-    The state of a parameter is a mapping. As in torch, it has "step" (a float32 scalar; not for SGD) and
-    the rule's moments (float32, in the parameter's shape and strides). If the parameter is not float32, the
-    state also has "master" (float32, in the parameter's shape and strides). An SGD momentum buffer without
-    content is left out.
+    Parameters are compared by identity. The state of a parameter is a mapping. As in torch, it has "step"
+    (a float32 scalar; not for SGD) and the rule's moments (float32, in the parameter's shape and strides).
+    If the parameter is not float32, the state also has "master" (float32, in the parameter's shape and
+    strides). An SGD momentum buffer without content is left out.
     """
 
     def step(self) -> None:
@@ -117,19 +116,19 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
 
 class PagedOptimizer(torch.optim.Optimizer):
-    """An optimizer in the place of the user's: it has the same groups, defaults and hooks, and pages the
-    states.
+    """An optimizer in the place of the user's, which has the same groups, defaults and hooks.
 
-    Schedulers may hold either optimizer. `state_dict()` has the form of the user's optimizer, with moments
-    in fp32. The state of a parameter that is not fp32 also has an fp32 "master". torch's optimizers load
-    and save that entry without using it.
+    The states are kept in pages. Schedulers may hold either optimizer. `state_dict()` has the form of the
+    user's optimizer, with moments in fp32. The state of a parameter that is not fp32 also has an fp32
+    "master", an entry that torch's optimizers load and save without using it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
-        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the owner of the states'
-        pages.
+        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the owner of the pages of
+        states.
 
-        No state is moved here; `adopt` copies states into the pages, and `retire` frees the user's.
+        No state is moved here: `adopt` copies states into the pages, and `retire` frees the states of
+        `optimizer`.
         """
         self._replaced: Any = optimizer
         self._rule = rule
@@ -311,8 +310,8 @@ def checked_state(
 ) -> dict[str, Tensor]:
     """Check a state in torch's form, and return the entries that `OptimizerCore.write_state` takes.
 
-    what: the parameter's name in error messages. dtype: the parameter's dtype in its page, if the values
-    are not there yet. No copy is made, and entries that the rule does not know are left out. Raises
+    what: the parameter's name in error messages. dtype: the parameter's dtype in its page; None:
+    `parameter.dtype`. No copy is made, and entries that the rule does not know are left out. Raises
     ConfigError if an entry is missing, is not a dense tensor of floats, or has the wrong shape.
     """
     if not isinstance(state, Mapping):
@@ -321,7 +320,7 @@ def checked_state(
     if rule.counts_steps and state:
         result["step"] = _step_count(state.get("step"), what)
         if result["step"] == 0 and not parameter.requires_grad:
-            # torch's Adagrad gives frozen parameters a state too; it has no page, and is never used.
+            # torch's Adagrad gives frozen parameters a state too. That state has no page, and is never used.
             return {}
     for name in (*rule.moments, "master"):
         value = state.get(name)

@@ -24,9 +24,9 @@ from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.store import Store
 
 _SPARED = 4
-"""Divisor of the staging that read-ahead keeps free: a quarter, for gradients whose states are not read
-ahead. With a half, a step took 3.7 s instead of 2.9 s, because the disk waited for room (309M parameters,
-all on NVMe).
+"""Reading ahead leaves one part in _SPARED of staging free, for gradients whose states are not read ahead.
+When it left half of staging free, a step took 3.7 s instead of 2.9 s, because the disk waited for room
+(309M parameters, all on NVMe).
 """
 
 
@@ -51,7 +51,7 @@ class Staging:
         return memory
 
     def try_grant(self, chain: Chain) -> bool:
-        """Begin a DUE chain. Returns False if there is no room for it."""
+        """Begin a DUE chain if staging has room for it. Returns whether the chain has begun."""
         if chain.rests:
             self._queue.compute(chain)
             self._queue.begun(chain)
@@ -64,11 +64,11 @@ class Staging:
         return True
 
     def grant(self, chain: Chain) -> None:
-        """Begin a DUE chain as soon as there is room for it. Raises the errors of `take`."""
+        """Begin a DUE chain as soon as staging has room for it. Raises the errors of `take`."""
         while not self.try_grant(chain):
             if self._make_room(chain):
                 continue
-            if chain.holds_gradient:  # it may lie so that no free range is large enough for the rest
+            if chain.holds_gradient:  # which may lie so that no free range is large enough
                 self._put_gradient_home(chain)
                 continue
             present = chain.present()
@@ -114,10 +114,10 @@ class Staging:
             return lease.residency()
 
     def _make_room(self, asking: Chain | None = None) -> bool:
-        """Wait for one transfer or chain, or else undo one. Returns False if nothing is left to do.
+        """Wait for one transfer or chain to end, or else take the staging of one chain or one gradient.
 
-        asking: the DUE chain that needs the room, whose own gradient is kept; None for a gradient. Raises
-        StorageError.
+        asking: the DUE chain that needs the room, and whose own gradient stays staged; None: a gradient
+        needs the room. Returns False if nothing is left to wait for or to take. Raises StorageError.
         """
         queue = self._queue
         if self._store.finish_oldest_write():

@@ -85,10 +85,10 @@ class ReadAhead:
         return True
 
     def candidates(self, pending: Callable[[int], bool]) -> Iterator[Sequence[Chain]]:
-        """Groups of chains to read ahead next. The caller reads all chains of a group, or stops if it has
-        no room.
+        """Groups of chains to read ahead next. The caller reads all chains of a group, or stops for lack of
+        room.
 
-        pending: function from a unit to whether the unit's last update has not ended.
+        pending: function that says whether a unit's last update has not ended yet.
         """
         return self._before_gradients(pending) if self._eager else self._after_gradients()
 

@@ -21,10 +21,10 @@ class UnitUpdate:
     left: int = 0
     """Number of chains whose gate was opened and whose results the model cannot use yet."""
     unread: bool = False
-    """Whether a read for a chain failed. The chain is tried again only when a caller waits for the unit."""
+    """Whether a read for one of the chains failed. The read is repeated when a caller waits for the unit."""
     resting: Sequence[Chain] = ()
-    """DUE chains that are in no queue: the unit `rests`, the CPU computes the model, and they begin at
-    once.
+    """DUE chains that are in no queue, because they begin at once. All memory of these chains is at home in
+    host RAM, and the CPU computes the model too.
     """
 
     @staticmethod

@@ -45,7 +45,7 @@ class UpdateQueue:
     # --- in and out -------------------------------------------------------------------------------------
 
     def open(self, unit: int, chains: Sequence[Chain], decision: Decision) -> None:
-        """Open the gates of some chains of a unit.
+        """Open the gates of some chains of a unit. decision: the update of the unit.
 
         Chains that have not read their states ahead are due afterwards.
         """
@@ -183,7 +183,7 @@ class UpdateQueue:
                 self.copies.remove(copied)
 
     def finish_copies(self) -> None:
-        """Wait for all copies to the device. They hold views of the pages to which they copy."""
+        """Wait for all copies to the device, because a copy holds a view of the page that it writes."""
         while self.copies:
             self.copies.popleft()[1].wait()
 

@@ -75,7 +75,7 @@ class Updater:
         return [Chain(each, self._store, health) for each in updates]
 
     def _read_ahead(self) -> ReadAhead | None:
-        """The choice of chains to read ahead. None if updates are "sync", or if the number of gradients in
+        """The choice of chains to read ahead. None if updates are "sync", or if the number of backwards in
         a step was not declared.
         """
         plan = self._store.plan
@@ -127,7 +127,7 @@ class Updater:
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
-            self.complete(unit)  # it was not used since the last step
+            self.complete(unit)  # the unit may not have been used since the last step
         self._store.link.drain()
         for unit in later:
             self._open(unit, group_of)
@@ -138,7 +138,7 @@ class Updater:
         opened.sort(key=lambda each: first.get(each, len(order) + each))
         self._queue.arrange(opened)
         if self._ahead is not None:
-            self._queue.revoke_all()  # chains of units that have no update now
+            self._queue.revoke_all()  # a chain that read ahead may have no update now
             self._ahead.stepped(opened, order)
         if not self._lazy:
             self.complete_all()
@@ -173,7 +173,7 @@ class Updater:
         return self._queue.running(unit) is not None
 
     def complete(self, unit: int) -> None:
-        """End the pending update of a unit, except for its writes.
+        """Finish the pending update of a unit, except for its writes home.
 
         Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
@@ -192,7 +192,7 @@ class Updater:
                 self.advance()  # the next chains take the free room, so that the disk has no pause
 
     def complete_all(self) -> None:
-        """End the pending updates of all units, except for their writes. Raises StorageError."""
+        """Finish the pending updates of all units, except for their writes home. Raises StorageError."""
         for unit, group in enumerate(self._units):
             if group.left:
                 self.complete(unit)
@@ -205,7 +205,7 @@ class Updater:
         self._queue.release(unit)
 
     def advance(self) -> None:
-        """Advance chains that need not wait, and begin chains for which there is room."""
+        """Advance chains that can go on without waiting, and begin due chains for which staging has room."""
         queue = self._queue
         if queue.active or queue.copies:
             queue.poll()
@@ -218,7 +218,7 @@ class Updater:
             self._staging.read_ahead(self._ahead.candidates(self.pending))
 
     def finish_copies(self) -> None:
-        """Wait for all copies to the device. They hold views of the pages to which they copy."""
+        """Wait for all copies to the device, because a copy holds a view of the page that it writes."""
         self._queue.finish_copies()
 
     def abandon(self) -> None:
@@ -282,7 +282,7 @@ class Updater:
         for first in range(0, len(chains), _MOST_RUNNING):
             batch = chains[first : first + _MOST_RUNNING]
             for chain in batch:
-                if chain.state is ChainState.DUE:  # else it was begun between two batches
+                if chain.state is ChainState.DUE:  # else the chain was begun between two batches
                     if not chain.rests:
                         self._staging.try_grant(chain)
                     queue.compute(chain)
@@ -302,8 +302,9 @@ class Updater:
     def _can_begin(self, unit: int) -> bool:
         """Whether the update of a unit can begin before a caller waits for the unit.
 
-        The update takes the parameters from where the model computes. So the page must be there or on its
-        way, unless its home is used in place or the device has its own memory.
+        False after a failed read. On a device that shares the host's RAM, an update takes the parameters
+        from the memory where the model computes. So the page must be in that memory or on its way there,
+        unless its home is used in place.
         """
         if self._units[unit].unread:
             return False

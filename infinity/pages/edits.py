@@ -40,8 +40,8 @@ class EditTracker:
     """
 
     def __init__(self, pages: Sequence[ParameterPage], store: Store, states: States | None) -> None:
-        """pages: the parameter pages of all units. states: the optimizer states, whose masters follow
-        edits; None for inference.
+        """pages: the parameter pages of all units. states: the optimizer states, whose fp32 masters take
+        over edited values; None for inference.
         """
         self._pages = pages
         self._store = store
@@ -55,7 +55,8 @@ class EditTracker:
     def replaced(self, page: ParameterPage, index: int) -> None:
         """Note that the values of parameter `index` of a present page were replaced.
 
-        The next `write_back` then writes the parameter home, even if its version counter has not moved.
+        The next `write_back` then writes the parameter home, even if the parameter's version counter has
+        not moved.
         """
         self._replaced.setdefault(page.index, set()).add(index)
 

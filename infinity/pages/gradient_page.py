@@ -40,7 +40,7 @@ class GradientChunk:
     stored: bool = False
     """Whether the chunk's bytes at home were written from staging in this step."""
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
-    """(parameter, first element) of a piece -> the sums of squares of the piece's blocks, float64."""
+    """(parameter, first element) of a piece -> the piece's share of the parameter's sums of squares."""
 
 
 class GradientPage:
@@ -61,7 +61,7 @@ class GradientPage:
         self.arrivals: Counter[int] = Counter()
         """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
         self.consumed = False
-        """Whether an eager update has taken the gradients. No other code may use the gradients then."""
+        """Whether an eager update took the gradients during backward. No other code may use them then."""
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.chunks = [GradientChunk() for _ in layout.chunks]
         self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]

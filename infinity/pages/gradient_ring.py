@@ -61,14 +61,14 @@ class Job:
         self.number = 0
         self.event: Event | None = None
         self.ready = False
-        """Whether the part is in the ring and `event` is set, or this has failed and will not happen."""
+        """Whether the part is in the ring and `event` is set, or sending the part has failed."""
 
 
 def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:
     """The start of a range of `nbytes` free bytes in a ring of `size` bytes; None if there is none. Pure.
 
-    alignment: bytes of which the start is a multiple. taken: the jobs that have bytes in the ring, oldest
-    first; jobs give their bytes back in this order. No job wraps around the ring's end.
+    alignment: the start is a multiple of this number of bytes. taken: the jobs that have bytes in the ring,
+    oldest first; jobs give their bytes back in this order. No job wraps around the ring's end.
     """
     if not taken:
         return 0 if nbytes <= size else None
@@ -142,9 +142,10 @@ class GradientRing:
             yield start, min(start + step, count)
 
     def await_room(self, counts: Sequence[int], itemsize: int) -> None:
-        """Wait, without the GIL, until the ring has room for runs of `counts` elements; see `fit`.
+        """Wait, without the GIL, until the ring has room for new runs of elements; see `fit`.
 
-        itemsize: bytes of an element. A failure also ends the wait; `send` then raises it.
+        counts: elements of each run. itemsize: bytes of an element. A failure also ends the wait; `send`
+        then raises it.
         """
         sizes = [(end - start) * itemsize for count in counts for start, end in self.windows(count, itemsize)]
         self._wait(

@@ -103,13 +103,13 @@ class States:
         self._store = store
 
     def edited(self, unit: int, parameter: int) -> None:
-        """Note that user code edited a parameter, so that the parameter's value becomes its master."""
+        """Note that user code edited a parameter, so that its present value counts as its fp32 master."""
         page = self.pages.get(unit)
         if page is not None and page.layout.parameters[parameter].trainable:
             page.edited.add(parameter)
 
     def encode(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """Split a new master: write the optimizer page's part, and return the parameter page's part.
+        """Split a new fp32 master: write the optimizer page's part, and return the parameter page's part.
 
         values: the master, (numel,) in memory order, of any floating dtype. The result is (numel,) in
         memory order, in the parameter's dtype.

@@ -34,7 +34,7 @@ class Presence(enum.Enum):
     """The presence of a parameter page in device memory, where the model computes with the page."""
 
     AWAY = "away"
-    """The page is at home only: it takes no device memory besides."""
+    """The page is at home only. It takes no device memory in addition to its home."""
     ARRIVING = "arriving"
     """Device memory for the page is leased, and the bytes are on their way."""
     PRESENT = "present"
@@ -75,7 +75,7 @@ class ParameterPage:
         memory that the CPU can use; else None.
         """
         self.holds = 0
-        """Number of callers for which the page must stay PRESENT."""
+        """Number of calls of `PrefetchEngine.hold` that keep the page PRESENT now."""
         self.versions = [parameter_version(each) for each in self.parameters]
         """Each Parameter's version counter when the page was last known to equal its home."""
         self._placeholders = tuple(placeholders)
