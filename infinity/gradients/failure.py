@@ -6,7 +6,7 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class GradientFailure:
-    """The latest error that left a gradient partly added or partly written home; None if there is none."""
+    """Holder of the latest error that left a gradient partly added or partly written home."""
 
     def __init__(self) -> None:
         self.error: InfinityError | None = None

@@ -123,8 +123,8 @@ class Gradients:
     def pieces(self, page: GradientPage, parameter: int) -> list[tuple[int, Piece]]:
         """(chunk, piece) of all pieces of a parameter, in the order in which to add them.
 
-        Pieces in staged chunks come first. Otherwise staging the other chunks might first need the room of
-        the staged chunks.
+        Pieces in staged chunks come first, because staging the other chunks might take the room of those
+        chunks before this gradient is added to them.
         """
         found = page.layout.pieces(parameter)
         if page.home.in_place:
@@ -242,7 +242,10 @@ class Gradients:
         return self._on_device is not None and unit in self._on_device
 
     def consume(self, unit: int) -> None:
-        """Give a unit's gradients to an eager update, in backward. No other code may use them any more."""
+        """Give a unit's gradients to an eager update, which runs during backward.
+
+        No other code may use the gradients any more.
+        """
         page = self.pages[unit]
         page.consumed = True
         for chunk_index, chunk in enumerate(page.chunks):

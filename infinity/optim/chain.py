@@ -124,7 +124,7 @@ class Chain:
         stays here even if zero_grad() forgets the gradient.
         """
         self._room = NOTHING
-        """Staging, uint8, for the parameter slice. The slice is read into it only when the gate opens."""
+        """Staging, uint8, into which the parameter slice is read, but only when the gate opens."""
         self._version = 0
         """`StatePage.version` of the states that were read before the gate opened."""
         self.was_ahead = False
@@ -133,11 +133,11 @@ class Chain:
         """The chain's memory at home, after the first update, if the chain never needs staging; else None."""
 
     def present(self) -> Present | None:
-        """The parameter page's bytes where the model computes, if that is host RAM and not the home; else
-        None.
+        """The parameter page's bytes where the model computes, if they are in host RAM but not at home;
+        else None.
 
         Another thread may drop the last view of these bytes at any moment, which frees them. So a caller
-        that asks for staging according to this result must keep the result until the chain has it.
+        that asks for staging according to this result must keep the result until the chain has the staging.
         """
         if self.page.home.in_place or not self._store.device.shares_host:
             return None
@@ -206,8 +206,8 @@ class Chain:
     def open(self, decision: Decision) -> bool:
         """Open the gate: IDLE -> DUE, or READING or GATED -> READING. Returns whether the chain is DUE.
 
-        decision: the update to compute. If the states that were read ahead are no longer right, the chain
-        gives them up and is DUE.
+        decision: the update to compute. If the states that were read ahead cannot be used any more, the
+        chain gives up its staging and is DUE.
         """
         assert self.decision is None
         if self.rests:

@@ -14,7 +14,7 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
-"""Function from (unit, parameter) to the parameter's live param group, or to None if it has no group."""
+"""Function from (unit, parameter) to the parameter's live param group; None: the parameter has no group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,8 @@ class UpdateQueue:
         The compute stream is already ordered after these copies.
         """
         self.shares_cpu = store.plan.device.type == "cpu"
-        """Whether the CPU also computes the model. If so, a thread that waits for an update helps to
-        compute it.
+        """Whether the CPU computes the model as well as updates. If so, a thread that waits for an update
+        helps to compute the update.
         """
         self._units = units
         self._store = store

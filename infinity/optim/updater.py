@@ -93,7 +93,7 @@ class Updater:
     # --- gradients --------------------------------------------------------------------------------------
 
     def accumulate(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a new gradient of a parameter to its stored gradient.
+        """Add a new gradient of a parameter to the parameter's stored gradient.
 
         gradient: in the memory where the model computes, with any dense strides. Raises the errors of
         `Gradients.adding`, and StorageError if a page cannot be read or written.
@@ -121,9 +121,9 @@ class Updater:
     def step(self, group_of: GroupOf, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
         """Update every parameter that has a gradient and a param group: now, or before its next use.
 
-        order: units in the order in which the next forward is expected to use them. exposed: function from
-        a unit to whether user code has views of the unit's bytes; such a unit is updated before this call
-        returns. If StorageError is raised, some chunks have been updated and others have not.
+        order: units in the order in which the next forward is expected to use them. exposed: function that
+        says whether user code has views of a unit's bytes; such a unit is updated before this call returns.
+        If StorageError is raised, some chunks have been updated and others have not.
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
@@ -303,8 +303,8 @@ class Updater:
         """Whether the update of a unit can begin before a caller waits for the unit.
 
         False after a failed read. On a device that shares the host's RAM, an update takes the parameters
-        from the memory where the model computes. So the page must be in that memory or on its way there,
-        unless its home is used in place.
+        from the memory where the model computes. So the page must be in that memory or on its way to that
+        memory, unless its home is used in place.
         """
         if self._units[unit].unread:
             return False

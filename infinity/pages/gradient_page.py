@@ -61,7 +61,9 @@ class GradientPage:
         self.arrivals: Counter[int] = Counter()
         """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
         self.consumed = False
-        """Whether an eager update took the gradients during backward. No other code may use them then."""
+        """Whether an eager update has taken the gradients during backward. No other code may use the
+        gradients after that.
+        """
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.chunks = [GradientChunk() for _ in layout.chunks]
         self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]

@@ -177,7 +177,8 @@ class States:
     def write(self, unit: int, parameter: int, state: Mapping[str, Any]) -> None:
         """Replace a parameter's moments and step count by the entries of `state`, named as in torch.
 
-        Moments are rounded to nearest in the format of the page. Raises ConfigError for a frozen parameter.
+        Moments are rounded to nearest in the format of the page. Raises ConfigError if the parameter is
+        frozen and `state` is not empty.
         """
         page = self.pages[unit]
         layout = page.layout.parameters[parameter]
