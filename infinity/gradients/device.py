@@ -1,7 +1,7 @@
 """Units that the device updates: their gradients are accumulated, measured and used where they rest.
 
-Gradients are measured only on request: then the sums of squares of all are computed, over the same blocks and
-in the same order as on the CPU, and one copy brings a float64 for each parameter to the host.
+Gradients are measured only on request. Then the device computes the sums of squares of all gradients, over
+the same blocks and in the same order as the CPU, and one copy brings one float64 per parameter to the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.tiers.link import User
 
 
 class DeviceUnits:
-    """The units whose updates the plan gives to the device. Called under the runtime's lock."""
+    """The units that the device updates, as the plan says. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -31,13 +31,13 @@ class DeviceUnits:
         states: States,
         store: Store,
     ) -> None:
-        """pages, gradients: those of all units. The device updates at least one of them."""
+        """pages, gradients: the pages of all units. The device must update at least one of the units."""
         self._pages = pages
         self._gradients = {unit: gradients[unit] for unit in sorted(store.plan.updated_on_device)}
         self._states = states
         self._store = store
         self._changed = True
-        """Whether gradients may have changed since they were measured."""
+        """Whether gradients may have changed since their sums of squares were last computed."""
         assert store.workspace is not None and store.kernels is not None
         chunks = [
             self._chunk(unit, chunk_index)
@@ -50,7 +50,10 @@ class DeviceUnits:
         return unit in self._gradients
 
     def add(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
-        """Queue the addition of a new gradient, (numel,) in memory order, to a parameter's."""
+        """Queue the addition of a new gradient to the gradient of a parameter.
+
+        fresh: the new gradient, (numel,) in memory order, on the device.
+        """
         page = self._gradients[unit]
         self._changed = True
         self._updates.order()
@@ -64,7 +67,10 @@ class DeviceUnits:
                     target.copy_(part)
 
     def copy_to_host(self) -> None:
-        """Copy the sums of squares of all gradients to the host, after the device's queued work."""
+        """Compute the sums of squares of all gradients on the device, and copy them to the host.
+
+        Waits for the copy, which comes after the work queued on the device.
+        """
         if not self._changed:
             return
         assert self._store.workspace is not None
@@ -79,15 +85,16 @@ class DeviceUnits:
         for unit, page in self._gradients.items():
             for chunk_index, chunk in enumerate(page.layout.chunks):
                 for piece in chunk.pieces:
-                    # A parameter's total stands for all of its blocks, in its first piece.
+                    # A parameter's total takes the place of its blocks' sums, in the first piece.
                     row = self._updates.row((unit, piece.parameter))
                     place = slice(row, row + 1 if piece.start == 0 else row)
                     page.chunks[chunk_index].blocks[piece.parameter, piece.start] = totals[place]
 
     def update(self, unit: int, updates: Mapping[int, ParameterUpdate], scale: float) -> None:
-        """Queue the update of these parameters of a unit; work queued on the device later sees it.
+        """Queue the update of some parameters of a unit on the device, before work that is queued later.
 
-        updates: parameter -> its update. scale: factor from the stored gradients to those that the rule sees.
+        updates: index of a parameter -> its update. scale: factor by which stored gradients are multiplied
+        to get the gradients that the optimizer sees.
         """
         if not updates:
             return
@@ -97,7 +104,7 @@ class DeviceUnits:
         self._updates.update({(unit, parameter): update for parameter, update in updates.items()}, scale)
 
     def _note_uses(self, unit: int) -> None:
-        """Note the memory that an update of the unit reads and writes."""
+        """Tell the memory checker, which tests use, what memory an update of the unit reads and writes."""
         homes = (self._pages[unit].home, self._states.pages[unit].home)
         written = [home.memory for home in homes if home.memory is not None]
         gradient = self._gradients[unit].home.memory
@@ -106,7 +113,11 @@ class DeviceUnits:
         self._store.link.uses(User.COMPUTE, *written, writes=True, label="update")
 
     def _prepare(self, unit: int, parameter: int) -> None:
-        """Fill the moments that begin now, and set the masters of edited parameters."""
+        """Prepare a parameter's states for an update.
+
+        Fills moments that have no content yet with their initial values, and sets the masters of edited
+        parameters to the parameters' values.
+        """
         state = self._states.pages[unit]
         for chunk_index, piece in self._gradients[unit].layout.pieces(parameter):
             if not state.begun[chunk_index]:
@@ -121,7 +132,7 @@ class DeviceUnits:
                     arrays["master"][place] = self._parameters(unit, chunk_index)[place]
 
     def _chunk(self, unit: int, chunk_index: int) -> Chunk:
-        """A chunk's arrays where they rest, and its pieces."""
+        """A chunk for DeviceUpdates: the chunk's arrays, where they rest, and its pieces of parameters."""
         page = self._gradients[unit]
         arrays = self._states.pages[unit].arrays(chunk_index, self._content(unit, chunk_index))
         parameter = self._parameters(unit, chunk_index)
@@ -140,12 +151,12 @@ class DeviceUnits:
         return Chunk(work, [(unit, each.parameter) for each in pieces])
 
     def _content(self, unit: int, chunk_index: int) -> torch.Tensor:
-        """A chunk's part of the optimizer page."""
+        """The bytes of a chunk's states in the optimizer page."""
         state = self._states.pages[unit]
         return state.home.view(state.offset(chunk_index), state.formats[chunk_index].nbytes)
 
     def _parameters(self, unit: int, chunk_index: int) -> torch.Tensor:
-        """A chunk's part of the parameter page."""
+        """A chunk's elements in the parameter page."""
         page = self._pages[unit]
         chunk = page.layout.chunks[chunk_index]
         dtype = page.layout.regions[chunk.region].dtype

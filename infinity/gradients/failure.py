@@ -1,4 +1,4 @@
-"""Gradient failure: the error that lost the gradients of a step, until they are forgotten."""
+"""Gradient failure: the error that lost the gradients of a step, kept until the gradients are forgotten."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class GradientFailure:
-    """The latest error that left a gradient partly added, or partly written home."""
+    """Holder of the latest error that left a gradient partly added or partly written home."""
 
     def __init__(self) -> None:
         self.error: InfinityError | None = None
 
     def lose(self, error: BaseException) -> None:
-        """Note an error after which no gradient of this step is valid."""
+        """Record an error after which no gradient of this step is valid."""
         if isinstance(error, InfinityError):
             self.error = error.again()
         else:
@@ -22,5 +22,5 @@ class GradientFailure:
             )
 
     def forget(self) -> None:
-        """Forget the error, together with the gradients."""
+        """Forget the error. Called when the gradients are forgotten."""
         self.error = None

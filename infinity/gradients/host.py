@@ -1,11 +1,13 @@
 """Gradients in pages: each gradient of a backward is taken from autograd, accumulated and measured.
 
-A gradient page is a run of chunks, in its unit's layout. A chunk that is at home in host RAM is accumulated
-in place. Any other is staged while its parameters' gradients arrive (infinity/gradients/staged_chunks.py), in
-memory that the caller provides (infinity/optim/staging.py grants it).
+A gradient page consists of chunks, in its unit's layout. A chunk that is at home in host RAM is accumulated
+in place. Any other chunk is staged while its parameters' gradients arrive
+(infinity/gradients/staged_chunks.py), in memory that the caller provides (infinity/optim/staging.py grants
+that memory).
 
-The sums of squares are computed in the pass that stores: in fp64 over blocks counted from each parameter's
-first element, combined in the order of names. So the norm does not depend on units, chunks or threads.
+The sums of squares are computed in the pass that stores the gradients. They are fp64 sums over blocks of
+elements, counted from each parameter's first element, and are combined in the order of the parameters'
+names. So the norm does not depend on units, chunks or threads.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _NO_SUMS = np.zeros(0)
 
 
 class Gradients:
-    """All gradient pages, and the factor that turns them into the optimizer's gradients."""
+    """All gradient pages, and the factor that turns stored gradients into the optimizer's gradients."""
 
     def __init__(
         self,
@@ -47,9 +49,11 @@ class Gradients:
         on_device: DeviceUnits | None = None,
         ring: GradientRing | None = None,
     ) -> None:
-        """on_device: the units that the device updates, if any.
+        """pages: unit -> its gradient page. scale: the loss scale. on_device: the units that the device
+        updates; None if there are no such units.
 
-        ring: the ring through which gradients leave a device with its own memory; None without one.
+        ring: the gradient ring, through which gradients leave a device with its own memory; None if the
+        device has no memory of its own.
         """
         self.pages = pages
         self._ring = ring
@@ -57,9 +61,9 @@ class Gradients:
         self._threads = threads
         self._loss_scale = scale
         self._stored_at = 1.0
-        """The loss scale that the stored gradients have."""
+        """The loss scale by which the stored gradients are multiplied."""
         self._clipping: float | None = None
-        """Factor of clip_grad_norm_; None if it was not called in this step."""
+        """Factor from clip_grad_norm_; None if clip_grad_norm_ was not called in this step."""
         self._failure = GradientFailure()
         self.staged = StagedChunks(pages, store, self._failure, ring=ring)
         self._on_device = on_device
@@ -72,7 +76,7 @@ class Gradients:
 
     @property
     def unscale(self) -> float:
-        """Factor from the stored gradients to those that the optimizer sees."""
+        """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees."""
         return (1.0 if self._clipping is None else self._clipping) / self._stored_at
 
     @property
@@ -82,9 +86,10 @@ class Gradients:
         return any(page.content for page in reversed(self.pages.values()))
 
     def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
-        """Wait, without the runtime's lock, until the ring has room for a new gradient.
+        """Wait, without the runtime's lock, until the gradient ring has room for `fresh`, a new gradient.
 
-        An exception in the wait loses the gradients of this step, as in `adding`.
+        If the wait raises an exception, the gradients of this step are lost: `check` raises the exception
+        until `clear`.
         """
         if self._ring is None or self.on_device(unit):
             return
@@ -97,10 +102,11 @@ class Gradients:
 
     @contextmanager
     def adding(self, unit: int, parameter: int, dtype: torch.dtype) -> Iterator[GradientPage]:
-        """Context in which one new gradient of this dtype is added to a parameter's, piece by piece.
+        """Context in which the caller adds one new gradient to a parameter's gradient, piece by piece.
 
-        Raises ConfigError after clipping, and as `GradientPage.check_single`. The latter, and every exception
-        inside, loses the gradients of this step: `check` raises it until `clear`.
+        dtype: the new gradient's dtype. Raises ConfigError after clipping, and what
+        `GradientPage.check_single` raises. An error of `check_single`, or any exception inside the context,
+        loses the gradients of this step: `check` raises the error until `clear`.
         """
         page = self.pages[unit]
         self._check_addition(page, parameter)
@@ -115,9 +121,10 @@ class Gradients:
         page.arrivals[parameter] += 1
 
     def pieces(self, page: GradientPage, parameter: int) -> list[tuple[int, Piece]]:
-        """(chunk, piece) of a parameter in the order to add them.
+        """(chunk, piece) of all pieces of a parameter, in the order in which to add them.
 
-        Staged chunks come first: the others might need their room before this gradient completes them.
+        Pieces in staged chunks come first, because staging the other chunks might take the room of those
+        chunks before this gradient is added to them.
         """
         found = page.layout.pieces(parameter)
         if page.home.in_place:
@@ -125,9 +132,10 @@ class Gradients:
         return sorted(found, key=lambda each: page.chunks[each[0]].staged is None)
 
     def add_in_place(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
-        """Add a whole new gradient, (numel,) in memory order, to a stored one, both in host RAM.
+        """Add a whole new gradient, (numel,) in memory order, to the parameter's stored gradient.
 
-        The chunks of a region follow each other without a gap, so one pass is usually enough.
+        Both gradients are in host RAM. The chunks of a region have no gap between them, so one pass is
+        usually enough.
         """
         again = parameter in page.content
         for start, target, places in page.runs(parameter):
@@ -138,7 +146,7 @@ class Gradients:
                 page.chunks[chunk_index].blocks[parameter, begin] = _NO_SUMS
 
     def add_piece(self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor) -> None:
-        """Add one piece of a new gradient, (piece.count,), to a chunk that is in RAM."""
+        """Add one piece of a new gradient to a chunk that is in RAM. fresh: the piece, (piece.count,)."""
         chunk = page.chunks[chunk_index]
         data = page.memory(chunk_index)
         assert data is not None
@@ -160,13 +168,15 @@ class Gradients:
                 self.staged.complete(page, chunk_index)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
-        """Add a new gradient to the one that the device holds of a parameter. flat: (numel,), in memory
-        order."""
+        """Add a new gradient of a parameter to the parameter's gradient on the device.
+
+        flat: the new gradient, (numel,) in memory order.
+        """
         assert self._on_device is not None
         self._on_device.add(unit, parameter, flat)
 
     def norm(self) -> float:
-        """The 2-norm of all gradients, as the optimizer would see them. Raises as `check`."""
+        """The 2-norm of all gradients, as the optimizer would see them. Raises the errors of `check`."""
         if self._ring is not None:
             self._ring.wait()
         self.check()
@@ -180,17 +190,20 @@ class Gradients:
         return math.sqrt(squares) * self.unscale
 
     def finite(self) -> bool:
-        """Whether every element of every gradient is finite."""
+        """Whether all elements of all gradients are finite. Raises the errors of `check`."""
         return math.isfinite(self.norm())
 
     def clip(self, max_norm: float, norm: float) -> None:
-        """Change `unscale` so that gradients of this norm get at most `max_norm`. Ignores infinite norms."""
+        """Change `unscale` so that the norm of the gradients becomes at most `max_norm`.
+
+        norm: the present norm of all gradients. A norm that is not finite changes nothing.
+        """
         if math.isfinite(norm):
             before = 1.0 if self._clipping is None else self._clipping
             self._clipping = before * min(1.0, max_norm / (norm + 1e-6))
 
     def check(self) -> None:
-        """Raises the error that lost gradients of this step, if there is one."""
+        """Raise the error that lost gradients of this step, if there is one."""
         on_the_way = None if self._ring is None else self._ring.failure
         at_home = (page.home.failure for page in self.pages.values())
         for failure in (on_the_way, self._failure.error, *at_home):
@@ -198,9 +211,10 @@ class Gradients:
                 raise failure.again()
 
     def read(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """A copy of a gradient as the optimizer would see it, in the accumulation dtype; None without one.
+        """A copy of a parameter's gradient as the optimizer would see it, in the accumulation dtype.
 
-        Raises as `check`, and ConfigError if an eager update has used the gradient.
+        None if the parameter has no gradient. Raises the errors of `check`, and ConfigError if an eager
+        update has used the gradient.
         """
         self.check()
         page = self.pages.get(unit)
@@ -208,8 +222,8 @@ class Gradients:
             return None
         if page.consumed:
             raise ConfigError(
-                f"The gradient of {page.layout.parameters[parameter].names[0]} is spent: an eager update had "
-                "it during the backward.",
+                f"The gradient of {page.layout.parameters[parameter].names[0]} is not kept: an eager update "
+                "used the gradient during the backward.",
                 'Look at it in a hook of the parameter (p.register_hook), or offload with update="lazy".',
             )
         layout = page.layout.parameters[parameter]
@@ -224,11 +238,14 @@ class Gradients:
         return flat.as_strided(layout.shape, layout.stride)
 
     def on_device(self, unit: int) -> bool:
-        """Whether a unit's gradients stay on the device, which updates it."""
+        """Whether the gradients of a unit stay on the device, which then updates the unit."""
         return self._on_device is not None and unit in self._on_device
 
     def consume(self, unit: int) -> None:
-        """Give the unit's gradients to an eager update; no other code may use them any more."""
+        """Give a unit's gradients to an eager update, which runs during backward.
+
+        No other code may use the gradients any more.
+        """
         page = self.pages[unit]
         page.consumed = True
         for chunk_index, chunk in enumerate(page.chunks):
@@ -236,7 +253,7 @@ class Gradients:
                 self.staged.drop(page, chunk_index)
 
     def clear(self) -> None:
-        """Forget every gradient, and the failures."""
+        """Forget all gradients and all failures."""
         if self._ring is not None:
             self._ring.renew()
         for page in self.pages.values():
@@ -250,7 +267,7 @@ class Gradients:
         self._clipping = None
 
     def close(self) -> None:
-        """Forget every gradient, and drop all memory."""
+        """Close the gradient ring, forget all gradients, and drop all views of memory."""
         if self._ring is not None:
             self._ring.close()
         self.clear()
@@ -258,7 +275,10 @@ class Gradients:
             page.forget_runs()
 
     def break_off(self) -> None:
-        """Note that micro-batches ended early: the gradients are lost, and `check` raises until `clear`."""
+        """Note that micro-batches ended early, so that the gradients of this step are lost.
+
+        `check` raises ConfigError from now until `clear`.
+        """
         self._failure.lose(
             ConfigError(
                 "The micro-batches of a step were broken off in their backwards.",
@@ -271,7 +291,7 @@ class Gradients:
         return unit in self.pages and parameter in self.pages[unit].content
 
     def drop(self, unit: int, parameter: int) -> None:
-        """Forget one parameter's gradient."""
+        """Forget the gradient of one parameter."""
         if unit in self.pages:
             self.pages[unit].content.discard(parameter)
 
@@ -279,9 +299,9 @@ class Gradients:
         if page.consumed:
             raise ConfigError(
                 f"One more gradient of {page.layout.parameters[parameter].names[0]} came after its eager "
-                f"update, which was to follow number {page.arrivals[parameter]} of the step.",
-                "Declare with accumulation= how many there are in a step, and call zero_grad() after step(); "
-                'offload with update="lazy" where their number is not known.',
+                f"update, which ran after gradient number {page.arrivals[parameter]} of the step.",
+                "Declare with accumulation= the number of backwards in a step, and call zero_grad() after "
+                'step(). Offload with update="lazy" if the number is not known.',
             )
         if self._clipping is not None:
             raise ConfigError(
@@ -292,8 +312,7 @@ class Gradients:
             self._stored_at = self._loss_scale.value
         elif self._stored_at != self._loss_scale.value:
             raise ConfigError(
-                "A backward came after a step, and the gradients of that step are still there at another "
-                "loss scale.",
+                "A backward came after a step whose gradients are still kept, at a different loss scale.",
                 "Call runtime.optimizer.zero_grad() after step().",
             )
 
@@ -306,9 +325,10 @@ class Gradients:
         *,
         again: bool,
     ) -> int:
-        """Send a new gradient through the ring, to `_accumulate` it in RAM; returns the last job's number.
+        """Send a new gradient through the ring, whose worker then calls `_accumulate` for each part.
 
-        blocks: gets the sums of squares.
+        blocks: array that gets the sums of squares. again: as for `_accumulate`. Returns the number of the
+        last job.
         """
         number = 0
         for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):
@@ -323,7 +343,10 @@ class Gradients:
     def _accumulate(
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
     ) -> npt.NDArray[np.float64]:
-        """target = fresh, or target + fresh; returns the sums of squares of its blocks."""
+        """Add `fresh` to `target` (again=True), or copy `fresh` to `target` (again=False).
+
+        Returns the sums of squares of the new `target`, one for each cpu_adam.BLOCK elements.
+        """
         self._store.link.uses(User.HOST, target, writes=True, label="accumulated gradient")
         whole = [cpu_adam.Segment(0, target.numel())]
         if target.dtype == torch.float32:

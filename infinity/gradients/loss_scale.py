@@ -1,12 +1,13 @@
 """Dynamic loss scaling for fp16: gradients are made larger in backward, and smaller again in the update.
 
-The scale is a power of two, so scaling is exact where nothing over- or underflows. A step whose gradients
-are not all finite is skipped and the scale halved; after 2,000 good steps it is doubled (Micikevicius et al.,
-Mixed Precision Training, arXiv:1710.03740, section 3.2; the constants are torch.amp.GradScaler's).
+The scale is a power of two, so scaling is exact unless a value over- or underflows. If the gradients of a
+step are not all finite, the step is skipped and the scale is halved. After 2,000 good steps the scale is
+doubled (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2; the constants are
+those of torch.amp.GradScaler).
 
-The runtime has no hold of the loss, so it scales at the root module's borders instead: gradients that come
-back for its outputs are multiplied, and those that go on to its inputs are divided again. Parameters that are
-used outside of the root module are treated like its outputs.
+The runtime does not see the loss. So it scales gradients where they enter and leave the root module: the
+gradients of the root module's outputs are multiplied by the scale, and the gradients of its inputs are
+divided by the scale. A parameter that is used outside of the root module is treated like an output.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """The scale of one runtime; always 1 unless `dynamic`."""
+    """The loss scale of one runtime. The scale stays 1 unless `dynamic`."""
 
     def __init__(self, *, dynamic: bool) -> None:
         self.dynamic = dynamic
@@ -34,7 +35,7 @@ class LossScale:
         self._good_steps = 0
 
     def step_was(self, *, finite: bool) -> None:
-        """Adapt the scale after a step. finite: whether all its gradients were."""
+        """Adapt the scale after a step. finite: whether all gradients of the step were finite."""
         if not self.dynamic:
             return
         if not finite:
@@ -47,11 +48,11 @@ class LossScale:
             self._good_steps = 0
 
     def incoming(self, inputs: Any) -> Any:
-        """The root module's inputs, marked so that their gradients leave it unscaled."""
+        """The root module's inputs, marked so that the gradients of the inputs leave the module unscaled."""
         return _map_tensors(self._enter, inputs) if self.dynamic else inputs
 
     def outgoing(self, outputs: Any) -> Any:
-        """The root module's outputs, marked so that their gradients enter it scaled."""
+        """The root module's outputs, marked so that the gradients of the outputs enter the module scaled."""
         return _map_tensors(self._leave, outputs) if self.dynamic else outputs
 
     def borrowed(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,10 @@ class LossScale:
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """`values` with every tensor replaced, in the containers that torch knows and in dataclasses."""
+    """`values` with every tensor replaced by function(tensor).
+
+    Tensors are found in the containers that torch.utils._pytree knows and in the fields of dataclasses.
+    """
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -82,7 +86,10 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) 
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity; its gradient is multiplied by scale ** power, with the scale at the time of backward."""
+    """The identity function, whose gradient is multiplied by scale ** power.
+
+    The value of the scale is read when backward runs.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, scale: LossScale, power: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Staged chunks: the chunks of gradient pages that are in staging, and when they are written home.
 
-A chunk is staged while its parameters' gradients arrive, and is written home when later ones need the room.
-The last chunks of a backward stay, because they are updated first. A second micro-batch reads a chunk's sums
-back into staging.
+A chunk is staged while its parameters' gradients arrive. It is written home when chunks that come later
+need its room. The last chunks of a backward stay in staging, because they are updated first. If another
+micro-batch follows, a chunk that was written home is read back into staging, so that the new gradients can
+be added to its sums.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from infinity.telemetry.stats import Edge
 
 
 class StagedChunks:
-    """The chunks of all gradient pages that are staged. Called under the runtime's lock."""
+    """The staged chunks of all gradient pages. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -29,32 +30,44 @@ class StagedChunks:
         *,
         ring: GradientRing | None,
     ) -> None:
-        """ring: the ring through which gradients leave a device with its own memory; None without one."""
+        """pages: unit -> its gradient page. failure: object that records errors which lose gradients.
+
+        ring: the gradient ring, through which gradients leave a device with its own memory; None if the
+        device has no memory of its own.
+        """
         self.more_to_come = False
-        """Whether another micro-batch's gradients of the same parameters come next; complete chunks then stay
-        staged until their room is needed."""
+        """Whether another micro-batch will bring gradients of the same parameters next. If so, a chunk that
+        has all gradients of one micro-batch stays staged until its room is needed.
+        """
         self._pages = pages
         self._store = store
         self._failure = failure
         self._ring = ring
         self._chunks: dict[tuple[int, int], None] = {}
-        """(unit, chunk) of every staged chunk, oldest first."""
+        """(unit, chunk) of every staged chunk, oldest first. The dict is used as an ordered set."""
         self._whole: dict[tuple[int, int], int] = {}
-        """(unit, chunk) of every staged chunk that waits for no gradient, oldest first -> its bytes."""
+        """(unit, chunk) of every staged chunk that waits for no gradient -> the chunk's bytes. The chunk
+        that has waited for no gradient for the longest time comes first.
+        """
         self._whole_bytes = 0
         self._most_kept = store.plan.staging_bytes // 2
-        """Most bytes of chunks that wait for no gradient but stay staged; the other half is for new ones."""
+        """The most bytes of chunks that wait for no gradient but stay staged. The other half of staging is
+        for chunks whose gradients are still to come.
+        """
 
     def missing(self, page: GradientPage, chunk_index: int) -> int:
-        """Bytes of staging that `add` needs before a piece can be added to a chunk; 0 if it is in RAM."""
+        """Bytes of staging that `add` needs for a chunk before gradients can be added to the chunk.
+
+        0 if the chunk is in RAM already.
+        """
         if page.chunks[chunk_index].staged is not None or page.home.in_place:
             return 0
         return page.nbytes(chunk_index)
 
     def add(self, page: GradientPage, chunk_index: int, memory: torch.Tensor) -> None:
-        """Stage a chunk, and read its content, if it has any. memory: staging, uint8 (missing,).
+        """Stage a chunk. If the chunk was written home in this step, read it back and wait.
 
-        Raises StorageError.
+        memory: staging for the chunk, uint8, of the size that `missing` says. Raises StorageError.
         """
         waiting = {piece.parameter for piece in page.layout.chunks[chunk_index].pieces}
         chunk = page.chunks[chunk_index]
@@ -65,9 +78,10 @@ class StagedChunks:
         self._chunks[page.index, chunk_index] = None
 
     def complete(self, page: GradientPage, chunk_index: int) -> None:
-        """Note that a staged chunk waits for no gradient of this backward; the oldest such are written home.
+        """Note that a staged chunk waits for no further gradient of this backward.
 
-        Raises StorageError.
+        If such chunks take more than half of staging, the oldest of them are written home. Raises
+        StorageError.
         """
         staged = page.chunks[chunk_index].staged
         assert staged is not None
@@ -82,13 +96,13 @@ class StagedChunks:
         for unit, oldest in [*self._whole]:
             if self._whole_bytes <= self._most_kept:
                 return
-            if self._pages[unit].arrived(oldest):  # else a later call writes it, so that none waits
+            if self._pages[unit].arrived(oldest):  # else a later call writes it, so that no caller waits
                 self._write_back(self._pages[unit], oldest)
 
     def finish(self) -> None:
-        """Complete all staged chunks at the end of a backward, also those with unused parameters.
+        """Note the end of a backward: no staged chunk waits for a gradient any more.
 
-        Raises StorageError.
+        A chunk may lack gradients of parameters that the backward did not use. Raises StorageError.
         """
         if self.more_to_come:
             return
@@ -99,9 +113,9 @@ class StagedChunks:
                 self.complete(self._pages[unit], chunk_index)
 
     def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
-        """Write the oldest staged chunk home, but not (unit, chunk) `kept`; False if there is none.
+        """Write the oldest staged chunk home. Returns False if there is no chunk to write.
 
-        Raises StorageError.
+        kept: (unit, chunk) of a chunk that must stay staged, or None. Raises StorageError.
         """
         for unit, chunk_index in self._chunks:
             if (unit, chunk_index) != kept:
@@ -110,10 +124,10 @@ class StagedChunks:
         return False
 
     def write_back_now(self, unit: int, chunk_index: int, data: torch.Tensor) -> None:
-        """Write a chunk's gradient home for an update that keeps it staged, and wait.
+        """Write a chunk's gradient home and wait, for an update that has the gradient in staging.
 
-        data: the gradient, uint8; the update may have the only copy. Raises StorageError; then nothing has
-        changed.
+        data: the gradient, uint8; it may be the only copy. If the write fails, StorageError is raised and
+        nothing has changed.
         """
         page = self._pages[unit]
         self._store.write_now(page.home, page.offset(chunk_index), data, spare=True)
@@ -122,13 +136,13 @@ class StagedChunks:
             page.chunks[chunk_index].stored = True
 
     def drop(self, page: GradientPage, chunk_index: int) -> None:
-        """Remove a chunk from staging, without writing it."""
+        """Remove a chunk from staging without writing it home."""
         page.chunks[chunk_index].staged = None
         del self._chunks[page.index, chunk_index]
         self._whole_bytes -= self._whole.pop((page.index, chunk_index), 0)
 
     def clear(self) -> None:
-        """Forget every staged chunk."""
+        """Forget all staged chunks, without writing them home."""
         self._chunks.clear()
         self._whole.clear()
         self._whole_bytes = 0

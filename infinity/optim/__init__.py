@@ -1,1 +1,1 @@
-"""The optimizer: chains of updates, their order, and torch's protocol over them."""
+"""The optimizer: chains of updates, the order in which they run, and torch's optimizer interface to them."""

@@ -1,18 +1,19 @@
 """Chain: the update of one chunk, from reading its inputs to writing its results home.
 
-A chunk's parameter slice, gradient and optimizer states are used in place where they are in host RAM. The
-others are read into staging, which is granted for all of them or for none. On a device that shares the host's
-RAM the parameters are updated in the page that the model computes with, resident or still arriving, so that
-they are read once for both.
+The inputs are the chunk's slice of the parameter page, its gradient and its optimizer states. Inputs that
+are in host RAM are used in place. The others are read into staging, which is granted for all of them or for
+none. On a device that shares the host's RAM, parameters are updated in the page that the model computes
+with, whether it is resident or still arriving. So the parameters are read once for both uses.
 
-[Note: the gate] A chain computes once two things have happened, in any order: its bytes have arrived, and its
-gate is open. The gate opens when the update is decided: by `step()` for a lazy update, by the unit's last
-gradient for an eager one. Before that only states are read, because only they are sure not to change. A chain
-with a closed gate gives up its staging when another needs it; nothing has been changed by then.
+[Note: the gate] A chain computes once two things have happened, in any order: its bytes have arrived, and
+its gate is open. The gate opens when the update is decided: by `step()` for a lazy update, by the unit's
+last gradient for an eager update. Before that only states are read, because only states are sure not to
+change. A chain with a closed gate gives up its staging when another user needs the room. Nothing has been
+changed by then, so nothing is lost.
 
-[Note: back and lost] A read that fails changes nothing: the chain is due again (or idle, if its gate was
-closed), and is read again when somebody waits for its unit. A write that fails loses the only copy: the chain
-is LOST, and the runtime ends.
+[Note: back and lost] A read that fails changes nothing. The chain is due again (or idle, if its gate was
+closed), and its bytes are read again when a caller waits for the unit. A write that fails loses the only
+copy of its bytes. The chain is LOST then, and the runtime cannot be used any more.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.link import ARRIVED, Transfer, User
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-"""Empty uint8 tensor: the memory of a chain that has none, or needs none."""
+"""An empty uint8 tensor, in the place of memory that a chain does not have or does not need."""
 
 Present = tuple[torch.Tensor, Transfer]
-"""(bytes of a parameter page where the model computes, the transfer that brings them)."""
+"""(bytes of a parameter page in the memory where the model computes, the transfer that brings the bytes)."""
 
 
 class ChainState(enum.Enum):
-    """The state of a chain, and the staging that it holds in it."""
+    """The state of a chain, and the staging that the chain holds in this state."""
 
     IDLE = "idle"
-    """There is nothing to do. Holds no staging."""
+    """There is nothing to do. The chain holds no staging."""
     DUE = "due"
-    """The gate is open, and the chain waits for staging. Holds only that of its staged gradient."""
+    """The gate is open, and the chain waits for staging. It holds no staging except that of its gradient."""
     READING = "reading"
-    """Bytes that are not in RAM are being read. From here on the chain holds all the staging it needs."""
+    """Bytes that are not in RAM are being read. From now on the chain holds all the staging it needs."""
     GATED = "gated"
     """The states have arrived, and the gate is still closed."""
     COMPUTING = "computing"
-    """The kernel runs, or is queued."""
+    """The update's kernel is queued or runs."""
     WRITING = "writing"
     """The results are on their way home. The transfers hold the staging until they are done."""
     LOST = "lost"
-    """A write failed: the only copy of these parameters is gone."""
+    """A write failed: the only copy of the chunk's new bytes is gone."""
 
     __hash__ = object.__hash__
-    """Hash by identity, which is faster than Enum's own."""
+    """Hash by identity, which is faster than Enum's own hash."""
 
 
 _NEXT = {
@@ -70,11 +71,14 @@ _NEXT = {
     ChainState.WRITING: (ChainState.IDLE, ChainState.LOST),
     ChainState.LOST: (ChainState.IDLE,),
 }
-"""The allowed transitions. When the runtime ends, any state may also become IDLE."""
+"""State -> the states that may follow. When the runtime ends, any state may also be followed by IDLE."""
 
 
 class Chain:
-    """The update of one chunk. `Updater` owns it and decides its order; every transition is a method here."""
+    """The update of one chunk. The methods of this class change the chain's state.
+
+    `Updater` owns the chains and decides in which order they run.
+    """
 
     def __init__(self, update: ChunkUpdate, store: Store, health: Health) -> None:
         self.update = update
@@ -84,20 +88,24 @@ class Chain:
         self.chunk_index = update.chunk_index
         self.chunk = update.chunk
         self.rests = update.rests
-        """Whether all its memory is at home in host RAM, so that it never needs staging."""
+        """Whether all memory of the chain is at home in host RAM, so that the chain never needs staging."""
         self.state = ChainState.IDLE
         self.decision: Decision | None = None
-        """The decided update; the gate is open while there is one."""
+        """The update that was decided; None if no update is decided. The gate is open while not None."""
         self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
-        """The running update, while COMPUTING."""
+        """The running update, while COMPUTING; else None."""
         self.copy: Transfer = ARRIVED
-        """The copy of the new parameters to a device with memory of its own, while WRITING."""
+        """The copy of new parameters to a device with its own memory, while WRITING. ARRIVED, a transfer
+        that has ended, if there is no such copy.
+        """
         self._store = store
         self._health = health
         self._state_page = update.state_page
         self._gradient_page = update.gradient_page
         self._has_copy = not store.device.shares_host and self.page.home.tier is not Tier.DEVICE
-        """Whether a resident page is a copy in device memory, which must be updated too."""
+        """Whether the parameter page, when resident, is a copy of the home in device memory. New parameters
+        are then copied there too.
+        """
         self._start = self.page.layout.chunk_start(self.chunk_index)
         self._state_offset = self._state_page.offset(self.chunk_index)
         self.parameter_bytes = round_up(self.chunk.count * update.dtype.itemsize, PAGE_ALIGNMENT)
@@ -108,23 +116,28 @@ class Chain:
         """Bytes of the chunk's part of the optimizer page."""
         self._reads: list[Transfer] = []
         self._parameter = self._gradient = self._states = NOTHING
-        """uint8: the slice of the parameter page, the chunk's gradient and states. NOTHING while unknown."""
+        """The memory of the update: the slice of the parameter page, the chunk's gradient and its states,
+        each uint8. NOTHING while the memory is not known.
+        """
         self._kept = NOTHING
-        """The gradient when the gate opened, if it was in RAM; it stays here when zero_grad() forgets it."""
+        """The gradient in RAM when the gate opened; NOTHING if the gradient was not in RAM. The tensor
+        stays here even if zero_grad() forgets the gradient.
+        """
         self._room = NOTHING
-        """Staging, uint8, for the parameter slice, which is read only when the gate opens."""
+        """Staging, uint8, into which the parameter slice is read, but only when the gate opens."""
         self._version = 0
-        """Version of the states that were read before the gate opened."""
+        """`StatePage.version` of the states that were read before the gate opened."""
         self.was_ahead = False
         """Whether the states were read before the gate opened."""
         self._at_home: Memory | None = None
-        """Memory of a chain that `rests`, from its first update on."""
+        """The chain's memory at home, after the first update, if the chain never needs staging; else None."""
 
     def present(self) -> Present | None:
-        """The page's bytes where the model computes with them, if that is host RAM and not their home.
+        """The parameter page's bytes where the model computes, if they are in host RAM but not at home;
+        else None.
 
-        Another thread may drop their last view at any moment, and they are freed then. So a caller that asks
-        for staging according to this result keeps it until the chain has it.
+        Another thread may drop the last view of these bytes at any moment, which frees them. So a caller
+        that asks for staging according to this result must keep the result until the chain has the staging.
         """
         if self.page.home.in_place or not self._store.device.shares_host:
             return None
@@ -132,7 +145,7 @@ class Chain:
         return self.page.incoming if living is None else (living, ARRIVED)
 
     def needed(self, present: Present | None) -> int:
-        """Bytes of staging that the chain needs, while DUE."""
+        """Bytes of staging that a DUE chain needs to begin. present: the result of the method `present`."""
         nbytes = 0 if self._state_page.home.in_place else self.state_bytes
         if not self._gradient.nbytes:
             nbytes += self.gradient_bytes
@@ -148,14 +161,14 @@ class Chain:
 
     @property
     def in_place(self) -> bool:
-        """Whether all that the chain needs is in host RAM, while DUE."""
+        """Whether all inputs of a DUE chain are in host RAM already."""
         if self.rests:
             return True
         return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The chunk's gradient, uint8, as when the gate opened, while DUE; empty if it must be read."""
+        """The gradient of a DUE chain when the gate opened, uint8; empty if it must be read from home."""
         return self._gradient
 
     @property
@@ -174,24 +187,28 @@ class Chain:
 
     @property
     def being_written(self) -> bool:
-        """Whether a read of the states would wait for a write."""
+        """Whether a read of the states would have to wait for a write in flight."""
         start = self._state_offset
         return self._state_page.home.busy(start, start + self.state_bytes, writing=False)
 
     @property
     def arrived(self) -> bool:
-        """Whether every read has ended, successfully or not."""
+        """Whether all reads of the chain have ended, successfully or not."""
         return not self._reads or all([each.done() for each in self._reads])
 
     @property
     def holds_gradient(self) -> bool:
-        """Whether the chain's gradient is in staging, while DUE."""
+        """Whether the gradient of a DUE chain is in staging."""
         return bool(self._gradient.nbytes) and not self._gradient_page.home.in_place
 
     # --- transitions ------------------------------------------------------------------------------------
 
     def open(self, decision: Decision) -> bool:
-        """Open the gate: IDLE -> DUE, or READING or GATED -> READING. Returns whether the chain is DUE."""
+        """Open the gate: IDLE -> DUE, or READING or GATED -> READING. Returns whether the chain is DUE.
+
+        decision: the update to compute. If the states that were read ahead cannot be used any more, the
+        chain gives up its staging and is DUE.
+        """
         assert self.decision is None
         if self.rests:
             self.decision = decision
@@ -212,7 +229,11 @@ class Chain:
         return False
 
     def grant(self, memory: torch.Tensor, present: Present | None) -> None:
-        """DUE -> READING. memory: staging, uint8 (needed(present),). Raises StorageError, and stays DUE."""
+        """Give the chain staging, and begin its reads: DUE -> READING.
+
+        memory: staging, uint8 (needed(present),). present: the result of the method `present`. If
+        StorageError is raised, the chain stays DUE.
+        """
         try:
             rest = self._read_parameter(memory, present)
             if not self._gradient.nbytes:
@@ -229,7 +250,10 @@ class Chain:
         self._to(ChainState.READING)
 
     def read_ahead(self, memory: torch.Tensor) -> None:
-        """IDLE -> READING, the gate is closed. memory: staging, uint8 (needed_ahead,). Raises as `grant`."""
+        """Begin to read the states while the gate is closed: IDLE -> READING.
+
+        memory: staging, uint8 (needed_ahead,). If StorageError is raised, the chain stays IDLE.
+        """
         self._version = self._state_page.version
         try:
             self._read_states(memory[: self.state_bytes])
@@ -241,12 +265,18 @@ class Chain:
         self._to(ChainState.READING)
 
     def arrive(self) -> None:
-        """READING -> GATED: the reads of the states have ended, in whatever way; the gate is closed."""
+        """Note that the reads of the states have ended while the gate is closed: READING -> GATED.
+
+        The reads may have succeeded or failed.
+        """
         assert self.decision is None
         self._to(ChainState.GATED)
 
     def gather(self) -> None:
-        """Wait for all reads, while READING with an open gate. Raises StorageError; see `put_back`."""
+        """Wait for all reads of a READING chain whose gate is open.
+
+        Raises StorageError if a read failed; the caller then calls `put_back`.
+        """
         failure: InfinityError | None = None
         for read in self._reads:
             try:
@@ -258,27 +288,31 @@ class Chain:
         self._reads.clear()
 
     def put_back(self) -> None:
-        """READING -> DUE: a read failed, and nothing was changed."""
+        """Make the chain due again after a read failed: READING -> DUE. Nothing was changed."""
         self.end()
         self._let_go()
         self._to(ChainState.DUE)
 
     def revoke(self) -> None:
-        """READING or GATED, with the gate closed -> IDLE: the staging is needed elsewhere."""
+        """Give up staging that is needed elsewhere, with the gate closed: READING or GATED -> IDLE."""
         assert self.decision is None
         self.end()
         self._let_go()
         self._to(ChainState.IDLE)
 
     def forget_gradient(self) -> None:
-        """Drop the gradient, while DUE: it was written home, and will be read from there."""
+        """Drop the gradient of a DUE chain.
+
+        The gradient was written home, and will be read again from there.
+        """
         assert self.state is ChainState.DUE
         self._gradient = self._kept = NOTHING
 
     def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """READING, or DUE where all is in place, -> COMPUTING. All reads have succeeded.
+        """Submit the update to the update threads: READING -> COMPUTING.
 
-        awaited: the caller is about to wait for the update. Raises the gradient ring's failure.
+        A chain that never needs staging goes DUE -> COMPUTING. All reads have succeeded before. awaited:
+        whether the caller is about to wait for the update. Raises the gradient ring's failure.
         """
         if self.rests:
             self._take_at_home()
@@ -293,7 +327,10 @@ class Chain:
         return self.ticket
 
     def write(self) -> None:
-        """COMPUTING -> WRITING: begin to write the results. Raises StorageError; the chain is LOST then."""
+        """Begin to write the results home: COMPUTING -> WRITING.
+
+        If StorageError is raised, the chain is LOST.
+        """
         store, page = self._store, self.page
         try:
             if not self._state_page.home.in_place and self._states.nbytes:
@@ -313,13 +350,19 @@ class Chain:
         self._to(ChainState.WRITING)
 
     def finish(self) -> Transfer:
-        """WRITING -> IDLE: later computation uses the new parameters. Returns the copy to the device."""
+        """Make the chain ready for its next update: WRITING -> IDLE. Returns the copy to the device.
+
+        The caller orders later computation after that copy, which may still be under way.
+        """
         copy, self.copy = self.copy, ARRIVED
         self._to(ChainState.IDLE)
         return copy
 
     def abandon(self) -> None:
-        """Any state -> IDLE: wait until nothing touches the memory, and drop the update and its failures."""
+        """Drop the update, in any state, once nothing uses the chain's memory any more: any state -> IDLE.
+
+        Waits for reads, computation and the copy to the device. Failures of reads are ignored.
+        """
         self.end()
         self._at_home = None
         self.update.forget_addresses()
@@ -330,7 +373,7 @@ class Chain:
         self.state = ChainState.IDLE
 
     def end(self) -> None:
-        """Wait until nothing is under way in the chain's memory. Failures of reads are ignored."""
+        """Wait until nothing uses the chain's memory. Failures of reads are ignored."""
         for read in self._reads:
             with contextlib.suppress(InfinityError):
                 read.wait()
@@ -355,7 +398,10 @@ class Chain:
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None
 
     def _read_parameter(self, memory: torch.Tensor, present: Present | None) -> torch.Tensor:
-        """Find the parameter slice or begin to read it; returns the unused rest of `memory`."""
+        """Find the parameter slice in RAM, or begin to read it into the beginning of `memory`.
+
+        Returns the rest of `memory`, which is unused.
+        """
         home, start, nbytes = self.page.home, self._start, self.parameter_bytes
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
@@ -370,7 +416,10 @@ class Chain:
         return memory
 
     def _take_at_home(self) -> None:
-        """Find the memory of a chain that `rests`. Raises the gradient ring's failure."""
+        """Use the memory at home, for a chain that never needs staging.
+
+        Raises the gradient ring's failure.
+        """
         self._gradient_page.settle(self.chunk_index)
         if self._at_home is None:
             offset = self._gradient_page.offset(self.chunk_index)
@@ -390,7 +439,7 @@ class Chain:
             self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
 
     def _let_go(self) -> None:
-        """Drop all references to memory but the one to a kept gradient."""
+        """Drop all references to memory except the reference to the gradient that was kept at `open`."""
         self._reads = []
         self._parameter = self._states = self._room = NOTHING
         self._gradient = self._kept

@@ -13,11 +13,14 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
 Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(a chunk's slice of the parameter page, its gradient, its states), each uint8."""
+"""(a chunk's slice of the parameter page, the chunk's gradient, the chunk's states), each uint8 in RAM."""
 
 
 class ChunkUpdate:
-    """The work on one chunk: described in full the first time, then only by what changes."""
+    """The work of the update threads on one chunk.
+
+    The first update is described to the threads in full. Later updates give only what changes.
+    """
 
     def __init__(
         self,
@@ -33,22 +36,26 @@ class ChunkUpdate:
         self.chunk_index = chunk_index
         self.chunk = page.layout.chunks[chunk_index]
         self.dtype = page.layout.regions[self.chunk.region].dtype
-        """Dtype of the parameters."""
+        """Dtype of the chunk's parameters."""
         self.rests = all([home.in_place for home in (page.home, gradients.home, self.state_page.home)])
-        """Whether all its memory is at home in host RAM."""
+        """Whether all memory of the chunk is at home in host RAM."""
         self.numel = 0
-        """Elements that the latest update changes."""
+        """Number of elements that the latest update changes."""
         self._states = states
         self._threads = threads
         self._form: cpu_adam.UpdateForm | None = None
-        """The description of the first update, which later ones reuse; None before."""
+        """The description of the first update, which later updates reuse; None before the first update."""
         self._addresses: Sequence[int] | None = None
-        """Addresses of the arrays of a chunk that `rests`, after its first update."""
+        """Addresses of the chunk's arrays after the first update, if the arrays never move; else None."""
 
     def submit(
         self, decision: Decision, memory: Memory, *, awaited: bool
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """Submit the update to the threads. awaited: the caller is about to wait for it."""
+        """Submit an update of the chunk to the update threads.
+
+        decision: the update to compute. memory: the chunk's memory. awaited: whether the caller is about to
+        wait for the update.
+        """
         if self.chunk_index in decision.fresh:
             self._states.fill(self.state_page, self.chunk_index, memory[2])
         if decision.edited:
@@ -85,15 +92,16 @@ class ChunkUpdate:
         return ticket
 
     def forget_addresses(self) -> None:
-        """Forget the arrays' addresses: the pages leave their homes."""
+        """Forget the addresses of the chunk's arrays, because the pages leave their homes."""
         self._addresses = None
 
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]
     ) -> cpu_adam.Update:
-        """The update described in full.
+        """The full description of an update.
 
-        segments: (start, count, hyper, index, seed) of the pieces that it changes.
+        segments: (start, count, hyper, index, seed) of each piece that the update changes; see
+        cpu_adam.Segment.
         """
         parameter, gradient, state = memory
         arrays = self.state_page.arrays(self.chunk_index, state)
@@ -107,7 +115,7 @@ class ChunkUpdate:
         )
 
     def _follow_edits(self, decision: Decision, memory: Memory) -> None:
-        """Set the masters of edited parameters to the parameters' values."""
+        """Set the masters of edited parameters to the parameters' present values."""
         parameter, arrays = memory[0], self.state_page.arrays(self.chunk_index, memory[2])
         for piece in self.chunk.pieces:
             if piece.parameter in decision.edited:

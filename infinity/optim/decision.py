@@ -1,4 +1,4 @@
-"""Decision: what one unit's update in a step will do, fixed before it runs and counted at once."""
+"""Decision: what one unit's update in a step will do, fixed before the update runs and counted at once."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
-"""(unit, parameter) -> its live param group, or None if the optimizer does not have the parameter."""
+"""Function from (unit, parameter) to the parameter's live param group; None: the parameter has no group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One unit's update, as `step()` or an eager update decided it. Later changes do not affect it."""
+    """The update of one unit, as `step()` or an eager update decided it.
+
+    Changes that user code makes later, to gradients or options, do not affect the update.
+    """
 
     hypers: Sequence[cpu_adam.Hyper]
     native: Sequence[cpu_adam.NativeHyper]
-    """The native form of each of `hypers`."""
+    """The hyper-parameters of `hypers`, in the same order, in the form that the native code takes."""
     parameters: Mapping[int, tuple[int, int]]
-    """Updated parameter -> (index into `hypers`, seed of its stochastic roundings)."""
+    """Index of each updated parameter -> (index into `hypers`, seed of its stochastic rounding)."""
     scale: float
-    """Factor from the stored gradient to the one that the rule sees."""
+    """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees."""
     fresh: frozenset[int]
-    """Chunks whose moments this update creates."""
+    """Indices of the chunks whose moments this update creates."""
     edited: frozenset[int]
-    """Edited parameters: their masters are set to their present values first."""
+    """Indices of edited parameters. The update first sets their masters to their present values."""
 
 
 def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -> Decision | None:
-    """The update of a unit's parameters that have a gradient and a group; None if none has both.
+    """Decide the update of a unit's parameters that have both a gradient and a param group.
 
-    Raises as `Rule.hyper`.
+    Returns None if no parameter has both. Raises the errors of `Rule.hyper`.
     """
     state, rule = states.pages[unit], states.rule
     known: dict[tuple[int, int, bool], int] = {}
@@ -66,7 +69,11 @@ def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -
 
 
 def count_step(page: ParameterPage, states: States, decision: Decision, group_of: GroupOf) -> None:
-    """Count a unit's update as done (steps, moments, versions), however late it runs."""
+    """Count the update of a unit as done, however late the update runs.
+
+    In the optimizer page, the step counts are raised and new moments are noted. The version counters of the
+    updated parameters move.
+    """
     state, touched = states.pages[page.index], decision.parameters.keys()
     if not all(state.begun):
         for chunk_index, chunk in enumerate(page.layout.chunks):

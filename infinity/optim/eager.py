@@ -1,14 +1,16 @@
 """Eager updates: a unit is updated in the backward that brings its last gradient, not after `step()`.
 
-Gradients then need not leave the memory that they arrive in, and the disk can move states during the backward
-too, not only during the next forward. Updates that outlast the backward go on during the next forward.
+Gradients then need not leave the memory in which they arrive. Also, the disk can move states during the
+backward, not only during the next forward. Updates that are not done when the backward ends go on during
+the next forward.
 
-A unit that the device updates is left to `step()`: it needs no staging, and the check that its gradients are
-finite would have to wait for the device.
+A unit that the device updates is left to `step()`. Such a unit needs no staging, and an eager update of it
+would have to wait for the device, to check that the gradients are finite.
 
-The runtime cannot tell which gradient is a step's last, so the trainer declares how many backwards a step
-has. What needs all gradients before the first update is refused: clipping, and the scaled losses of fp16. An
-update cannot be undone: after zero_grad() without step(), those that began remain, and count as steps.
+The runtime cannot tell which gradient is the last of a step, so the trainer declares how many backwards a
+step has. Features that need all gradients before the first update are refused: clipping, and the loss
+scaling of fp16. An update cannot be undone. After zero_grad() without step(), the updates that have begun
+remain, and they count as steps.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Options = dict[str, Any]
 
 
 class EagerStep:
-    """The state that the eager updates of one step share: its gradients, and the optimizer's options."""
+    """The state that all eager updates of a step share: the step's gradients and the optimizer's options."""
 
     def __init__(
         self,
@@ -39,23 +41,23 @@ class EagerStep:
         *,
         accumulation: int,
     ) -> None:
-        """accumulation: gradients of each parameter in a step."""
+        """accumulation: number of gradients that each parameter gets in a step, as declared by the user."""
         self._pages = pages
         self._gradients = gradients
         self._rule = rule
         self._accumulation = accumulation
         self._options: list[Options] = []
-        """The groups' options when the step's first unit was updated; empty before."""
+        """Copies of the groups' options when the step's first unit was updated; empty before that."""
         self._updated = 0
-        """Number of units that this step has updated."""
+        """Number of units that eager updates have updated in this step."""
         self._broken = False
-        """Whether a gradient was not finite; no further unit is updated then."""
+        """Whether a gradient of this step was not finite. No further unit is updated then."""
         self._stepped = False
 
     def admits(self, unit: int) -> bool:
-        """Whether the unit should be updated now: it has all gradients of the step, and they are finite.
+        """Whether a unit is to be updated now: it has all gradients of the step, and they are finite.
 
-        Called after every gradient.
+        Called after every new gradient of the unit.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
         if self._gradients.on_device(unit):
@@ -66,7 +68,11 @@ class EagerStep:
         return not self._broken
 
     def options(self, groups: Sequence[Mapping[str, Any]]) -> list[Options]:
-        """The options of every group, for one more unit's update. Raises as `Rule.check`."""
+        """The options of all groups for the update of one more unit. All units of a step get the same
+        options.
+
+        groups: the optimizer's groups. Raises the errors of `Rule.check`.
+        """
         if not self._options:
             self._rule.check(groups)
             self._options = _frozen(groups)
@@ -74,7 +80,11 @@ class EagerStep:
         return self._options
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check a call of `step()`: raises ConfigError if it cannot be the one that the updates were for."""
+        """Check that `step()` may be called now, after the eager updates of this step.
+
+        groups: the optimizer's groups. Raises ConfigError if their options have changed since the first
+        update, or if `step()` was called before with the same gradients.
+        """
         if self._stepped:
             raise ConfigError(
                 "step() was called again for gradients that eager updates have used.",
@@ -83,23 +93,23 @@ class EagerStep:
         if self._options and not _same(self._options, _frozen(groups)):
             raise ConfigError(
                 f"The optimizer's options were changed after {self._updated} units were updated with others.",
-                "Set them back, and change them (or call a scheduler) after step(), or offload with "
+                "Set the options back, and change them (or call a scheduler) after step(), or offload with "
                 'update="lazy".',
             )
 
     def stepped(self) -> None:
-        """Note that the step is over; its gradients stay until `clear`."""
+        """Note that the step is over. The step's gradients stay until `clear`."""
         self._stepped = True
 
     def clear(self) -> None:
-        """Begin the next step: the gradients were forgotten."""
+        """Begin the next step. Called when the gradients have been forgotten."""
         self._options = []
         self._updated = 0
         self._broken = self._stepped = False
 
     @property
     def done(self) -> str:
-        """How much of the step is done, for the message of an error that ends it."""
+        """How many units the step has updated, as a clause for the message of an error that ends the step."""
         return f"{self._updated} of {len(self._pages)} units were updated before it came"
 
 

@@ -1,5 +1,6 @@
 """Paged optimizer: the torch.optim.Optimizer behind `runtime.optimizer`, with the user's param groups and
-states in pages."""
+with states in pages.
+"""
 
 from __future__ import annotations
 
@@ -26,43 +27,46 @@ _RETIRED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_gro
 
 
 class OptimizerCore(Protocol):
-    """The part of the runtime that updates parameters and keeps their states. Parameters compare by identity.
+    """The part of the runtime that updates parameters and keeps their states.
 
-    The state of a parameter is a mapping. As in torch, it has "step" (a float32 scalar; not for SGD) and the
-    rule's moments (float32, in the parameter's shape and strides). It has "master" too (float32, likewise) if
-    the parameter itself is not float32. An SGD buffer without content is left out.
+    Parameters are compared by identity. The state of a parameter is a mapping. As in torch, it has "step"
+    (a float32 scalar; not for SGD) and the rule's moments (float32, in the parameter's shape and strides).
+    If the parameter is not float32, the state also has "master" (float32, in the parameter's shape and
+    strides). An SGD momentum buffer without content is left out.
     """
 
     def step(self) -> None:
-        """Updates all parameters that have gradients. Raises typed errors."""
+        """Update all parameters that have gradients. Raises errors of infinity/errors.py."""
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
+        """Forget all gradients."""
 
     def has_state(self, parameter: Tensor) -> bool:
-        """Whether `read_state` would return anything; reads nothing."""
+        """Whether the parameter has a state, so that `read_state` would not return {}. Reads no state."""
         ...
 
     def read_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Copies on the CPU; {} for a parameter that was never updated."""
+        """Copies of the state of a parameter, on the CPU; {} for a parameter that was never updated."""
         ...
 
     def write_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Replaces the state; {} makes the next update the first.
+        """Replace the state of a parameter. With {} the parameter's next update counts as its first.
 
-        The moments may have any strides, device and floating dtype. Elements of a master are used only where
-        they round to the parameter's present value: loading an optimizer's state never changes a parameter.
+        The moments may have any strides, device and floating dtype. A master is used only if all of its
+        elements round to the parameter's present values, so that loading an optimizer's state never changes
+        a parameter.
         """
 
     def check_capacity(self, nbytes: int) -> None:
-        """Raises BudgetError if copies of that size cannot fit in RAM."""
+        """Raise BudgetError if copies of `nbytes` bytes cannot fit in RAM."""
 
 
 class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
-    """`PagedOptimizer.state`: parameter -> copies of its state, read at every access.
+    """The mapping `PagedOptimizer.state`: parameter -> copies of its state, which every access reads anew.
 
-    Editing a copy changes nothing; assigning it does: `optimizer.state[p] = edited`. The mapping contains the
-    parameters that have a state; as in torch, the optimizer's other parameters read as {}.
+    Editing a copy changes nothing; assigning an edited copy does: `optimizer.state[p] = edited`. The
+    mapping contains the parameters that have a state. As in torch, the state of any other parameter of the
+    optimizer reads as {}.
     """
 
     def __init__(self, rule: Rule, backend: OptimizerCore, parameters: Sequence[Tensor]) -> None:
@@ -95,7 +99,7 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a copy of all states."""
+        """Bytes that copies of all states take together."""
         return sum(self._nbytes(each) for each in self)
 
     def _nbytes(self, parameter: Tensor) -> int:
@@ -112,14 +116,20 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
 
 class PagedOptimizer(torch.optim.Optimizer):
-    """Takes an optimizer's place: shares its `param_groups`, `defaults` and hooks, and pages its states.
+    """An optimizer in the place of the user's, which has the same groups, defaults and hooks.
 
-    Schedulers may hold either of the two. `state_dict()` has the form of the replaced optimizer's, with
-    moments in fp32. Parameters that are not fp32 also have an fp32 "master", which torch carries unused.
+    The states are kept in pages. Schedulers may hold either optimizer. `state_dict()` has the form of the
+    user's optimizer, with moments in fp32. The state of a parameter that is not fp32 also has an fp32
+    "master", an entry that torch's optimizers load and save without using it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
-        """`rule` is Rule.of(optimizer). Nothing is moved: see `adopt` and `retire`."""
+        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the owner of the pages of
+        states.
+
+        No state is moved here: `adopt` copies states into the pages, and `retire` frees the states of
+        `optimizer`.
+        """
         self._replaced: Any = optimizer
         self._rule = rule
         self._backend = backend
@@ -136,10 +146,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient; returns the result of `closure`, if there is one.
+        """Update every parameter that has a gradient. Returns the result of `closure`, if there is one.
 
-        A group whose options cannot be used raises (ConfigError, UnsupportedOptimizer) before anything is
-        updated, and so does a gradient that is not finite (NonFiniteGradient).
+        Raises ConfigError or UnsupportedOptimizer for a group with options that cannot be used, and
+        NonFiniteGradient for a gradient that is not finite. This call has then updated nothing.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
@@ -158,19 +168,25 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients. `set_to_none` changes nothing: parameters without a gradient are skipped
-        by step() either way."""
+        """Forget all gradients.
+
+        `set_to_none` changes nothing, because `step` skips parameters without a gradient in either case.
+        """
         self._backend.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all states and groups, as torch.optim has them. BudgetError if RAM cannot hold them."""
+        """Copies of all states and groups, in the form of torch.optim.
+
+        Raises BudgetError if RAM cannot hold the copies.
+        """
         self._backend.check_capacity(self._paged.nbytes)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state dict of this or of a torch optimizer of the same type and groups.
+        """Load a state dict of this class, or of a torch optimizer of the same type and groups.
 
-        Raises ConfigError (a ValueError, as torch's) if it does not fit, and then nothing has changed.
+        Raises ConfigError (a ValueError, as in torch) if the state dict does not fit; then nothing has
+        changed.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -190,7 +206,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ConfigError: the pages were laid out for the present groups."""
+        """Raise ConfigError, because the pages were laid out for the present groups."""
         raise ConfigError(
             "A parameter group cannot be added once the optimizer's states are in pages.",
             "Close the runtime, build the optimizer with all its groups, and offload again.",
@@ -203,7 +219,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         )
 
     def _loaded_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The groups to install: the saved options with this optimizer's parameters."""
+        """The groups to install: the options from the state dict with this optimizer's parameters."""
         if len(saved) != len(self.param_groups):
             raise ConfigError(
                 f"The state dict has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}.",
@@ -226,7 +242,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loaded
 
     def _loaded_states(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-        """id(parameter) -> its state, for the parameters that have one."""
+        """id(parameter) -> state in the state dict, for the parameters that have a state there."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owners = dict(zip(saved, _parameters(self), strict=True))
         states = {}
@@ -245,9 +261,10 @@ def adopt(
     write: Callable[[Tensor, Mapping[str, Tensor]], None],
     dtype_of: Callable[[Tensor], torch.dtype],
 ) -> None:
-    """Passes each state that `optimizer` has gathered to `write`, in the form of `OptimizerCore.write_state`.
+    """Pass every state in `optimizer` to `write`, a function with the parameters of
+    `OptimizerCore.write_state`.
 
-    dtype_of: parameter -> its dtype in its page, also before it is there.
+    dtype_of: function from a parameter to its dtype in its page, also before the page has its values.
     """
     rule = Rule.of(optimizer)
     known = {id(each) for each in _parameters(optimizer)}
@@ -260,9 +277,11 @@ def adopt(
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Frees the states of an optimizer whose place was taken, and makes its methods raise ConfigError.
+    """Free the states of an optimizer that a PagedOptimizer has replaced, and make its methods raise
+    ConfigError.
 
-    Its `param_groups` stay alive, and schedulers made for it, before or after, go on working.
+    The optimizer's `param_groups` stay alive. Schedulers made for the optimizer, before or after, go on
+    working.
     """
     for name in _RETIRED:
         setattr(optimizer, name, _refusal(name))
@@ -289,12 +308,11 @@ def checked_state(
     *,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The entries of a state in torch's form that `OptimizerCore.write_state` takes; no copy is made.
+    """Check a state in torch's form, and return the entries that `OptimizerCore.write_state` takes.
 
-    dtype: the parameter's dtype in its page, if the parameter is not there yet.
-
-    Entries that the rule does not know are left out. Raises ConfigError, naming `what`, if one is missing
-    or of another shape.
+    what: the parameter's name in error messages. dtype: the parameter's dtype in its page; None:
+    `parameter.dtype`. No copy is made, and entries that the rule does not know are left out. Raises
+    ConfigError if an entry is missing, is not a dense tensor of floats, or has the wrong shape.
     """
     if not isinstance(state, Mapping):
         raise _misfit(what, f"is a {type(state).__name__}")
@@ -302,7 +320,7 @@ def checked_state(
     if rule.counts_steps and state:
         result["step"] = _step_count(state.get("step"), what)
         if result["step"] == 0 and not parameter.requires_grad:
-            # torch's Adagrad gives frozen parameters a state too; it has no page, and is never used.
+            # torch's Adagrad gives frozen parameters a state too. That state has no page, and is never used.
             return {}
     for name in (*rule.moments, "master"):
         value = state.get(name)

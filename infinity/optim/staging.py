@@ -1,11 +1,12 @@
-"""Staging: how chains and staged gradients get room in the pool, and in which order they lose it.
+"""Staging: how chains and staged gradients get room in the pool of staging, and in which order they lose
+it.
 
 [Note: room]
-Staging is granted here and nowhere else: to chains, and to the gradients that are staged for them. A request
-that finds no room first waits for what ends by itself: writes and copies under way, then chains that compute.
-Only then is something undone: chains whose gate is closed (`Chain.revoke`), then gradients that can go home.
-A chain with a closed gate never gets the last bytes that one with an open gate might need. So every request
-is granted in the end.
+Staging is granted here and nowhere else: to chains, and to gradients that are staged for chains. A request
+that finds no room first waits for work that ends by itself: writes and copies under way, then chains that
+compute. Only then is something undone: chains whose gate is closed lose their staging (`Chain.revoke`),
+then gradients are written home. A chain with a closed gate never gets the last bytes that a chain with an
+open gate might need. So every request is granted in the end.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.store import Store
 
 _SPARED = 4
-"""A quarter of staging is kept free when states are read ahead, for gradients whose states are not. With a
-half the disk waited for room (309M parameters, all on NVMe: 3.7 s a step, now 2.9)."""
+"""Reading ahead leaves one part in _SPARED of staging free, for gradients whose states are not read ahead.
+When it left half of staging free, a step took 3.7 s instead of 2.9 s, because the disk waited for room
+(309M parameters, all on NVMe).
+"""
 
 
 class Staging:
-    """Grants the bytes of the store's pool of staging. Called under the runtime's lock."""
+    """Grants bytes of the store's pool of staging. Called under the runtime's lock."""
 
     def __init__(self, store: Store, staged: StagedChunks, queue: UpdateQueue) -> None:
         self._store = store
@@ -39,8 +42,8 @@ class Staging:
     def take(self, nbytes: int) -> torch.Tensor:
         """Staging, uint8 (nbytes,), for a gradient; see [Note: room].
 
-        Raises StorageError if something that it waits for fails, and BudgetError if user code holds the
-        missing bytes.
+        Raises StorageError if a read or write that this call waits for fails, and BudgetError if user code
+        holds the missing bytes.
         """
         while (memory := self._try_take(nbytes)) is None:
             if not self._make_room():
@@ -48,7 +51,7 @@ class Staging:
         return memory
 
     def try_grant(self, chain: Chain) -> bool:
-        """Begin a DUE chain; False if there is no room."""
+        """Begin a DUE chain if staging has room for it. Returns whether the chain has begun."""
         if chain.rests:
             self._queue.compute(chain)
             self._queue.begun(chain)
@@ -61,11 +64,11 @@ class Staging:
         return True
 
     def grant(self, chain: Chain) -> None:
-        """Begin a DUE chain, as soon as there is room. Raises as `take`."""
+        """Begin a DUE chain as soon as staging has room for it. Raises the errors of `take`."""
         while not self.try_grant(chain):
             if self._make_room(chain):
                 continue
-            if chain.holds_gradient:  # it may lie so that no free range is large enough for the rest
+            if chain.holds_gradient:  # which may lie so that no free range is large enough
                 self._put_gradient_home(chain)
                 continue
             present = chain.present()
@@ -75,7 +78,7 @@ class Staging:
     def read_ahead(self, candidates: Iterator[Sequence[Chain]]) -> None:
         """Read states of chains whose gate is closed, as far as there is room; see [Note: room].
 
-        candidates: the result of `ReadAhead.candidates`.
+        candidates: the result of `ReadAhead.candidates`: groups of chains, in the order in which to read.
         """
         spared = max(self._pool.nbytes // _SPARED, self._store.plan.chain_bytes)
         for chains in candidates:
@@ -111,7 +114,11 @@ class Staging:
             return lease.residency()
 
     def _make_room(self, asking: Chain | None = None) -> bool:
-        """Wait for one thing or undo one; False if nothing is left. Raises StorageError."""
+        """Wait for one transfer or chain to end, or else take the staging of one chain or one gradient.
+
+        asking: the DUE chain that needs the room, and whose own gradient stays staged; None: a gradient
+        needs the room. Returns False if nothing is left to wait for or to take. Raises StorageError.
+        """
         queue = self._queue
         if self._store.finish_oldest_write():
             return True
@@ -134,6 +141,9 @@ class Staging:
         return self._staged.write_back_oldest(kept)
 
     def _put_gradient_home(self, chain: Chain) -> None:
-        """Write a DUE chain's gradient home; it is read again when the chain is granted staging for it."""
+        """Write the staged gradient of a DUE chain home.
+
+        The gradient is read again when the chain is granted staging for it.
+        """
         self._staged.write_back_now(chain.unit, chain.chunk_index, chain.gradient)
         chain.forget_gradient()

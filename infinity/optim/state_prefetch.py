@@ -1,10 +1,11 @@
 """State prefetch: the choice of chains whose states are read before their gate opens.
 
-Lazy updates run between the backward and their unit's forward, when the disk is busiest; during the backward
-it has little to do. So the states of the first chains are read as soon as their unit's gradients are
-complete. An eager update begins with its unit's last gradient: the states of the next units in the order of
-the backward are read before their gradients come. If the staging is needed elsewhere first, the chain gives
-it up (`Chain.revoke`), and the states are read again when the gate is open.
+Lazy updates of a unit run between the backward and the unit's next forward, when the disk is busiest;
+during the backward the disk has little to do. So the states of the first chains are read as soon as their
+unit's gradients are complete. An eager update begins with its unit's last gradient. So the states of the
+units that come next in the backward are read before their gradients come. If the staging of such a chain is
+needed elsewhere first, the chain gives it up (`Chain.revoke`), and its states are read again when the gate
+is open.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from infinity.optim.chain import Chain, ChainState
 
 
 class ReadAhead:
-    """The chains to read ahead for one runtime's updates. Called under the runtime's lock."""
+    """The choice of chains to read ahead, for one runtime. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class ReadAhead:
     ) -> None:
         """chains: unit -> its chains. parameters: the parameters of every unit.
 
-        accumulation: gradients of each parameter in a step. room: bytes of staging for lazy read-ahead.
+        eager: whether updates are eager, not lazy. accumulation: number of gradients that each parameter
+        gets in a step. room: bytes of staging that lazy updates may use to read ahead.
         """
         self._chains = chains
         self._parameters = parameters
@@ -42,19 +44,21 @@ class ReadAhead:
         self._accumulation = accumulation
         self._room = room
         self._chosen: dict[int, Sequence[Chain]] = {}
-        """Lazy: unit -> its chains to read once its gradients are complete."""
+        """For lazy updates. Unit -> its chains to read ahead once all gradients of the unit are there."""
         self._unlocked: deque[Chain] = deque()
-        """Lazy: chains whose gradients are complete."""
+        """For lazy updates. Chains to read ahead now, because all gradients of their unit are there."""
         self._next: deque[int] = deque()
-        """Eager: units whose states are to be read before their gradients come, in that order."""
+        """For eager updates. Units to read ahead, in the order in which the backward brings gradients."""
         self._cleared = False
-        """Eager: whether the last step's gradients are forgotten, so that any present are the next step's."""
+        """For eager updates. Whether the last step's gradients were forgotten. Gradients that are present
+        then belong to the next step.
+        """
 
     def stepped(self, due: Sequence[int], order: Sequence[int]) -> None:
-        """Choose what to read ahead, after a step.
+        """Choose the chains to read ahead for the next step.
 
         due: the units whose update is pending, in the order of their updates. order: units in the expected
-        order of the next forward; the next backward brings gradients in the reverse order.
+        order of the next forward. The next backward brings gradients in the reverse order.
         """
         self._cleared = False
         if self._eager:
@@ -74,16 +78,17 @@ class ReadAhead:
                 return
 
     def gradient_added(self, unit: int) -> bool:
-        """Note a new gradient of the unit. Returns whether there is more to read ahead now."""
+        """Note a new gradient of a unit. Returns whether new chains can be read ahead now."""
         if not self._chosen.get(unit) or not self._complete(unit, self._accumulation):
             return False
         self._unlocked.extend(self._chosen.pop(unit))
         return True
 
     def candidates(self, pending: Callable[[int], bool]) -> Iterator[Sequence[Chain]]:
-        """Groups of chains to read next, each as a whole or not at all. The caller stops if it has no room.
+        """Groups of chains to read ahead next. The caller reads all chains of a group, or stops for lack of
+        room.
 
-        pending: unit -> whether its last update is not over.
+        pending: function that says whether a unit's last update has not ended yet.
         """
         return self._before_gradients(pending) if self._eager else self._after_gradients()
 
@@ -91,7 +96,7 @@ class ReadAhead:
         while self._unlocked:
             chain = self._unlocked[0]
             page = self._gradients.pages[chain.unit]
-            # A gradient was written home because its room was needed: there is none for its states.
+            # A gradient that is not in RAM was written home for lack of room: its states have no room either.
             if self._can_read(chain) and page.is_in_ram(chain.chunk_index):
                 yield (chain,)
             self._unlocked.popleft()

@@ -1,7 +1,7 @@
-"""Update queue: the chains that are due, those that are under way, and how each advances.
+"""Update queue: the chains that are due, the chains that are under way, and how they advance.
 
-A chain that is due waits for its turn and for staging (infinity/optim/staging.py). Once begun it reads,
-computes and writes; callers that need its unit, or its memory, end it here.
+A chain that is due waits for its turn and for staging (infinity/optim/staging.py). Once begun, a chain
+reads, computes and writes. A caller that needs the chain's unit or memory ends the chain here.
 """
 
 from __future__ import annotations
@@ -26,39 +26,45 @@ class UpdateQueue:
 
     def __init__(self, units: Sequence[UnitUpdate], store: Store) -> None:
         self.due: dict[int, deque[Chain]] = {}
-        """Unit -> its DUE chains, in the order of use."""
+        """Unit -> its DUE chains. Units and chains are in the order in which they are to begin."""
         self.active: list[Chain] = []
         """Chains that hold staging or compute, in the order in which they began."""
         self.copies: deque[tuple[int, Transfer]] = deque()
-        """(unit, copy to the device) still under way; it reads staging and writes the unit's page.
+        """(unit, copy) of each copy of new parameters to the device that is still under way. Such a copy
+        reads staging and writes the unit's page.
 
-        The compute stream is already ordered after it.
+        The compute stream is already ordered after these copies.
         """
         self.shares_cpu = store.plan.device.type == "cpu"
-        """Whether the CPU computes the model too; a thread that waits for an update then helps with it."""
+        """Whether the CPU computes the model as well as updates. If so, a thread that waits for an update
+        helps to compute the update.
+        """
         self._units = units
         self._store = store
 
     # --- in and out -------------------------------------------------------------------------------------
 
     def open(self, unit: int, chains: Sequence[Chain], decision: Decision) -> None:
-        """Open the gates of these chains of a unit; those that need staging are due."""
+        """Open the gates of some chains of a unit. decision: the update of the unit.
+
+        Chains that have not read their states ahead are due afterwards.
+        """
         due = deque([chain for chain in chains if chain.open(decision)])
         self.active = [each for each in self.active if each.state is not ChainState.DUE]
         if due:
             self.due[unit] = due
 
     def arrange(self, units: Iterable[int]) -> None:
-        """Put the units that are due in this order."""
+        """Put the units that have DUE chains in a new order. units: all these units, in the new order."""
         self.due = {unit: self.due[unit] for unit in units if unit in self.due}
 
     def read_ahead(self, chain: Chain, memory: torch.Tensor) -> None:
-        """See `Chain.read_ahead`."""
+        """Begin to read the states of a chain while its gate is closed. memory: see `Chain.read_ahead`."""
         chain.read_ahead(memory)
         self.active.append(chain)
 
     def begun(self, chain: Chain) -> None:
-        """Move a chain from `due` to `active`."""
+        """Note that a DUE chain has begun: move it from `due` to `active`."""
         self.active.append(chain)
         queue = self.due[chain.unit]
         queue.remove(chain)
@@ -66,17 +72,17 @@ class UpdateQueue:
             del self.due[chain.unit]
 
     def revoke(self, chain: Chain) -> None:
-        """See `Chain.revoke`."""
+        """Take the staging from a chain whose gate is closed, so that the chain is idle."""
         self.active.remove(chain)
         chain.revoke()
 
     def revoke_all(self) -> None:
-        """Revoke every chain whose gate is closed."""
+        """Take the staging from all chains whose gate is closed."""
         for chain in [each for each in self.active if each.is_ahead]:
             self.revoke(chain)
 
     def abandon(self) -> None:
-        """Forget what is due, and wait until nothing is under way."""
+        """Drop all updates, and wait until no chain uses its memory any more."""
         self.finish_copies()
         self.due.clear()
         self.active.clear()
@@ -88,14 +94,14 @@ class UpdateQueue:
     # --- what is under way ------------------------------------------------------------------------------
 
     def running(self, unit: int) -> Chain | None:
-        """The first active chain of a unit with an open gate or a copy to the device under way."""
+        """The first active chain of a unit that is not only reading ahead; None if there is no such chain."""
         for chain in self.active:
             if chain.unit == unit and not chain.is_ahead:
                 return chain
         return None
 
     def poll(self) -> None:
-        """Advance every chain that can go on without waiting."""
+        """Advance all chains that can advance without waiting."""
         while self.copies and self.copies[0][1].done():
             self.copies.popleft()
         for chain in [*self.active]:
@@ -117,12 +123,16 @@ class UpdateQueue:
                 self.deliver(chain)
 
     def compute(self, chain: Chain) -> None:
-        """See `Chain.compute`."""
+        """Submit the update of a chain to the update threads; see `Chain.compute`."""
         ticket = chain.compute(awaited=self.shares_cpu)
         self._store.meter.submitted(ticket, chain.update.numel)
 
     def end(self, chain: Chain) -> None:
-        """End one chain, except for its writes. Raises StorageError."""
+        """Wait for the reads and the computation of an active chain, and begin its writes.
+
+        Raises StorageError. If a read fails in a chain that was read ahead, nothing is raised: the chain is
+        due again, and its next grant repeats the reads.
+        """
         if chain.state is ChainState.READING:
             try:
                 with self._store.meter.stalling(Edge.NVME_TO_HOST):
@@ -131,7 +141,7 @@ class UpdateQueue:
                 was_ahead = chain.was_ahead
                 self._put_back(chain)
                 if was_ahead:
-                    return  # it is due again, and its next grant repeats the reads
+                    return  # the chain is due again, and its next grant repeats the reads
                 raise
             self.compute(chain)
         if chain.state is ChainState.COMPUTING:
@@ -140,7 +150,7 @@ class UpdateQueue:
         self.deliver(chain)
 
     def end_quietly(self, chain: Chain) -> None:
-        """`end` without raising for failed reads: the chain is due again then."""
+        """Do what `end` does, but do not raise the error of a failed read: the chain is due again then."""
         try:
             self.end(chain)
         except InfinityError:
@@ -148,7 +158,11 @@ class UpdateQueue:
                 raise
 
     def deliver(self, chain: Chain) -> None:
-        """Make a chain's results visible: later uses of the unit see them, ordered after any copy."""
+        """Make the results of a chain visible to later uses of its unit.
+
+        Computation that is queued later is ordered after the copy of the results to the device, if there is
+        one.
+        """
         self._units[chain.unit].left -= 1
         copy = chain.finish()
         if copy is not ARRIVED:
@@ -157,7 +171,10 @@ class UpdateQueue:
                 self.copies.append((chain.unit, copy))
 
     def release(self, unit: int) -> None:
-        """See `Updater.release`."""
+        """Wait until no update and no copy uses the present bytes of a unit's page.
+
+        Errors of failed reads are not raised here.
+        """
         while (running := self.running(unit)) is not None:
             self.end_quietly(running)
         if self.copies:
@@ -166,14 +183,17 @@ class UpdateQueue:
                 self.copies.remove(copied)
 
     def finish_copies(self) -> None:
-        """Wait for the copies to the device, which hold views of their pages."""
+        """Wait for all copies to the device, because a copy holds a view of the page that it writes."""
         while self.copies:
             self.copies.popleft()[1].wait()
 
     # --- inside -----------------------------------------------------------------------------------------
 
     def _compute_quietly(self, chain: Chain) -> None:
-        """Compute a chain whose reads have ended; if one failed, put it back until the unit is waited for."""
+        """Submit the update of a chain whose reads have ended.
+
+        If a read failed, the chain is due again, and is tried again when a caller waits for its unit.
+        """
         try:
             chain.gather()
         except InfinityError:
@@ -183,7 +203,7 @@ class UpdateQueue:
         self.compute(chain)
 
     def _write(self, chain: Chain) -> None:
-        """Wait for the update itself, and begin to write its results."""
+        """Wait for the computation of a chain, and begin to write its results home."""
         assert chain.ticket is not None
         started = time.perf_counter()
         chain.ticket.wait()
@@ -191,7 +211,7 @@ class UpdateQueue:
         chain.write()
 
     def _put_back(self, chain: Chain) -> None:
-        """Make a chain due again, before all others: a read failed, and nothing was changed."""
+        """Make a chain due again, before all other chains, because a read failed. Nothing was changed."""
         chain.put_back()
         self.active.remove(chain)
         queue = self.due.pop(chain.unit, deque())

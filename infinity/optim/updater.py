@@ -1,14 +1,15 @@
 """Updater: which chunks a step changes, and in which order.
 
-`step` decides everything - which parameters, with which hyper-parameters, scale and gradients - and opens the
-gates of the chains (infinity/optim/chain.py). They are due from then on (infinity/optim/update_queue.py), and
-stream through staging (infinity/optim/staging.py) in the order in which the next forward uses their units:
-some are read while one is computed and others are written, and all of it while the model computes. A caller
-that needs a unit meanwhile (`complete`) waits for its chains only.
+`step` decides the updates of all units: which parameters, with which hyper-parameters, scale and gradients.
+Then it opens the gates of the chains (infinity/optim/chain.py). From then on the chains are due
+(infinity/optim/update_queue.py). They stream through staging (infinity/optim/staging.py) in the order in
+which the next forward uses their units. Some chains are read while one is computed and others are written,
+and the model computes meanwhile. A caller that needs a unit (`complete`) waits for the chains of that unit
+only.
 
 Two kinds of units are updated immediately. One is a unit that rests in host RAM as a whole, where the CPU
 computes the model too: there is nothing to overlap. The other is a unit that rests where the device updates
-it: the device's stream orders the update before what is queued later.
+it: the device's stream orders the update before the work that is queued later.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.store import Store
 
 _MOST_RUNNING = 8
-"""The most updates without staging that are under way at once; more would only lengthen queues."""
+"""The most updates without staging that are under way at once. More updates would only lengthen queues."""
 
 
 class Updater:
-    """All chains of a runtime. Called under the runtime's lock."""
+    """The chains of all units of a runtime. Called under the runtime's lock."""
 
     def __init__(
         self,
@@ -53,14 +54,14 @@ class Updater:
         on_device: DeviceUnits | None,
         health: Health,
     ) -> None:
-        """on_device: the units that the device updates."""
+        """on_device: the units that the device updates; None if there are no such units."""
         self._pages = pages
         self._gradients = gradients
         self._states = states
         self._store = store
         self._on_device = on_device
         self._lazy = store.plan.update != "sync"
-        """Whether updates may end after `step`."""
+        """Whether updates may end after `step` has returned."""
         self._units = [UnitUpdate.of(self._chains_of(page, threads, health)) for page in pages]
         self._queue = UpdateQueue(self._units, store)
         self._staging = Staging(store, gradients.staged, self._queue)
@@ -74,7 +75,9 @@ class Updater:
         return [Chain(each, self._store, health) for each in updates]
 
     def _read_ahead(self) -> ReadAhead | None:
-        """The read-ahead, or None if it is not declared which backward is a step's last."""
+        """The choice of chains to read ahead. None if updates are "sync", or if the number of backwards in
+        a step was not declared.
+        """
         plan = self._store.plan
         if plan.accumulation is None or plan.update == "sync":
             return None
@@ -90,9 +93,10 @@ class Updater:
     # --- gradients --------------------------------------------------------------------------------------
 
     def accumulate(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a new gradient (any dense strides, in the memory where the model computes) to a parameter's.
+        """Add a new gradient of a parameter to the parameter's stored gradient.
 
-        Raises as `Gradients.adding`, and StorageError if a page cannot be read or written.
+        gradient: in the memory where the model computes, with any dense strides. Raises the errors of
+        `Gradients.adding`, and StorageError if a page cannot be read or written.
         """
         gradients = self._gradients
         with gradients.adding(unit, parameter, gradient.dtype) as page:
@@ -115,15 +119,15 @@ class Updater:
     # --- updates ----------------------------------------------------------------------------------------
 
     def step(self, group_of: GroupOf, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
-        """Update every parameter that has a gradient and a group: now, or before its next use.
+        """Update every parameter that has a gradient and a param group: now, or before its next use.
 
-        order: units in the order in which the next forward is expected to use them. exposed: unit -> whether
-        user code has views of its bytes; the unit is then updated before this returns. Raises StorageError;
-        some chunks are updated then and others not.
+        order: units in the order in which the next forward is expected to use them. exposed: function that
+        says whether user code has views of a unit's bytes; such a unit is updated before this call returns.
+        If StorageError is raised, some chunks have been updated and others have not.
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
-            self.complete(unit)  # it was not used since the last step
+            self.complete(unit)  # the unit may not have been used since the last step
         self._store.link.drain()
         for unit in later:
             self._open(unit, group_of)
@@ -134,7 +138,7 @@ class Updater:
         opened.sort(key=lambda each: first.get(each, len(order) + each))
         self._queue.arrange(opened)
         if self._ahead is not None:
-            self._queue.revoke_all()  # chains of units that have no update now
+            self._queue.revoke_all()  # a chain that read ahead may have no update now
             self._ahead.stepped(opened, order)
         if not self._lazy:
             self.complete_all()
@@ -145,14 +149,15 @@ class Updater:
         self._begin_updates(opened)
 
     def begin_early(self, unit: int, group_of: GroupOf, exposed: Callable[[int], bool]) -> None:
-        """Update a unit with the gradients that it has, before the `step` that they are for.
+        """Begin the update of a unit with its present gradients, before the `step` to which they belong.
 
-        No other code uses these gradients any more. The unit's pages are at home or resident, not arriving in
-        a device's own memory. exposed: as in `step`; the update of an exposed unit is over when this returns.
+        No other code uses these gradients any more. The unit's pages are at home or resident, not arriving
+        in a device's own memory. exposed: as in `step`; an exposed unit is updated before this call
+        returns.
         """
         self.complete(unit)
         seen = exposed(unit)
-        self._store.link.follow_compute()  # its kernels may still read what the copy to the device overwrites
+        self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
         self._open(unit, group_of)
         self._gradients.consume(unit)
         if seen:
@@ -160,15 +165,15 @@ class Updater:
         self._begin_updates((unit,))
 
     def pending(self, unit: int) -> bool:
-        """Whether the unit's parameters do not yet have the values of the last step."""
+        """Whether the unit's last update has not ended, so that its parameters are out of date."""
         return self._units[unit].left > 0
 
     def begun(self, unit: int) -> bool:
-        """Whether the unit is pending, and one of its chains is under way."""
+        """Whether the update of the unit is pending and one of its chains is under way."""
         return self._queue.running(unit) is not None
 
     def complete(self, unit: int) -> None:
-        """End the updates of a unit, except for their writes.
+        """Finish the pending update of a unit, except for its writes home.
 
         Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
@@ -187,20 +192,20 @@ class Updater:
                 self.advance()  # the next chains take the free room, so that the disk has no pause
 
     def complete_all(self) -> None:
-        """`complete` every unit."""
+        """Finish the pending updates of all units, except for their writes home. Raises StorageError."""
         for unit, group in enumerate(self._units):
             if group.left:
                 self.complete(unit)
 
     def release(self, unit: int) -> None:
-        """Wait until no update uses the unit's present bytes: its page is about to leave or to come anew.
+        """Wait until no update uses the present bytes of the unit's page.
 
-        Failed reads raise nothing here.
+        Called before the page leaves or is fetched anew. Errors of failed reads are not raised here.
         """
         self._queue.release(unit)
 
     def advance(self) -> None:
-        """Advance what needs no waiting, and begin what has room."""
+        """Advance chains that can go on without waiting, and begin due chains for which staging has room."""
         queue = self._queue
         if queue.active or queue.copies:
             queue.poll()
@@ -213,17 +218,17 @@ class Updater:
             self._staging.read_ahead(self._ahead.candidates(self.pending))
 
     def finish_copies(self) -> None:
-        """Wait for the copies to the device, which hold views of their pages."""
+        """Wait for all copies to the device, because a copy holds a view of the page that it writes."""
         self._queue.finish_copies()
 
     def abandon(self) -> None:
-        """Forget what is due, and wait until nothing is under way."""
+        """Drop all updates, and wait until no chain uses its memory any more."""
         self._queue.abandon()
 
     # --- what is due ------------------------------------------------------------------------------------
 
     def _open(self, unit: int, group_of: GroupOf) -> None:
-        """Decide the update of a unit, and count it as done."""
+        """Decide the update of a unit, open the gates of its chains, and count the update as done."""
         decision = decide(unit, group_of, self._gradients, self._states)
         if decision is None:
             return
@@ -243,7 +248,10 @@ class Updater:
             count_step(self._pages[unit], self._states, decision, group_of)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
-        """Queue a unit's update on the device, after what it computes now and before later uses."""
+        """Queue the update of a unit on the device, after the work that is queued there already.
+
+        Work that is queued later sees the new parameters.
+        """
         started = time.perf_counter()
         updates = {
             parameter: ParameterUpdate(decision.hypers[hyper], seed)
@@ -255,7 +263,7 @@ class Updater:
     # --- what is begun ----------------------------------------------------------------------------------
 
     def _begin_updates(self, units: Iterable[int]) -> None:
-        """Begin the updates of these units, which were just decided."""
+        """Begin the updates of these units, as far as there is room. The updates have just been decided."""
         self.advance()
         for unit in units:
             if self._units[unit].resting:
@@ -269,12 +277,12 @@ class Updater:
         self._update_in_place(chains)
 
     def _update_in_place(self, chains: Sequence[Chain]) -> None:
-        """Update DUE chains whose memory is all in host RAM, a few at a time, while reads go on."""
+        """Update DUE chains whose inputs are all in host RAM, a few at a time, while reads go on."""
         queue = self._queue
         for first in range(0, len(chains), _MOST_RUNNING):
             batch = chains[first : first + _MOST_RUNNING]
             for chain in batch:
-                if chain.state is ChainState.DUE:  # else it was begun between two batches
+                if chain.state is ChainState.DUE:  # else the chain was begun between two batches
                     if not chain.rests:
                         self._staging.try_grant(chain)
                     queue.compute(chain)
@@ -292,7 +300,12 @@ class Updater:
                 self.advance()
 
     def _can_begin(self, unit: int) -> bool:
-        """Whether a unit's parameters are where an update before its next use should take them from."""
+        """Whether the update of a unit can begin before a caller waits for the unit.
+
+        False after a failed read. On a device that shares the host's RAM, an update takes the parameters
+        from the memory where the model computes. So the page must be in that memory or on its way to that
+        memory, unless its home is used in place.
+        """
         if self._units[unit].unread:
             return False
         page = self._pages[unit]

@@ -1,1 +1,1 @@
-"""Pages: parameters, gradients and optimizer states at rest and under way."""
+"""Pages: parameters, gradients and optimizer states, at home and on their way between tiers."""

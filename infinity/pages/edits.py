@@ -1,11 +1,13 @@
-"""Edits: what user code writes to parameters, and the views that it holds.
+"""Edits: what user code writes to parameters, and the views of parameters that user code holds.
 
 [Note: loans]
-User code may write at any later time to a view of a page that it asked for (`p.detach()`, `p.data`, `p[0]`
-between steps), without a call of the runtime. So the runtime keeps an alias of each such view, a loan. Before
-the page leaves, before an update, and when memory is short, it checks whether the alias's version counter has
-moved, and whether any other reference to the storage is left. Edits are written home and become the master;
-a loan without other references is forgotten, and its bytes are free again.
+User code can ask for a view of a parameter (`p.detach()`, `p.data`, `p[0]` between steps), and can write to
+the view at any later time without calling the runtime. So the runtime keeps a loan for every such view: an
+alias, which is a tensor that shares the view's storage and version counter. The runtime checks a page's
+loans before the page leaves device memory, before an update, and when memory is short. If an alias's
+version counter has moved, the parameter was edited: the new value is written home and becomes the master.
+If no code but the runtime refers to the page's storage any more, the loans are forgotten and the page's
+bytes are free again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from infinity.pages.store import Store
 
 @dataclass(slots=True)
 class _Loan:
-    """An alias of a view that user code holds, or held."""
+    """A loan: an alias of a view of a parameter that user code got; see [Note: loans]."""
 
     alias: torch.Tensor
     version: int
@@ -32,26 +34,38 @@ class _Loan:
 
 
 class EditTracker:
-    """Writes edits of parameters home, and tells which pages user code sees.
+    """Writes users' edits of parameters home, and tells which pages user code can reach through views.
 
     Called under the runtime's lock.
     """
 
     def __init__(self, pages: Sequence[ParameterPage], store: Store, states: States | None) -> None:
-        """states: the optimizer states, whose masters follow edits; None for inference."""
+        """pages: the parameter pages of all units. states: the optimizer states, whose fp32 masters take
+        over edited values; None for inference.
+        """
         self._pages = pages
         self._store = store
         self._states = states
         self._loans: dict[int, list[_Loan]] = {}
         self._replaced: dict[int, set[int]] = {}
-        """unit -> parameters of its present page that got other values without a change of their version."""
+        """Unit -> indices of parameters whose values were replaced, while the unit's page was present,
+        without a change of their version counters.
+        """
 
     def replaced(self, page: ParameterPage, index: int) -> None:
-        """Note that parameter `index` of a present page got other values."""
+        """Note that the values of parameter `index` of a present page were replaced.
+
+        The next `write_back` then writes the parameter home, even if the parameter's version counter has
+        not moved.
+        """
         self._replaced.setdefault(page.index, set()).add(index)
 
     def write_back(self, page: ParameterPage) -> None:
-        """Write the edits in the page's bytes home. Raises ConfigError for an edit that was lost."""
+        """Write the edited parameters of a page home.
+
+        Raises ConfigError if a parameter was edited and the page's bytes are no longer in memory, so that
+        the edit is lost.
+        """
         edited = set(page.edits()) | self._replaced.pop(page.index, set())
         for loan in self._loans.get(page.index, ()):
             if loan.alias._version != loan.version:
@@ -72,7 +86,7 @@ class EditTracker:
         self._forget_loans(page)
 
     def exposed(self, unit: int) -> bool:
-        """Whether user code can see the bytes of a unit's page without a call of the runtime."""
+        """Whether user code can read or write the bytes of a unit's page without calling the runtime."""
         page = self._pages[unit]
         if page.holds:
             return True
@@ -81,23 +95,30 @@ class EditTracker:
         return self._held_outside(page, page.residency)
 
     def sync_edits(self) -> None:
-        """Write every edit home."""
+        """Write the edited parameters of all pages home."""
         for page in self._pages:
             self.write_back(page)
 
     def updated(self, unit: int | None = None) -> None:
-        """Note an update of one unit, or of all (None): it moved versions of loans, and is no edit."""
+        """Note that an update has just changed the parameters of one unit, or of all units (None).
+
+        The update moved the version counters of the loans. The new versions are recorded, so that the
+        update does not count as an edit.
+        """
         for loans in self._loans.values() if unit is None else [self._loans.get(unit, [])]:
             for loan in loans:
                 loan.version = loan.alias._version
 
     def reclaim(self) -> None:
-        """Forget the loans whose storage has no other references."""
+        """Free the memory of pages that user code no longer refers to: forget their loans.
+
+        Edits of these pages are written home first.
+        """
         for unit in list(self._loans):
             self.write_back(self._pages[unit])
 
     def keep_loan(self, page: ParameterPage, index: int, view: torch.Tensor) -> None:
-        """Keep a loan of `view`, parameter `index`'s bytes, which user code has got."""
+        """Keep a loan for `view`, a view of parameter `index` that user code is given; see [Note: loans]."""
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             alias = view.detach()
         loans = self._loans.setdefault(page.index, [])
@@ -107,7 +128,7 @@ class EditTracker:
         loans.append(_Loan(alias, alias._version, index))
 
     def forget(self) -> None:
-        """Drop every alias."""
+        """Forget all loans and all replaced values, without writing edits home."""
         self._loans.clear()
         self._replaced.clear()
 
@@ -119,7 +140,7 @@ class EditTracker:
             self._states.edited(page.index, index)
 
     def _forget_loans(self, page: ParameterPage) -> None:
-        """Forget a page's loans if their storage has no other references."""
+        """Forget a page's loans if no code but the runtime refers to the page's storage."""
         loans = self._loans.get(page.index)
         if not loans:
             return
@@ -127,9 +148,9 @@ class EditTracker:
             del self._loans[page.index]
 
     def _held_outside(self, page: ParameterPage, memory: torch.Tensor) -> bool:
-        """Whether any code but the runtime holds the storage of `memory`, bytes of the page."""
+        """Whether other code than the runtime refers to the storage of `memory`, a tensor over the page."""
         storage = memory.untyped_storage()
-        ours = len(self._loans.get(page.index, ())) + 1  # one for `storage` above
+        ours = len(self._loans.get(page.index, ())) + 1  # the reference of `storage` above
         if page.residency is not None:
             ours += 1 + len(page.parameters)
         return torch._C._storage_Use_Count(storage._cdata) > ours

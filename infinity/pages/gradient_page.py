@@ -1,4 +1,4 @@
-"""Gradient page: one unit's gradients by chunk, which of them are there, and in which memory."""
+"""Gradient page: the gradients of one unit by chunk, which of the gradients exist, and where in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(slots=True)
 class StagedGradient:
-    """A chunk of a gradient page that is in staging, where it is newer than at home."""
+    """A chunk of a gradient page that is in staging. Its bytes there are newer than its bytes at home."""
 
     data: torch.Tensor
-    """The chunk's bytes, uint8, in the same form as at home."""
+    """The chunk's bytes, uint8, laid out as at home."""
     waiting: set[int] = field(default_factory=set)
-    """Parameters whose gradient is still expected in this backward."""
+    """Indices of parameters whose gradient is still expected in this backward."""
 
 
 @dataclass(slots=True)
@@ -36,11 +36,11 @@ class GradientChunk:
 
     staged: StagedGradient | None = None
     sent: int = 0
-    """Number of the last job of the ring that changes the chunk; 0: none."""
+    """Number of the gradient ring's last job that adds to the chunk; 0 if there is no such job."""
     stored: bool = False
-    """Whether the home holds anything of this step."""
+    """Whether the chunk's bytes at home were written from staging in this step."""
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
-    """(parameter, first element) of a piece -> its blocks' sums of squares."""
+    """(parameter, first element) of a piece -> the piece's share of the parameter's sums of squares."""
 
 
 class GradientPage:
@@ -49,17 +49,21 @@ class GradientPage:
     def __init__(
         self, index: int, layout: UnitLayout, home: Home, plan: Plan, ring: GradientRing | None = None
     ) -> None:
-        """ring: the ring through which gradients leave a device with its own memory; None without one."""
+        """ring: the gradient ring, through which gradients leave a device with its own memory; None if the
+        device has no memory of its own.
+        """
         self._ring = ring
         self.index = index
         self.layout = layout
         self.home = home
         self.content: set[int] = set()
-        """Parameters that have a gradient."""
+        """Indices of the parameters that have a gradient."""
         self.arrivals: Counter[int] = Counter()
-        """Parameter -> number of gradients added for it since the last `Gradients.clear`."""
+        """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
         self.consumed = False
-        """Whether an eager update has taken the gradients; no other code may use them then."""
+        """Whether an eager update has taken the gradients during backward. No other code may use the
+        gradients after that.
+        """
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.chunks = [GradientChunk() for _ in layout.chunks]
         self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]
@@ -71,32 +75,36 @@ class GradientPage:
             if plan.gradient_dtype(layout.parameters[index].dtype)
             != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
         )
-        """Parameters whose gradient is stored in its own dtype, not the accumulation's: one for each step."""
+        """Indices of parameters whose gradient is stored in the parameter's dtype, not in the accumulation
+        dtype. Such a parameter can have one gradient in a step.
+        """
 
     def check_single(self, parameter: int, dtype: torch.dtype) -> None:
-        """Check a gradient for a parameter of `as_they_come`.
+        """Check a new gradient of a parameter in `as_they_come`. dtype: the new gradient's dtype.
 
-        Raises ConfigError if it is the second of the step, or not of the parameter's dtype.
+        Raises ConfigError if the parameter already has a gradient, or if `dtype` is not the parameter's
+        dtype.
         """
         layout = self.layout.parameters[parameter]
         name = layout.names[0]
         if parameter in self.content:
             raise ConfigError(
-                f"One more gradient of {name} came than the one that accumulation=1 declares for a step.",
-                "Call zero_grad() after step(), and declare with accumulation= how many there are in a step, "
-                "or leave it out (a parameter that several reentrant checkpoints use has one of each).",
+                f"One more gradient of {name} came than accumulation=1 declares for a step.",
+                "Call zero_grad() after step(), and declare with accumulation= the number of backwards in a "
+                "step, or leave accumulation= out (a parameter in several reentrant checkpoints gets one "
+                "gradient from each).",
             )
         if dtype != layout.dtype:
             raise ConfigError(
-                f"The gradient of {name} came in {dtype}, and with accumulation=1 it would rest in "
-                f"{layout.dtype}, which need not have all of its bits.",
-                "Leave the parameter's grad_dtype as it is, or accumulation= out.",
+                f"The gradient of {name} came in {dtype}, but accumulation=1 stores gradients in the "
+                f"parameter's dtype, {layout.dtype}, which may not hold all of the gradient's bits.",
+                "Do not change the parameter's grad_dtype, or leave accumulation= out.",
             )
 
     def complete(self, parameters: Sequence[torch.Tensor], accumulation: int) -> bool:
-        """Whether every parameter that requires a gradient has had `accumulation` of them.
+        """Whether every parameter that requires a gradient has received `accumulation` gradients.
 
-        parameters: all of the unit's.
+        parameters: all parameters of the unit.
         """
         if accumulation <= 0:
             return True
@@ -111,7 +119,7 @@ class GradientPage:
         return self._dtypes[chunk_index]
 
     def nbytes(self, chunk_index: int) -> int:
-        """Bytes of a chunk at home, in whole 4 KiB blocks."""
+        """Bytes that a chunk takes at home, rounded up to whole 4 KiB blocks."""
         return round_up(
             self.layout.chunks[chunk_index].count * self._dtypes[chunk_index].itemsize, PAGE_ALIGNMENT
         )
@@ -121,28 +129,31 @@ class GradientPage:
         return self._offsets[chunk_index]
 
     def in_ram(self, chunk_index: int) -> torch.Tensor | None:
-        """A chunk's bytes, uint8 (nbytes,), if they are in host RAM, staged or at home; else None.
+        """A chunk's bytes, uint8 (nbytes,), if the chunk is staged or at home in host RAM; else None.
 
-        Waits until all that was added to the chunk has arrived. Raises the ring's failure.
+        Waits until all gradients sent to the chunk have been added. Raises the gradient ring's failure.
         """
         self.settle(chunk_index)
         return self.memory(chunk_index)
 
     def is_in_ram(self, chunk_index: int) -> bool:
-        """Whether a chunk is in host RAM, even if gradients for it are still arriving."""
+        """Whether a chunk is in host RAM, even if gradients for the chunk are still arriving there."""
         return self.home.in_place or self.chunks[chunk_index].staged is not None
 
     def arrived(self, chunk_index: int) -> bool:
-        """Whether all that was added to a chunk has arrived. Never blocks."""
+        """Whether all gradients sent to a chunk have been added to the chunk. Never blocks."""
         return self._ring is None or self._ring.arrived(self.chunks[chunk_index].sent)
 
     def settle(self, chunk_index: int) -> None:
-        """Wait until all that was added to a chunk has arrived. Raises the ring's failure."""
+        """Wait until all gradients sent to a chunk have been added to it.
+
+        Raises the gradient ring's failure.
+        """
         if self._ring is not None and self.chunks[chunk_index].sent:
             self._ring.settle(self.chunks[chunk_index].sent)
 
     def memory(self, chunk_index: int) -> torch.Tensor | None:
-        """`in_ram` without waiting, for code that adds to the chunk."""
+        """A chunk's bytes as `in_ram` returns them, without waiting. For code that adds to the chunk."""
         staged = self.chunks[chunk_index].staged
         if staged is not None:
             return staged.data
@@ -153,16 +164,17 @@ class GradientPage:
         )
 
     def runs(self, parameter: int) -> Sequence[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
-        """The contiguous runs of a parameter's gradient at home in memory; one if its chunks have no gap.
+        """The contiguous runs of a parameter's gradient at home in memory: one run if there are no gaps.
 
-        Each is (first element, gradient, [(chunk, first element) of each piece in the run]).
+        Every run is (the run's first element within the parameter, the run's elements as a flat tensor,
+        [(chunk, first element) of each piece in the run]).
         """
         if parameter not in self._runs:
             self._runs[parameter] = list(self._find_runs(parameter))
         return self._runs[parameter]
 
     def forget_runs(self) -> None:
-        """Drop the views of memory at home."""
+        """Forget the cached result of `runs`, which has views of the home's memory."""
         self._runs.clear()
 
     def _find_runs(self, parameter: int) -> Iterator[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
@@ -183,14 +195,15 @@ class GradientPage:
             yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
 
     def typed(self, chunk_index: int, data: torch.Tensor) -> torch.Tensor:
-        """A chunk's elements, a view of uint8 `data` that starts with them."""
+        """A chunk's elements, (count,) in the chunk's dtype: a view of the beginning of `data`, uint8."""
         count = self.layout.chunks[chunk_index].count
         return data[: count * self._dtypes[chunk_index].itemsize].view(self._dtypes[chunk_index])
 
     def squares(self, parameter: int) -> float:
-        """The sum of squares of a stored gradient: finite if and only if every element is.
+        """The sum of squares of a parameter's stored gradient: finite if and only if all elements are
+        finite.
 
-        Waits until the gradient has arrived. Raises the ring's failure.
+        Waits until the gradient has arrived. Raises the gradient ring's failure.
         """
         total = 0.0
         for chunk_index, piece in self.layout.pieces(parameter):

@@ -1,18 +1,20 @@
-"""Gradient ring: a ring buffer in device memory through which new gradients leave while the backward goes on.
+"""Gradient ring: a ring buffer in device memory through which gradients leave the device during backward.
 
-A gradient's hook copies it into the ring, on the stream that made it, so that autograd's memory is free at
-once; then it records an event and returns. A worker thread copies the ring's contents, oldest first, to the
-landing, a buffer of the same size in host RAM, and accumulates them from there. Jobs that are next to each
-other and ready together are copied at once.
+A gradient's hook copies the gradient into the ring, on the stream that computed the gradient. Then the hook
+records an event and returns, so that autograd's memory is free at once. A worker thread copies the ring's
+contents, oldest first, to the landing, which is a buffer of the same size in host RAM. From there the
+worker adds the gradients to the gradient pages. Parts that lie next to each other in the ring and are ready
+together are copied together.
 
 [Note: who waits for the worker]
-The worker takes no lock but the ring's own, so any thread may wait for it, also under the runtime's lock. It
-does its jobs in order, so bytes are up to date once the last job that changes them is done, known by its
-number. If the ring is full, the hook waits for room before it takes the runtime's lock (`await_room`). Only a
-gradient larger than the ring waits for part of its room while it has that lock.
+The worker takes no lock but the ring's own, so any thread may wait for the worker, even a thread that holds
+the runtime's lock. The worker does its jobs in order, and every job has a number. So the gradients of a
+chunk are complete once the last job that adds to the chunk is done. If the ring is full, a hook waits for
+room before it takes the runtime's lock (`await_room`). Only for a gradient larger than the ring does the
+hook wait for part of the room while it holds that lock.
 
-[Note: failures] The first error is kept until `renew`. Later jobs are dropped, because the sums that they
-would add to may be incomplete; `send` and `settle` raise the error meanwhile.
+[Note: failures] The first error is kept until `renew`. Later jobs are dropped, because the sums to which
+they would add may be incomplete. Until `renew`, `send` and `settle` raise the error.
 """
 
 from __future__ import annotations
@@ -33,37 +35,40 @@ from infinity.tiers.driver import Event
 from infinity.tiers.link import User
 
 _SLICE = 0.05
-"""Seconds after which a wait checks again, so that signals are handled."""
+"""Seconds after which a waiting thread checks again, so that signals are handled meanwhile."""
 
 _IDLE = 1.0
 """Seconds after which a worker without jobs ends, so that it does not keep an unclosed runtime alive."""
 
 Use = Callable[[torch.Tensor], None]
-"""Function that the worker calls with a gradient once it is in host RAM: (n,), in the gradient's dtype."""
+"""Function that the worker calls with a part of a gradient, once the part is in host RAM.
+
+The part is (n,), in the gradient's dtype.
+"""
 
 
 class Job:
-    """A part of a gradient on its way to host RAM."""
+    """A part of a gradient on its way through the ring to host RAM."""
 
     __slots__ = ("dtype", "end", "event", "number", "ready", "start", "use")
 
     def __init__(self, dtype: torch.dtype, use: Use) -> None:
         self.dtype = dtype
         self.use: Use | None = use
-        """The function for the part; None if the part is dropped, or has been used."""
+        """Function that takes the part in host RAM; None once it was called or the part was dropped."""
         self.start = self.end = 0
-        """The part's bytes [start, end) of the ring."""
+        """The part's bytes in the ring are [start, end)."""
         self.number = 0
         self.event: Event | None = None
         self.ready = False
-        """Whether the event is recorded, or never will be."""
+        """Whether the part is in the ring and `event` is set, or sending the part has failed."""
 
 
 def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:
-    """The start of `nbytes` free bytes in a ring of `size` bytes; None if there are not that many. Pure.
+    """The start of a range of `nbytes` free bytes in a ring of `size` bytes; None if there is none. Pure.
 
-    taken: the jobs that have room, oldest first, in which order they give it back. No job wraps around the
-    ring's end.
+    alignment: the start is a multiple of this number of bytes. taken: the jobs that have bytes in the ring,
+    oldest first; jobs give their bytes back in this order. No job wraps around the ring's end.
     """
     if not taken:
         return 0 if nbytes <= size else None
@@ -77,9 +82,10 @@ def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[
 
 
 def fit(sizes: Sequence[int], alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> bool:
-    """Whether jobs of these sizes (bytes) all find room, one after the other. Pure.
+    """Whether a ring of `size` bytes has room for new jobs of these sizes, one after the other. Pure.
 
-    If even an empty ring cannot hold all, only as many of the first ones count as it can hold.
+    sizes, alignment: in bytes. taken: the jobs that have bytes in the ring, oldest first. If the new jobs
+    together exceed even an empty ring, only the first jobs count, as many as an empty ring has room for.
     """
     now, empty = list(taken), list[Job]()
     for nbytes in sizes:
@@ -98,10 +104,13 @@ def _nothing(landed: torch.Tensor) -> None:
 
 
 class GradientRing:
-    """The ring of one runtime and its worker. `send` is called under the runtime's lock, all else without."""
+    """The gradient ring of one runtime, and its worker thread.
+
+    `send` is called under the runtime's lock. No other method needs that lock.
+    """
 
     def __init__(self, store: Store) -> None:
-        """store: one with a ring and a landing."""
+        """store: a store that has the buffers `ring` and `landing`."""
         assert store.ring is not None and store.landing is not None
         self._store = store
         self._ring: torch.Tensor | None = store.ring
@@ -109,33 +118,34 @@ class GradientRing:
         self._window = store.plan.ring_block_bytes
         self._size = store.ring.nbytes
         self._changed = threading.Condition()
-        """Guards the attributes below, but not those of the jobs."""
+        """Condition that guards the attributes below, but not the attributes of jobs."""
         self._jobs: deque[Job] = deque()
-        """All jobs that have room, oldest first."""
+        """All jobs that have bytes in the ring, oldest first."""
         self._done = 0
-        """Number of jobs ever done."""
+        """Number of jobs that the worker has finished so far."""
         self._failure: InfinityError | None = None
         self._worker: threading.Thread | None = None
         self._closed = False
 
     @property
     def failure(self) -> InfinityError | None:
-        """The error that lost gradients on their way, if any; see [Note: failures]."""
+        """The error that lost gradients on their way to host RAM, or None; see [Note: failures]."""
         return self._failure
 
     def windows(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """(start, end), in elements, of the parts in which `count` elements are sent.
+        """The parts in which `count` elements are sent: (start, end) of each part, in elements.
 
-        All but the last are whole BLOCKs.
+        itemsize: bytes of an element. All parts but the last have a multiple of cpu_adam.BLOCK elements.
         """
         step = self._window // itemsize // BLOCK * BLOCK
         for start in range(0, count, step):
             yield start, min(start + step, count)
 
     def await_room(self, counts: Sequence[int], itemsize: int) -> None:
-        """Wait, without the GIL, until there is room for runs of `counts` elements; see `fit`.
+        """Wait, without the GIL, until the ring has room for new runs of elements; see `fit`.
 
-        A failure ends the wait too; `send` raises it.
+        counts: elements of each run. itemsize: bytes of an element. A failure also ends the wait; `send`
+        then raises it.
         """
         sizes = [(end - start) * itemsize for count in counts for start, end in self.windows(count, itemsize)]
         self._wait(
@@ -143,10 +153,12 @@ class GradientRing:
         )
 
     def send(self, fresh: torch.Tensor, use: Use) -> int:
-        """Copy one window of a new gradient, (n,), contiguous, in the device's memory, into the ring.
+        """Copy one part of a new gradient into the ring, and queue a job that brings the part to host RAM.
 
-        use: what the worker does with it once it is in host RAM. Returns the job's number, for `settle`.
-        Waits for room, not for the copy. Raises the failure if there is one, and DeviceError.
+        fresh: the part, (n,), contiguous, in device memory; `windows` gives the parts. use: function that
+        the worker calls with the part once the part is in host RAM. Returns the job's number, for `settle`.
+        Waits for room in the ring, but not for the copy. Raises DeviceError, or the failure if there is
+        one.
         """
         job = Job(fresh.dtype, use)
         try:
@@ -166,26 +178,32 @@ class GradientRing:
         return job.number
 
     def arrived(self, number: int) -> bool:
-        """Whether the job of this number and all before it are done. Never blocks."""
+        """Whether job `number` and all jobs before it are done. Never blocks."""
         return self._done >= number
 
     def wait(self, number: int | None = None) -> None:
-        """Wait, without the GIL, until the job of this number (None: every job) is done or has failed."""
+        """Wait, without the GIL, until job `number` is done or has failed. None: wait for all jobs."""
         self._wait(lambda: not self._jobs if number is None else self._done >= number)
 
     def settle(self, number: int | None = None) -> None:
-        """`wait`, and raise the failure if there is one."""
+        """Wait as `wait` does, then raise the failure if there is one."""
         self.wait(number)
         if self._failure is not None:
             raise self._failure.again()
 
     def renew(self) -> None:
-        """Wait until nothing is under way, and forget the failure: what was sent is not needed any more."""
+        """Wait until all jobs have ended, and forget the failure.
+
+        Called when the gradients that were sent are not needed any more.
+        """
         self.wait()
         self._failure = None
 
     def close(self) -> None:
-        """Drop jobs that have not begun, wait for the others, and end the worker. May be called again."""
+        """Drop the jobs that have not begun, wait for the others, and end the worker.
+
+        May be called more than once.
+        """
         with self._changed:
             self._closed = True
             worker = self._worker
@@ -197,7 +215,10 @@ class GradientRing:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], *, room: bool = False) -> None:
-        """Wait until `ready()`, or until closed. room: whether the wait counts as one for room."""
+        """Wait until `ready()` is true or the ring is closed.
+
+        room: whether telemetry counts this as a wait for room in the ring, not for a copy.
+        """
         with self._changed:
             if ready() or self._closed:
                 return
@@ -207,7 +228,10 @@ class GradientRing:
                 self._changed.wait(_SLICE)
 
     def _take(self, job: Job, nbytes: int) -> None:
-        """Give a job room, and queue it for the worker. Raises the failure if there is one."""
+        """Wait for `nbytes` free bytes of the ring, give them to the job, and queue the job for the worker.
+
+        Raises the failure if there is one.
+        """
 
         def room() -> int | None:
             return placed(nbytes, job.dtype.itemsize, self._size, self._jobs)
@@ -227,7 +251,7 @@ class GradientRing:
                         threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
 
     def _work(self) -> None:
-        """The worker's loop."""
+        """Run the worker thread: bring jobs to host RAM until `_next` says that the worker ends."""
         with self._changed:
             if self._worker is not None:
                 return
@@ -241,7 +265,10 @@ class GradientRing:
                 self._changed.notify_all()
 
     def _next(self) -> int:
-        """Wait for jobs; returns how many of the oldest to copy together. 0: the worker ends."""
+        """Wait until a job is ready. Returns the number of jobs to copy together, from the oldest on.
+
+        Returns 0 if the worker is to end.
+        """
         with self._changed:
             while not self._closed:
                 if self._jobs and self._jobs[0].ready:
@@ -254,7 +281,10 @@ class GradientRing:
             return 0
 
     def _neighbours(self) -> int:
-        """Number of ready jobs, from the oldest, without a gap between them; at most one window of bytes."""
+        """Number of jobs to copy together: the oldest job and the ready jobs that follow it without a gap.
+
+        All of them together have at most one block of bytes (`plan.ring_block_bytes`).
+        """
         first = end = self._jobs[0].start
         count = 0
         for job in self._jobs:
@@ -265,7 +295,10 @@ class GradientRing:
         return count
 
     def _bring_down(self, count: int) -> None:
-        """Copy the oldest jobs' bytes to the host and use them. An error becomes the failure."""
+        """Copy the bytes of the oldest `count` jobs to host RAM, and call the jobs' functions.
+
+        An error is kept as the failure.
+        """
         jobs = [self._jobs[index] for index in range(count)]
         try:
             if self._failure is None:

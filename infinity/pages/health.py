@@ -1,4 +1,4 @@
-"""Health of a runtime: whether it may still be used, and if not, why."""
+"""Health of a runtime: whether the runtime may still be used, and if not, why."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class Health:
-    """The health of one runtime, shared by its parts."""
+    """The health of one runtime. The parts of the runtime share this object."""
 
     def __init__(self) -> None:
         self.closed = False
         self.failure: InfinityError | None = None
-        """The error that lost the only copy of some parameters; None while there was none."""
+        """The error that lost the only copy of some parameters; None if there was no such error."""
 
     def lose(self, error: InfinityError) -> None:
-        """Note an error after which the model can no longer be right; the first one is kept."""
+        """Record an error after which the model's parameters can no longer be correct.
+
+        Only the first such error is kept.
+        """
         self.failure = self.failure or error.again()
 
     def check(self) -> None:
-        """Raises ConfigError if the runtime is closed, and the failure if there is one."""
+        """Raise ConfigError if the runtime is closed, or the recorded failure if there is one."""
         if self.closed:
             raise ConfigError(
                 "The runtime of this model is closed, and its parameters are gone with it.",

@@ -1,10 +1,11 @@
-"""Home: where a page rests, and the requests under way over its bytes.
+"""Home: where a page rests, and the reads and writes of its bytes that are in flight.
 
 [Note: order of requests]
-The I/O engine does not order requests in flight. So a home remembers the requests under way over its bytes: a
-read waits for writes that overlap it, a write for reads and writes. A failed write leaves undefined bytes:
-the home is lost from then on, and every later use raises the write's error. A write of a spare copy is the
-exception: these bytes are still elsewhere, and may be written again.
+The I/O engine does not order requests in flight. So a home keeps a list of its requests in flight. A new
+read first waits for the writes that overlap it; a new write first waits for the reads and writes that
+overlap it. A failed write leaves undefined bytes. So the home is then lost: every later use of the home
+raises the write's error. The exception is a write of bytes of which the caller keeps a copy (`spare`): the
+home is not lost, and the caller may write the bytes again.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from infinity.tiers.link import Transfer
 
 @dataclass(slots=True)
 class InFlightRequest:
-    """One request under way over bytes [start, end) of a home."""
+    """A read or write in flight over bytes [start, end) of a home."""
 
     start: int
     end: int
     writes: bool
     transfer: Transfer
     lost: Callable[[InfinityError], None] | None = None
-    """Function to call with the error if a write fails."""
+    """Function that is called with the error if this write fails and is not `spare`; None: no function."""
     spare: bool = False
-    """Whether the home survives a failure of this write, because its bytes are still elsewhere."""
+    """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
 
 
 @dataclass(slots=True, eq=False)
 class Home:
-    """A page at rest."""
+    """The place where a page rests: a range of bytes in one tier, and the requests in flight over it."""
 
     tier: Tier
     nbytes: int
     memory: torch.Tensor | None
-    """uint8 (nbytes,) over the lease, in the tier's memory; None on NVMe."""
+    """The page's bytes in the tier's memory, uint8 (nbytes,); None if the tier is NVMe."""
     in_place: bool
-    """Whether code on the CPU may use `memory` directly: it is host RAM, or of a device that shares it."""
+    """Whether code on the CPU can use `memory`: it is host RAM, or memory of a device that shares RAM."""
     nvme_lease: NvmeLease | None = None
-    """The page's blocks on NVMe; None in memory."""
+    """The page's blocks on NVMe; None if the tier is memory."""
     computed: bool = False
-    """Whether kernels write here; copies to the device then wait for all queued kernels."""
+    """Whether kernels on the device write to `memory`. A copy into `memory` then waits for queued kernels."""
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)
 
@@ -57,24 +58,34 @@ class Home:
         return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + nbytes) in memory."""
+        """A view of bytes [offset, offset + nbytes) of `memory`."""
         assert self.memory is not None
         return self.memory[offset : offset + nbytes]
 
     def busy(self, start: int, end: int, writing: bool) -> bool:
-        """Whether a request over these bytes would have to wait; see [Note: order of requests]."""
+        """Whether a new request over bytes [start, end) would have to wait; see [Note: order of requests].
+
+        writing: whether the new request is a write.
+        """
         return any(self._conflicts(start, end, writing))
 
     def settle(self, start: int, end: int, writing: bool) -> None:
-        """Wait for the requests that one over these bytes must not overtake. Raises the home's failure."""
+        """Wait for the requests in flight that a new request over bytes [start, end) must not overtake.
+
+        writing: whether the new request is a write. Raises the error of a request that failed, and the
+        error of a write that has lost the home.
+        """
         for request in list(self._conflicts(start, end, writing)):
             self.finish(request)
         if self.failure is not None:
             raise self.failure.again()
 
     def finish(self, request: InFlightRequest) -> None:
-        """Wait for a request and forget it; a failed write loses the home, if not `spare`. Raises its error,
-        once."""
+        """Wait for a request in flight and remove it from the list. Raises the request's error.
+
+        A failed write that is not `spare` loses the home. A request that is no longer in the list is
+        ignored, so a request's error is raised once.
+        """
         if request not in self.in_flight:
             return
         try:
@@ -90,9 +101,9 @@ class Home:
                 self.in_flight.remove(request)
 
     def renew(self) -> None:
-        """Wait for writes under way, and forget failures: the bytes are not needed any more.
+        """Wait for writes in flight, and forget failures: the home's bytes are not needed any more.
 
-        Reads go on, because a pending update may still need the old bytes.
+        Reads in flight go on, because a pending update may still need the old bytes.
         """
         for request in [each for each in self.in_flight if each.writes]:
             with contextlib.suppress(InfinityError):

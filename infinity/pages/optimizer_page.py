@@ -1,7 +1,8 @@
-"""Optimizer pages: the arrays that updates keep for each chunk of a unit, and which of them have content.
+"""Optimizer pages: the optimizer states of each unit, chunk by chunk, and which of the states have content.
 
-A chunk's arrays lie one after another (`StateFormat`), so one update is one sequential read and write.
-Moments are not written before they have content: the first update of a chunk makes them in RAM.
+The arrays of one chunk's states lie one after another (`StateFormat`), so an update needs one sequential
+read and one sequential write. Moments are not written to a page before they have content: the first update
+of a chunk creates the chunk's moments in RAM.
 """
 
 from __future__ import annotations
@@ -35,23 +36,28 @@ class StatePage:
             plan.state_format(index, chunk_index) for chunk_index in range(len(layout.chunks))
         ]
         self.version = 0
-        """Counter of writes of states by anything but updates."""
+        """Number of times that code other than updates has written states."""
         self.begun = [False] * len(layout.chunks)
-        """Whether the moments of each chunk have been written."""
+        """Index of a chunk -> whether the moments of the chunk have content."""
         self.steps = [0] * len(layout.parameters)
-        """Number of updates that each parameter has had."""
+        """Index of a parameter -> number of updates that the parameter has had."""
         self.has_moments: set[int] = set()
-        """Parameters whose moments have content."""
+        """Indices of the parameters whose moments have content."""
         self.edited: set[int] = set()
-        """Parameters whose master is their present value; the one in the page is out of date."""
+        """Indices of parameters that user code has edited since their last update. For such a parameter,
+        the value in the parameter page is the master, and the master's bits in this page are out of date.
+        """
         self._offsets = [plan.state_offset(index, each) for each in range(len(layout.chunks))]
 
     def offset(self, chunk_index: int) -> int:
-        """Bytes from the page's start to a chunk."""
+        """Bytes from the page's start to the states of a chunk."""
         return self._offsets[chunk_index]
 
     def master_bytes(self, chunk_index: int) -> int:
-        """Bytes of a chunk that have content before any update: its remainder or master array."""
+        """Bytes at the start of a chunk's states that have content before the first update.
+
+        These bytes are the array "remainder" or "master", which completes the fp32 master.
+        """
         form = self.formats[chunk_index]
         others = [
             offset
@@ -61,7 +67,10 @@ class StatePage:
         return others[0] if others else form.nbytes
 
     def arrays(self, chunk_index: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A chunk's whole arrays by name, views of uint8 `data` that starts with them."""
+        """The arrays of a chunk's states, by name, as views of `data`.
+
+        data: uint8; it begins with the states of the chunk.
+        """
         form = self.formats[chunk_index]
         return {
             array.name: data[offset : offset + nbytes].view(array.dtype)
@@ -69,20 +78,24 @@ class StatePage:
         }
 
     def place(self, chunk_index: int, name: str, piece: Piece) -> tuple[int, int]:
-        """(offset in the page, bytes) of a piece of one array."""
+        """The place of a piece's entries in the array `name`: (offset in the page, size), both in bytes."""
         offset, nbytes = self.formats[chunk_index].place(name, piece.offset, piece.count)
         return self._offsets[chunk_index] + offset, nbytes
 
     def seed(self, parameter: int, step: int) -> int:
-        """The 32-bit seed of the stochastic rounding of a parameter's moments in update `step`, from 1.
+        """The 32-bit seed of stochastic rounding for a parameter's moments in one update.
 
-        It depends on the parameter's name and the step alone, so that pages, chunks and ranks change no bit.
+        step: number of the parameter's update, from 1. The seed depends on the parameter's name and the
+        step alone, so that results do not depend on pages, chunks and ranks.
         """
         return zlib.crc32(f"{self.layout.parameters[parameter].names[0]}:{step}".encode())
 
 
 class States:
-    """All optimizer pages, with reads and writes of single parameters for state_dict and loading weights."""
+    """The optimizer pages of all units.
+
+    Reads and writes the states of single parameters, for state_dict() and for loading weights.
+    """
 
     def __init__(self, pages: dict[int, StatePage], store: Store, rule: Rule) -> None:
         self.pages = pages
@@ -90,16 +103,16 @@ class States:
         self._store = store
 
     def edited(self, unit: int, parameter: int) -> None:
-        """Note that user code edited a parameter: its values are its master from now on."""
+        """Note that user code edited a parameter, so that its present value counts as its fp32 master."""
         page = self.pages.get(unit)
         if page is not None and page.layout.parameters[parameter].trainable:
             page.edited.add(parameter)
 
     def encode(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """Store the part of a master that the parameter page does not hold, and return the part that it does.
+        """Split a new fp32 master: write the optimizer page's part, and return the parameter page's part.
 
-        values: the master, flat (numel,), in memory order, of any floating dtype. The result is likewise, in
-        the parameter's dtype.
+        values: the master, (numel,) in memory order, of any floating dtype. The result is (numel,) in
+        memory order, in the parameter's dtype.
         """
         page = self.pages.get(unit)
         dtype = page.layout.parameters[parameter].dtype if page is not None else values.dtype
@@ -115,7 +128,10 @@ class States:
         return master.to(dtype)
 
     def master(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """The float32 master of a parameter whose page has `values` (flat, in memory order)."""
+        """The float32 master of a parameter, (numel,) in memory order.
+
+        values: the parameter's values in the parameter page, (numel,) in memory order.
+        """
         page = self.pages[unit]
         if values.dtype == torch.float32 or parameter in page.edited:
             return values.to(torch.float32)
@@ -124,7 +140,11 @@ class States:
         return self._read(page, parameter, "master")
 
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
-        """Replace a master (any strides), but only if it rounds to the `values` (flat) that the page has."""
+        """Replace a parameter's master, but only if the new master rounds to the present values.
+
+        values: the present values in the parameter page, (numel,) in memory order. master: the new master,
+        in the parameter's shape and with any strides.
+        """
         layout = self.pages[unit].layout.parameters[parameter]
         flat = _flat(master, layout)
         rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
@@ -132,9 +152,10 @@ class States:
             self.encode(unit, parameter, flat)
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
-        """Copies of "step" and the moments, in the parameter's shape and strides, as torch has them.
+        """Copies of a parameter's "step" and moments, named as in torch, in the parameter's shape and
+        strides.
 
-        {} before the first update, except for rules whose states exist from the start.
+        The result is {} before the first update, unless the rule's states exist from the start.
         """
         page = self.pages[unit]
         begun = parameter in page.has_moments
@@ -154,9 +175,10 @@ class States:
         return found
 
     def write(self, unit: int, parameter: int, state: Mapping[str, Any]) -> None:
-        """Replace the moments, rounded to nearest in their format, and the count of steps.
+        """Replace a parameter's moments and step count by the entries of `state`, named as in torch.
 
-        Raises ConfigError for a frozen parameter.
+        Moments are rounded to nearest in the format of the page. Raises ConfigError if the parameter is
+        frozen and `state` is not empty.
         """
         page = self.pages[unit]
         layout = page.layout.parameters[parameter]
@@ -179,7 +201,10 @@ class States:
             page.has_moments.discard(parameter)
 
     def fill(self, page: StatePage, chunk_index: int, data: torch.Tensor) -> None:
-        """Set a chunk's moments in RAM to their initial values."""
+        """Set the moments of a chunk to their initial values.
+
+        data: uint8, the chunk's states in RAM.
+        """
         arrays = page.arrays(chunk_index, data)
         for name, initial in self._initial().items():
             arrays[name].fill_(initial.item())
@@ -193,7 +218,7 @@ class States:
         page.begun[chunk_index] = True
 
     def _initial(self) -> dict[str, torch.Tensor]:
-        """Name of a moments' array -> the initial value of its entries, (1,)."""
+        """Name of each array that holds a moment -> initial value of the entries, a tensor of shape (1,)."""
         found: dict[str, torch.Tensor] = {}
         for name in self.rule.moments:
             block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")
@@ -201,7 +226,7 @@ class States:
         return found
 
     def _encoded(self, moment: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arrays, by name, that hold float32 `values` (numel,) of a moment."""
+        """The arrays, by name, that store `values` of a moment. values: float32 (numel,)."""
         if self.rule.states != "int8":
             return {moment: values.to(moments.DTYPES[self.rule.states])}
         codes, exponents = moments.encode(values, self._span(moment))
@@ -219,7 +244,7 @@ class States:
         return moments.FIRST_SPAN if moment == self.rule.first_moment else moments.SECOND_SPAN
 
     def _read(self, page: StatePage, parameter: int, name: str) -> torch.Tensor:
-        """A parameter's entries of an array, in order."""
+        """A copy of a parameter's entries of the array `name`, flat, in memory order."""
         dtype = self._array(page, parameter, name).dtype
         parts = [
             self._store.fetch(page.home, *page.place(chunk_index, name, piece)).view(dtype)
@@ -241,5 +266,8 @@ class States:
 
 
 def _flat(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
-    """A state of any strides, device and floating dtype, in memory order: float32 on the CPU, (numel,)."""
+    """`values` as a flat tensor in the parameter's memory order: float32 (numel,), on the CPU.
+
+    values: of the parameter's shape and of any strides, device and floating dtype.
+    """
     return in_memory_order(values.detach().to("cpu", torch.float32), layout.stride)

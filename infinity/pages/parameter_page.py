@@ -1,17 +1,18 @@
-"""Parameter page: where the bytes of one unit's parameters are, and the transitions that change it.
+"""Parameter page: where the bytes of one unit's parameters are, and the transitions that move them.
 
 [Note: pages without stale views]
-A page that is PRESENT has a residency: a Storage of its own over leased bytes, of which each Parameter's
-`data` is a view. When it leaves, the Parameters get placeholders and the lease returns, unless some code
-still holds a view. Then the Storage lives on as a ghost, and is the page as long as it lives: its bytes stay
-taken, updates write to it too, and the next arrival uses it again instead of reading. So a view never shows
-another page's bytes, nor values that its parameter does not have.
+A page that is PRESENT has a residency: a Storage of its own over leased bytes. Each Parameter's `data` is a
+view of the residency. When the page leaves, its Parameters get placeholders as `data`, and the lease
+returns to its pool unless some code still holds a view of the Storage. In that case the Storage lives on as
+a ghost. As long as the ghost lives, it counts as the page's memory: its bytes stay leased, updates write to
+it too, and the next arrival uses the ghost again instead of reading the page. So a view never shows the
+bytes of another page, and never shows values that its parameter does not have.
 
 [Note: edits]
-User code may write to a present page (`p.mul_()` under no_grad, a view). Such an edit moves the version
-counter that torch keeps per Parameter: `edits` lists the parameters whose version is not the one that the
-page's home corresponds to. Some views count versions of their own or outlive a page's stay: see loans in
-infinity/pages/edits.py.
+User code may write to a present page (`p.mul_()` under no_grad, or a view). Such an edit moves the version
+counter that torch keeps for each Parameter. `edits` lists the parameters whose version counter has moved
+since the page was last known to equal its home. Some views have version counters of their own or outlive
+the page's stay in memory: see [Note: loans] in infinity/pages/edits.py.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from infinity.tiers.link import Transfer
 
 
 class Presence(enum.Enum):
-    """The place of a parameter page, besides its home."""
+    """The presence of a parameter page in device memory, where the model computes with the page."""
 
     AWAY = "away"
-    """At home only: it takes no device memory."""
+    """The page is at home only. It takes no device memory in addition to its home."""
     ARRIVING = "arriving"
-    """Its device memory is taken, and the bytes are under way."""
+    """Device memory for the page is leased, and the bytes are on their way."""
     PRESENT = "present"
-    """In device memory: Parameters are views of the residency."""
+    """The page is in device memory: its Parameters are views of its residency."""
 
 
 class ParameterPage:
@@ -54,10 +55,12 @@ class ParameterPage:
         addresses: dict[int, ParameterPage],
         permanent: bool = False,
     ) -> None:
-        """addresses: address of a residency -> its page; shared by all pages, and filled by `land`.
+        """placeholders: the tensors that Parameters have as `data` while the page is not PRESENT.
 
-        permanent: the page never leaves once it has landed, because its home or a mirror of it is where the
-        model computes.
+        addresses: address of a residency -> its page. All pages share this mapping, and `land` adds to it.
+
+        permanent: whether the page stays PRESENT once it has landed. This is so if the page's home, or a
+        mirror of the home, is in the memory where the model computes.
         """
         self.index = index
         self.layout = layout
@@ -66,13 +69,15 @@ class ParameterPage:
         self.permanent = permanent
         self.presence = Presence.AWAY
         self.residency: torch.Tensor | None = None
-        """uint8 (layout.nbytes,) while PRESENT."""
+        """The page's bytes in device memory, uint8 (layout.nbytes,), while PRESENT; else None."""
         self.incoming: tuple[torch.Tensor, Transfer] | None = None
-        """(the residency to be, the transfer that fills it), while ARRIVING in memory that the CPU uses."""
+        """(the residency that is being filled, the transfer that fills it) while the page is ARRIVING in
+        memory that the CPU can use; else None.
+        """
         self.holds = 0
-        """Number of callers that need the page to stay PRESENT."""
+        """Number of calls of `PrefetchEngine.hold` that keep the page PRESENT now."""
         self.versions = [parameter_version(each) for each in self.parameters]
-        """Version of each Parameter when its page was last known to equal its home."""
+        """Each Parameter's version counter when the page was last known to equal its home."""
         self._placeholders = tuple(placeholders)
         self._ghost: StorageWeakRef | None = None
         self._addresses = addresses
@@ -98,24 +103,24 @@ class ParameterPage:
         self.acknowledge()
 
     def end(self) -> None:
-        """Drop all memory, for good."""
+        """Drop the memory of the page for good, at the end of the runtime."""
         if self.presence is Presence.PRESENT:
             self.leave()
         self.residency = None
 
     def arrive(self) -> None:
-        """AWAY -> ARRIVING. The caller that brings the bytes sets `incoming`."""
+        """Begin an arrival: AWAY -> ARRIVING. The caller brings the bytes and sets `incoming`."""
         assert self.presence is Presence.AWAY
         self.presence = Presence.ARRIVING
 
     def turn_back(self) -> None:
-        """ARRIVING -> AWAY: the transfer failed or was given up."""
+        """End an arrival whose transfer failed or was given up: ARRIVING -> AWAY."""
         assert self.presence is Presence.ARRIVING
         self.incoming = None
         self.presence = Presence.AWAY
 
     def land(self, residency: torch.Tensor) -> None:
-        """ARRIVING -> PRESENT. residency: uint8 (nbytes,) with the page's bytes."""
+        """End an arrival: ARRIVING -> PRESENT. residency: the page's bytes, uint8 (nbytes,)."""
         assert self.presence is Presence.ARRIVING
         self.incoming = None
         self.residency = residency
@@ -127,7 +132,10 @@ class ParameterPage:
         self._show(views)
 
     def leave(self) -> None:
-        """PRESENT -> AWAY. A view keeps the bytes alive; see [Note: pages without stale views]."""
+        """Leave device memory: PRESENT -> AWAY.
+
+        Views that user code holds keep the bytes alive; see [Note: pages without stale views].
+        """
         assert self.presence is Presence.PRESENT and self.residency is not None
         self._show(self._placeholders)
         self._ghost = StorageWeakRef(self.residency.untyped_storage())
@@ -135,8 +143,11 @@ class ParameterPage:
         self.presence = Presence.AWAY
 
     def living(self) -> torch.Tensor | None:
-        """The bytes that the parameters' views see: the residency, or one that left and that views keep
-        alive."""
+        """The page's bytes in device memory, uint8 (nbytes,); None if there are none.
+
+        The bytes are those of the residency. After the page has left, they are those of the Storage that
+        views keep alive.
+        """
         if self.residency is not None or self._ghost is None:
             return self.residency
         storage = torch.UntypedStorage._new_with_weak_ptr(self._ghost.cdata)
@@ -148,12 +159,12 @@ class ParameterPage:
         return ghost
 
     def view(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        """Parameter `index` in page bytes, with its shape, strides and dtype."""
+        """A view of parameter `index` with its shape, strides and dtype. memory: the page's bytes, uint8."""
         parameter = self.layout.parameters[index]
         return self.flat(index, memory).as_strided(parameter.shape, parameter.stride)
 
     def flat(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        """Parameter `index` in page bytes: (numel,) in memory order."""
+        """A flat view, (numel,), of parameter `index` in memory order. memory: the page's bytes, uint8."""
         parameter = self.layout.parameters[index]
         start = self._starts[index]
         return memory[start : start + parameter.numel * parameter.dtype.itemsize].view(parameter.dtype)
@@ -163,16 +174,16 @@ class ParameterPage:
         return self._starts[index]
 
     def parameter_at(self, byte: int) -> int:
-        """The parameter that this byte of the page belongs to."""
+        """Index of the parameter to which byte number `byte` of the page belongs."""
         return self._in_order[bisect_right(self._in_order, (byte, len(self._starts))) - 1][1]
 
     def edits(self) -> list[int]:
-        """Parameters whose version is not the one that the home corresponds to."""
+        """Indices of the parameters that were edited: their version counters are not those in `versions`."""
         pairs = zip(self.parameters, self.versions, strict=True)
         return [i for i, (parameter, version) in enumerate(pairs) if parameter_version(parameter) != version]
 
     def acknowledge(self) -> None:
-        """Note that the home corresponds to the Parameters' present values."""
+        """Record that the home has the Parameters' present values, by updating `versions`."""
         self.versions = [parameter_version(each) for each in self.parameters]
 
     def _show(self, contents: Sequence[torch.Tensor]) -> None:
@@ -182,6 +193,6 @@ class ParameterPage:
 
 
 def parameter_version(parameter: torch.Tensor) -> int:
-    """The parameter's version counter, read without a page fault."""
+    """The parameter's version counter, read without bringing the parameter's page into memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version

@@ -1,10 +1,11 @@
 """Store: the tiers opened for a plan, the pools of working memory, and transfers between homes and memory.
 
-`read` and `write` move bytes between a home and host memory; homes that are host memory are used in place
-instead (`Home.memory`). Bytes that are neither at home nor resident are in one of two pools of the host.
-`staging` has the chunks that updates and gradients work on (infinity/optim/staging.py grants it), `transit`
-the pieces of pages on their way between disk and device. One transit buffer is set aside as a bounce buffer
-for reads and writes of single parameters. A lease returns itself with its last view.
+`read` and `write` move bytes between a home and host memory. A home that is host memory is used in place
+instead (`Home.memory`). Bytes that are neither at home nor resident are in one of two pools of host RAM.
+The pool `staging` has the chunks that updates and gradients work on; infinity/optim/staging.py grants its
+bytes. The pool `transit` has the pieces of pages that are on their way between disk and device. One transit
+buffer is set aside as a bounce buffer for reads and writes of single parameters. A lease returns to its
+pool when the last view of its bytes is gone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _injection = threading.local()
 
 @contextlib.contextmanager
 def injected(faults: Faults) -> Iterator[Faults]:
-    """Have runtimes that are opened inside do their I/O through `faults`, to test errors and delays."""
+    """Context in which new runtimes of this thread do their I/O through `faults`.
+
+    For tests: `faults` injects errors and delays.
+    """
     before = getattr(_injection, "faults", None)
     _injection.faults = faults
     try:
@@ -48,9 +52,10 @@ def injected(faults: Faults) -> Iterator[Faults]:
 
 
 class Store:
-    """The tiers of one runtime, opened as its plan says. `close` gives everything back.
+    """The tiers of one runtime, opened with the sizes of its plan. `close` releases all of them.
 
-    Raises what the tiers raise: BudgetError, StorageError, StorageFull, ConfigError; nothing stays open then.
+    The constructor raises BudgetError, StorageError, StorageFull or ConfigError if a tier cannot be opened,
+    and leaves nothing open then.
     """
 
     def __init__(self, plan: Plan, budget: Budget, meter: Meter, *, others: int = 0) -> None:
@@ -77,10 +82,13 @@ class Store:
                 self._bounce: torch.Tensor | None = lease.residency()
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.workspace, self.kernels = self._open_workspace()
-            """uint8 (plan.workspace_bytes,) on the device, and the kernels, for updates there; else None."""
+            """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
+            the device computes. Both are None if the plan has no such updates.
+            """
             self.ring, self.landing = self._open_ring()
-            """Buffers of the gradient ring on the device and in host RAM, each uint8 (plan.ring_bytes,); None
-            if the plan has no ring."""
+            """The buffers of the gradient ring, on the device and in host RAM, each uint8
+            (plan.ring_bytes,). Both are None if the plan has no ring.
+            """
             self.nvme: NvmeTier | None = None
             if plan.home_bytes[Tier.NVME]:
                 self.nvme = cleanup.enter_context(
@@ -95,11 +103,14 @@ class Store:
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """The pools of host and device by name, for counters."""
+        """All pools of host and device memory, by name."""
         return {**self.host.pools, **self.device.pools}
 
     def home(self, tier: Tier, nbytes: int) -> Home:
-        """A new home. Its bytes are undefined until written. Raises BudgetError if the tier is full."""
+        """A new home of `nbytes` bytes in a tier. The bytes are undefined until they are written.
+
+        Raises BudgetError if the tier is full.
+        """
         if tier is Tier.NVME:
             assert self.nvme is not None
             return Home(tier, nbytes, None, False, self.nvme.lease(nbytes))
@@ -110,7 +121,10 @@ class Store:
         return home
 
     def mirror(self, home: Home) -> torch.Tensor:
-        """A copy, uint8 (nbytes,), of a home in host RAM in device memory; later computation waits for it."""
+        """A copy in device memory, uint8 (nbytes,), of a home in host RAM.
+
+        Computation that is queued after this call waits for the copy.
+        """
         with self._homes[Tier.DEVICE].lease(home.nbytes) as lease:
             memory = lease.residency()
         self.link.fence(self.copy_up(memory, home.view(0, home.nbytes)))
@@ -134,13 +148,13 @@ class Store:
 
     @property
     def transit_buffer_bytes(self) -> int:
-        """Bytes of a transit buffer."""
+        """Bytes of one transit buffer, through which pages pass between disk and device."""
         return self.plan.transit_buffer_bytes
 
     def try_transit_buffer(self) -> torch.Tensor | None:
-        """A transit buffer, uint8 (transit_buffer_bytes,); None if none is free now.
+        """A transit buffer, uint8 (transit_buffer_bytes,) in host RAM; None if no buffer is free now.
 
-        It is the caller's until its last view is gone.
+        The buffer returns to its pool when the last view of it is gone.
         """
         if self._transit.largest_free < self.transit_buffer_bytes:
             return None
@@ -148,9 +162,11 @@ class Store:
             return lease.residency()
 
     def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
-        """Read bytes of a home from `offset` (bytes) into host memory (uint8, contiguous).
+        """Begin to read bytes of a home into host memory, and return the transfer.
 
-        deadline: a time.monotonic() time; requests with earlier deadlines go to the disk first. None: now.
+        offset: bytes from the home's start. into: contiguous uint8; its size is the number of bytes to
+        read. deadline: time.monotonic() seconds; the disk serves requests with earlier deadlines first.
+        None: the time of this call. Raises the error of a write that has lost the home.
         """
         home.settle(offset, offset + into.nbytes, writing=False)
         if home.nvme_lease is not None:
@@ -178,10 +194,12 @@ class Store:
         *,
         spare: bool = False,
     ) -> None:
-        """Begin to write host bytes home. `source` (uint8, contiguous) must not change until they are there.
+        """Begin to write host memory to a home.
 
-        An error is raised by a later `finish_oldest_write`, `poll` or `settle`. lost: function to call with
-        it then. spare: whether the bytes stay elsewhere, so that a failure does not lose the home.
+        offset: bytes from the home's start. source: contiguous uint8; it must not change until the write
+        has ended. If the write fails, a later `finish_oldest_write`, `poll` or `settle` raises the error.
+        lost: function that is then called with the error. spare: whether the caller keeps a copy of the
+        bytes, so that a failed write does not lose the home.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
@@ -203,29 +221,37 @@ class Store:
             self.copy_up(home.view(offset, source.nbytes), source).wait()
 
     def write_now(self, home: Home, offset: int, source: torch.Tensor, *, spare: bool = False) -> None:
-        """`write`, and wait. Raises StorageError, here and not once more later."""
+        """Write host memory to a home and wait until it is written. The parameters are those of `write`.
+
+        Raises StorageError if the write fails. Later calls do not raise the error again.
+        """
         self.write(home, offset, source, spare=spare)
         if home.nvme_lease is not None:
             latest = self._writes[-1]
             try:
                 home.finish(latest[1])
             finally:
-                if latest[1].transfer.done():  # it is not if Ctrl-C ended the wait
+                if latest[1].transfer.done():  # Ctrl-C may have ended the wait before the write
                     self._writes.remove(latest)
 
     def copy_up(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
     ) -> Transfer:
-        """Copy host bytes to the device. last_return: of the lease of `into`; see `DeviceLink.to_device`."""
+        """Begin to copy host memory to device memory, and return the transfer.
+
+        last_return: `Lease.last_return` of the lease over `into`; see `DeviceLink.to_device`. lane: the
+        stream of copies to use.
+        """
         started = time.perf_counter()
         transfer = self.link.to_device(into, source, last_return, lane)
         self.meter.copied(Edge.HOST_TO_DEVICE, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
     def copy_down(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
-        """Copy device bytes to the host.
+        """Begin to copy device memory to host memory, and return the transfer.
 
-        after: the event of the compute stream (`link.record`) to wait for; None: all that is queued there.
+        after: an event of the compute stream (from `link.record`) for which the copy waits. None: the copy
+        waits for all work that is queued on the compute stream.
         """
         started = time.perf_counter()
         transfer = self.link.to_host(into, source, after)
@@ -233,7 +259,11 @@ class Store:
         return transfer
 
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """Contiguous device memory after queued computation, for the CPU: itself, or a copy in RAM."""
+        """The content of device memory after all queued computation, for use by the CPU.
+
+        memory: contiguous. The result is `memory` itself if the CPU can use `memory`, else a copy in
+        ordinary RAM.
+        """
         if self.link.direct:
             return memory
         self.link.uses(User.COMPUTE, memory, writes=True, label="edit")
@@ -242,7 +272,10 @@ class Store:
         return here
 
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
-        """Overwrite any bytes of a home, aligned or not, and wait. `source`: flat CPU tensor, any dtype."""
+        """Overwrite bytes of a home, from byte `offset` on, and wait. No alignment is needed.
+
+        source: flat CPU tensor of any dtype.
+        """
         data = source.view(torch.uint8)
         for start, end in self._windows(offset, data.nbytes):
             piece = self.bounce(end - start)
@@ -253,7 +286,10 @@ class Store:
             self.write_now(home, start, piece)
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
-        """A copy of any bytes of a home in ordinary RAM, uint8 (nbytes,)."""
+        """A copy in ordinary RAM, uint8 (nbytes,), of bytes of a home, from byte `offset` on.
+
+        No alignment is needed.
+        """
         copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         for start, end in self._windows(offset, nbytes):
             piece = self.bounce(end - start)
@@ -263,15 +299,19 @@ class Store:
         return copy
 
     def bounce(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes`, at most transit_buffer_bytes, of the bounce buffer.
+        """The first `nbytes` bytes of the bounce buffer, uint8 in host RAM.
 
-        The caller must be done with them before it returns: the next call gets the same bytes.
+        nbytes: at most transit_buffer_bytes. Every call returns the same memory, so the caller must have
+        finished with the bytes before any other code calls `bounce`.
         """
         assert self._bounce is not None
         return self._bounce[:nbytes]
 
     def finish_oldest_write(self) -> bool:
-        """Wait for the oldest write; False if there is none. Raises its error."""
+        """Wait for the oldest write in flight. Returns False if no write is in flight.
+
+        Raises the error of the write.
+        """
         if not self._writes:
             return False
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
@@ -279,12 +319,15 @@ class Store:
         return True
 
     def poll(self) -> None:
-        """Collect the writes that are done. Raises the error of the first that failed."""
+        """Remove finished writes from the list of writes in flight, oldest first, without waiting.
+
+        Raises the error of the first write that failed.
+        """
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write()
 
     def settle(self) -> None:
-        """Wait for every write. Raises the first error, after all have ended."""
+        """Wait until all writes in flight have ended. Then raises the first error, if a write failed."""
         failure: InfinityError | None = None
         while self._writes:
             try:
@@ -295,7 +338,7 @@ class Store:
             raise failure
 
     def close(self) -> None:
-        """Wait for what is in flight, ignoring failures, and give every tier back."""
+        """Wait for all writes in flight, ignoring their errors, and release all tiers."""
         with contextlib.suppress(InfinityError):
             self.settle()
         self._bounce = None
@@ -309,11 +352,14 @@ class Store:
         try:
             home.finish(request)
         finally:
-            if request.transfer.done():  # it is not if Ctrl-C ended the wait
+            if request.transfer.done():  # Ctrl-C may have ended the wait before the write
                 self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Pieces of [offset, offset + nbytes) that fit the bounce buffer, widened to whole 4 KiB blocks."""
+        """Ranges (start, end) of bytes that together cover [offset, offset + nbytes) in whole 4 KiB blocks.
+
+        Every range fits the bounce buffer.
+        """
         start = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         end = round_up(offset + nbytes, PAGE_ALIGNMENT)
         while start < end:
@@ -323,7 +369,7 @@ class Store:
 
 
 def _kinds(plan: Plan) -> set[UpdateKind]:
-    """The kinds of kernels for the plan's updates on the device, by its optimizer and dtypes."""
+    """The kinds of kernels that updates on the device need, by the plan's optimizer and dtypes."""
     assert plan.rule is not None
     moments = DTYPES[plan.rule.states] if plan.rule.moments else torch.float32
     regions = {
