@@ -1,4 +1,4 @@
-"""All that autograd lets people do, with pages elsewhere: the plain model's bits, or its error."""
+"""Autograd with pages elsewhere: whatever users may do gives the plain model's bits, or the same error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Outcome = Any
 
 
 def ids_for(model: nn.Module) -> Tensor:
-    """Inputs for TIED where it is."""
+    """Token ids for a model made from TIED, on the model's device."""
     return TIED.batch(0, 0)[0].to(model.norm.weight.device)
 
 
@@ -118,7 +118,7 @@ def backward_that_raises(model: nn.Module, gradients: Gradients) -> Outcome:
     def fail(gradient: Tensor) -> None:
         raise ZeroDivisionError
 
-    # At the end of the backward pass, of which nothing is left over then.
+    # The hook fails at the end of the backward pass, so that nothing of the pass is left undone.
     handle = model.embedding.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
     with pytest.raises(ZeroDivisionError):
         loss_of(model).backward()

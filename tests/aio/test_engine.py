@@ -1,4 +1,4 @@
-"""Engines: their options, the choice of a backend, memory that they register."""
+"""I/O engines: their options, the choice of a backend, and memory that they register."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
     def ask() -> None:
         for cpu in every:
             os.sched_setaffinity(0, {cpu})  # of this thread
-            for _ in range(1000):  # one that comes before the engine's thread sleeps does not wake it
+            for _ in range(1000):  # a read that comes before the engine's thread sleeps does not wake it
                 file.read(target, 0).wait()
                 found[cpu] = os.sched_getaffinity(task)
                 if cpu not in found[cpu]:
@@ -191,7 +191,10 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
 
 
 def _the_new(name: str, before: set[int]) -> int:
-    """The one thread of that name that was not there before: others that probed may still be ending."""
+    """The kernel's id of the one thread named `name` that is not in `before`.
+
+    Waits until there is only one, because threads of earlier probes may still be ending.
+    """
     end = time.monotonic() + BOUND
     while len(found := threads_of(name) - before) != 1:
         assert time.monotonic() < end, f"{len(found)} new threads are called {name}"

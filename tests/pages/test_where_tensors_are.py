@@ -1,4 +1,4 @@
-"""Where models come from, where copies go, and that nothing is left: the same on every device."""
+"""Devices of tensors: where models may come from, where copies go, and what memory closing gives back."""
 
 from __future__ import annotations
 
