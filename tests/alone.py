@@ -19,10 +19,10 @@ class Machine:
 
     @contextlib.contextmanager
     def used(self, *, alone: bool) -> Iterator[None]:
-        """Run the block while no other worker runs a test with `alone`.
+        """Run the block, a test, once no other worker runs a test that is alone.
 
-        alone: run the block while no other worker runs any test. A worker that waits keeps its place in the
-        queue, so that many short tests cannot keep a lone test waiting.
+        alone: whether this test is alone, so that it waits until no other worker runs any test. A worker that
+        waits keeps its place in the queue, so that many short tests cannot keep a lone test waiting.
         """
         fcntl.flock(self._queue, fcntl.LOCK_EX)
         try:

@@ -1,4 +1,4 @@
-"""Where tests run and in how many processes, and fixtures that need a file system of their own."""
+"""Settings of all tests: where they run and in how many processes, and fixtures that many files share."""
 
 import os
 
@@ -49,7 +49,7 @@ WORKERS = 2
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Divide whole folders of tests between workers, unless told otherwise (`-n 0`) or without pytest-xdist.
+    """Divide the tests between two workers, unless options say otherwise (`-n 0`) or pytest-xdist is absent.
 
     Each worker goes through its half in order, so that tests of a file share what its first tests made. A
     worker that is done takes half of what the other worker has left. On a machine with a GPU one process runs

@@ -20,7 +20,7 @@ def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 def pairwise(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> list[Case]:
-    """Allowed combinations in which each pair of values occurs that occurs in any allowed combination.
+    """Allowed combinations that together hold every pair of values that any allowed combination holds.
 
     The same arguments give the same combinations. The search is greedy: the next combination is the one with
     the most missing pairs, and among equals the one whose values were used least.
@@ -49,7 +49,7 @@ def pairwise(
 def covered(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> pytest.MarkDecorator:
-    """Parametrise a test by these factors. All combinations that `pairwise` leaves out are marked slow."""
+    """Parametrise a test by all allowed combinations. Those that `pairwise` leaves out are marked slow."""
     quick = pairwise(factors, allowed)
     found = [
         pytest.param(

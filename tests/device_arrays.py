@@ -92,7 +92,8 @@ def on_device(
 ) -> Arrays:
     """Copies on the CPU of the arrays after one update on the device.
 
-    parameters: the key of the parameter to which each segment belongs; by default each segment is its own.
+    parameters: a key for each segment that says to which parameter it belongs. By default each segment is a
+    parameter of its own.
     """
     there = {name: each.to(device, copy=True) for name, each in arrays.items()}
     whose = parameters or range(len(segments))
@@ -121,9 +122,9 @@ def check(now: Arrays, expected: Arrays) -> None:
 
 
 def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
-    """The arguments of an Update that hold these float32 states and gradient.
+    """The arguments of an Update for float32 states and a gradient, which are given by name in `plain`.
 
-    form: of the moments, one of FORMS. master: how parameters are held, one of MASTERS.
+    form: the format of the moments, one of FORMS. master: the format of the parameters, one of MASTERS.
     """
     found = {"grad": plain["grad"].clone(), "parameter": plain["parameter"].clone()}
     for name, span in (("first_moment", FIRST_SPAN), ("second_moment", SECOND_SPAN)):

@@ -30,7 +30,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the CPU update the units that rest in its device tier, as a GPU does.
 
     Models are so small that the workspace of updates takes much of their room and may push pages to the disk.
-    That counts as no cost here.
+    The planner ignores this cost here.
     """
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
     monkeypatch.setattr(twin_flow, "_DISK_AGAINST_LINK", 0)

@@ -26,7 +26,7 @@ def opened(
     more: int = 64 << 20,
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime) that computes in bf16.
+    """(model, runtime) with parameters in bf16.
 
     more: bytes of host budget beyond the smallest. With the default all pages rest in RAM.
     """

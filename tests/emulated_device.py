@@ -53,7 +53,7 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def planned_apart() -> Iterator[None]:
-    """Have plans that are made inside count on an emulated device with memory of its own."""
+    """Have plans that are made inside be plans for an emulated device with memory of its own."""
     driver = Driver.load(str(LIBRARY))
     with emulated(driver, driver.foreign(COMPUTE)):
         yield
@@ -74,8 +74,8 @@ class EmulatedDevice:
     def in_use(self) -> Iterator[EmulatedDevice]:
         """Have runtimes that are opened inside, on the CPU with a device budget, use this device.
 
-        The checker treats their memory as used by compute before, because torch's allocator hands out such
-        memory. Asserts at the end that the checker has found no violation.
+        The checker takes it that compute has used the memory of these runtimes before, as it may have used
+        memory that torch's allocator hands out. Asserts at the end that the checker has found no violation.
         """
 
         def used_before(*arguments: Any) -> DeviceTier:

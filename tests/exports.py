@@ -65,7 +65,7 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """The tensors that an export with "compute" should have: the model's values, contiguous, by name.
+    """The tensors that an export with dtype="compute" should have: the model's values, contiguous, by name.
 
     A tied parameter has the first of its names.
     """

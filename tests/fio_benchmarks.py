@@ -24,7 +24,7 @@ def _file(name: str) -> Path:
 def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
     """(JSON report, engines) of a quick run of a benchmark. Asserts that it leaves nothing in `directory`.
 
-    name: of the benchmark's file. engines: names of the backends that were compared.
+    name: the name of a file in benchmarks/. engines: names of the I/O backends that were compared.
     """
     working = [report.name for report in aio.probe(directory).backends[:2] if report.ok]
     if not working:
@@ -41,7 +41,7 @@ def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
 
 
 def exit_code_without_fio(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a benchmark that finds no fio. name: of the benchmark's file.
+    """The exit code of a benchmark that finds no fio. name: the name of a file in benchmarks/.
 
     The benchmark runs in this process, so that a test can capture its output.
     """

@@ -13,7 +13,7 @@ from infinity.tiers.link import CpuLink, Timing, Transfer
 
 
 class HeldCopy:
-    """A copy to the device whose end the host learns of only by `wait`. Until then it keeps both tensors."""
+    """A copy to the device that ends for the host only at `wait`. Until then the copy keeps both tensors."""
 
     timing: Timing | None = None
 

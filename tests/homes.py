@@ -31,11 +31,11 @@ def room_on(device: str | torch.device) -> int:
 
 
 CUDA_HOMES = ("device", "host", "nvme", "mixed")
-"""The homes that need a device with memory of its own, and can be tested on CUDA."""
+"""Those of HOMES that need a device with memory of its own, and can be tested on CUDA."""
 
 HOMES = ("device", "host", "nvme", "unified", "unified-nvme", "mixed")
-"""Names of the places where a model's pages rest. In the "unified" ones the CPU is its own device; in the
-others it stands for a device with a tier of its own.
+"""Names of the places where a model's pages rest. In "unified" and "unified-nvme" the CPU is its own device,
+and in the others the CPU stands for a device with a tier of its own.
 """
 
 both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])

@@ -18,7 +18,7 @@ TINY = DecoderConfig(width=16, layers=2, heads=2, hidden=32)
 
 
 def preset_of(config: DecoderConfig = TINY) -> LanguageModel:
-    """A preset's LanguageModel whose decoder has this configuration and initial values, on the CPU."""
+    """The LanguageModel of a preset with this configuration. Its decoder is on the CPU and has values."""
     PRESETS["tiny"] = Preset(config, 1e-2)
     try:
         made = language_model("tiny")

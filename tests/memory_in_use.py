@@ -45,7 +45,7 @@ class Growth:
         self.steps.append(step)
 
     def per_step(self, counts: array[int]) -> float:
-        """The median over all intervals between looks of the growth per step.
+        """The median of the growth per step in the intervals between looks.
 
         Growth that happens only a few times thus does not count. counts: `heap`, `objects` or `mapped`.
         """

@@ -59,7 +59,7 @@ def found_by(
     count: int = MICRO_BATCHES,
     **options: Any,
 ) -> Found:
-    """(losses of all steps, gradients of the last step) of a training with a runtime.
+    """(losses of all steps, gradients of the last step) of a training of the zoo's model `of` with a runtime.
 
     vertical: take micro-batches through runtime.accumulate, to which `options` go, and not through the plain
     loop. loss_of: a loss in place of the entry's. count: micro-batches a step. device_factor: the factor by

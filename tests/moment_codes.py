@@ -11,7 +11,8 @@ import torch
 def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
     """The distance, float64 (n,), between the two codes around each of the finite `values`, float32 (n,).
 
-    This is the largest error of one stochastic rounding, and twice the largest of rounding to nearest.
+    This is the largest error of one stochastic rounding, and twice the largest of rounding to nearest. span:
+    FIRST_SPAN or SECOND_SPAN of infinity.formats.moments.
     """
     count = values.numel()
     rows = torch.nn.functional.pad(values.abs(), (0, -count % 64)).view(-1, 64)

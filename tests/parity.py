@@ -34,7 +34,7 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. Hashable, so that runs can be kept and shared between tests."""
+    """The settings of a training. A recipe is hashable, so that runs can be kept and shared between tests."""
 
     accumulate: int = 1
     clip: float | None = None
@@ -50,18 +50,18 @@ class Recipe:
 
 @dataclass
 class Run:
-    """What was recorded of a training run. Tensors are copies."""
+    """What was recorded of a training run. Tensors are copies. A watched run is recorded at every step."""
 
     losses: list[float] = field(default_factory=list)
     """The loss of every micro-batch, exact."""
     norms: list[float] = field(default_factory=list)
     """The norm of the gradients of every step, where gradients are clipped."""
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-    """Accumulated gradients before clipping, by parameter name: of every step in a watched run, otherwise of
-    the first.
+    """Accumulated gradients before clipping, by parameter name: of every step if the run is watched,
+    otherwise of the first step.
     """
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    """state_dict() of the model: after every step in a watched run, otherwise after the last."""
+    """state_dict() of the model: after every step if the run is watched, otherwise after the last step."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """state_dict() of the optimizer after the last step."""
 
@@ -104,7 +104,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
-    """A watched run of plain PyTorch in float32. options: of the torch optimizer, as fused or foreach."""
+    """A run of plain PyTorch in float32, recorded at every step. options: of the torch optimizer's call."""
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe, **options)
     scheduler = scheduler_of(optimizer, recipe)
@@ -135,7 +135,7 @@ def half_up(master: Tensor) -> Tensor:
 def reference_bf16(entry: Entry, recipe: Recipe, **options: Any) -> Run:
     """A run of plain PyTorch with bfloat16 parameters, float32 masters and float32 sums of gradients.
 
-    options: of the torch optimizer. Losses, norms and gradients of every step are recorded.
+    options: arguments of the torch optimizer. Losses, norms and gradients of every step are recorded.
     """
     model = entry.make(recipe.device)
     parameters = dict(model.named_parameters())

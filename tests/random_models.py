@@ -26,7 +26,7 @@ class Part:
 
 
 class Wide(nn.Module):
-    """Two linear layers with `size` features between. With 700 each is larger than the smallest chunk."""
+    """Two linear layers with `size` features between. For 700 features each exceeds the smallest chunk."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Table(nn.Module):
 
 
 class Mix(nn.Module):
-    """A convolution along the positions."""
+    """A convolution along the positions of the sequence."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Forward:
-    """The arguments of one forward."""
+    """The arguments of one forward of a Stack."""
 
     order: tuple[int, ...]
     branch: int

@@ -1,4 +1,4 @@
-"""Random training programs over a few blocks, run with pages at a chosen place, for tests of copies.
+"""Random training programs over a few blocks, run with pages at a chosen place, for tests of copy streams.
 
 A number determines a program: which blocks each forward goes through, in which order, how often, and what
 happens between backward and step.

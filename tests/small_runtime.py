@@ -102,7 +102,7 @@ def in_both(
     of: Entry = TIED,
     device_factor: int = 1,
 ) -> tuple[Any, Any]:
-    """(result with pages, plain result): what `act(model, gradients)` returns for both kinds of model.
+    """What `act(model, gradients)` returns for a model with pages, and for the same model without a runtime.
 
     The second argument of `act` is a function that returns copies of all gradients of the model by name.
     """

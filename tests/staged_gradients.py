@@ -1,7 +1,7 @@
-"""Gradients that updates find in staging, so that they never were on a disk: a count for formulas of bytes.
+"""Gradients that updates find in staging and that never were on a disk: tests of bytes moved count them.
 
-How many gradients stay staged depends on where leases lie in the pool, and so on when writes end. No formula
-gives this number, so it is counted.
+How many gradients stay staged depends on where leases lie in the pool, and thereby on when writes end. No
+formula gives this number.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def blocks(*, bias: bool = False) -> nn.Sequential:
 
 
 def forward(model: nn.Module) -> torch.Tensor:
-    """The loss of a forward. Its input requires a gradient, so that each block's backward needs the weight."""
+    """The loss of a forward whose input requires a gradient, so that each block's backward uses the weight."""
     return model(torch.ones(3, WIDTH, requires_grad=True)).square().mean()
 
 
@@ -60,7 +60,7 @@ def opened(home: str, directory: Path, model: nn.Module, update: str = "auto") -
 
 
 def away(runtime: Any) -> list[int]:
-    """Bytes of each parameter page that rests away from the tier that computes, and needs room to come."""
+    """Bytes of each parameter page that rests outside the tier that computes, and needs room to come."""
     plan = runtime.plan
     computes_in = Tier.HOST if plan.unified else Tier.DEVICE
     homes = [homes[Kind.PARAMETER] for homes in plan.homes]
@@ -68,7 +68,7 @@ def away(runtime: Any) -> list[int]:
 
 
 def check_resting(runtime: Any) -> None:
-    """Assert what holds when nothing is under way: homes hold all pages, and staging only late gradients."""
+    """Assert what holds while nothing is under way: homes hold all pages, and staging only gradients."""
     plan, store = runtime.plan, runtime._components.store
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
@@ -130,7 +130,10 @@ def test_peaks_of_every_phase(home: str, tmp_path: Path) -> None:
 
 
 def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, int]:
-    """Bytes that the last of `number` steps moved over each edge, with its reads ahead for the next step."""
+    """Bytes that the last of `number` steps moved over each edge, which is a way from one tier to another.
+
+    Reads ahead for the next step are included.
+    """
     for _ in range(number - 1):
         step(model, runtime)
         settle(runtime)
@@ -215,11 +218,11 @@ def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("home", ["unified", "host", "device"])
 def test_bytes_moved_where_memory_is_home(home: str, tmp_path: Path) -> None:
-    """No byte moves to or from the disk, and as few as each home allows between RAM and the device.
+    """Where no page rests on the disk, a step moves bytes only between RAM and the device.
 
-    unified: none, because everything is used in place. host, with room for one resident page: parameters go
-    up as they do from the disk. device: parameters and states go down and up for the update, and so do
-    gradients, which the CPU sums.
+    unified: nothing moves, because everything is used in place. host, with room for one resident page:
+    parameters go up as they do from the disk. device: parameters and states go down and up for the update,
+    and so do gradients, which the CPU sums.
     """
     model = blocks()
     with opened(home, tmp_path, model) as runtime:

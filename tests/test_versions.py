@@ -1,4 +1,4 @@
-"""Versions: formatters and checkers have one in all files, and the package has that of its metadata."""
+"""Versions: a tool has the same version in all files, and the package has the version of its metadata."""
 
 import re
 import sys

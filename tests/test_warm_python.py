@@ -1,4 +1,4 @@
-"""Processes that start with torch imported: they find, end and have the parent that other processes would."""
+"""Processes that start with torch imported: their surroundings, end and parent are as in other processes."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class TinyJob:
         self.options = ["--data", str(data), "--device", "cpu", "--batch", "2", "--seq", "32"]
 
     def arguments(self, command: str, *more: object, model: str = "tiny") -> list[str]:
-        """The arguments of a command line. An option that is given again in `more` replaces the first."""
+        """The arguments of a command line. Options in `more` replace equal options that come before them."""
         return [command, "--model", model, *self.options, *map(str, more)]
 
     def nvme(self, size: object = "64MiB") -> list[str]:
@@ -114,7 +114,7 @@ class TinyJob:
         return run_json(capsys, self.arguments("train", "--json", *more, model=model))
 
     def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
-        """Start the command `infinity` in a process of its own. script: with the preset "tiny"."""
+        """Start the command `infinity` in a process of its own. script: whether it has the preset "tiny"."""
         program = [__file__] if script else ["-m", "infinity"]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
         environment = {

@@ -1,4 +1,4 @@
-"""Python processes that start with torch imported: forks of a process that has imported it and no more.
+"""Python processes that start with torch imported: forks of a process that has only imported torch.
 
 Torch, and what it imports for its first optimizer, take 3.5 s of a CPU. A fork takes 20 ms. `Popen` here is
 subprocess.Popen, except that a command of this interpreter with a script, `-c` or `-m` becomes a fork. The
@@ -113,7 +113,7 @@ def end() -> None:
 
 
 def serve(asked: socket.socket) -> None:
-    """Fork for every request, and run the requested program in the fork. Returns only in forks, after it."""
+    """Fork for every request, and run the requested program in the fork. Returns in forks only."""
     parent = os.getppid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, MOST_BYTES, MOST_DESCRIPTORS)

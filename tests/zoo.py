@@ -1,6 +1,6 @@
 """Small models, each of which touches its parameters in a way that a paging runtime can get wrong.
 
-Sizes are odd on purpose: parameters start and end inside pages, and chunks hold parts of several parameters.
+Sizes are odd on purpose: parameters start and end inside pages, span several chunks, and share chunks.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class Patches(nn.Module):
 
 @dataclass(frozen=True)
 class Entry:
-    """One model of the zoo. `str()` is its name."""
+    """One model of the zoo, with its batches and its loss. `str()` gives the model's name."""
 
     name: str
     build: Callable[[], nn.Module]

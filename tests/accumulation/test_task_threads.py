@@ -1,4 +1,4 @@
-"""Tasks, which run in threads of their own: torch's per-thread settings there are those of their owner."""
+"""Tasks of runtime.accumulate: torch's settings in a task's thread are those in the thread of its owner."""
 
 import ctypes
 from collections.abc import Callable

@@ -69,7 +69,7 @@ def test_a_model_that_recomputes_by_itself_gets_the_plain_loop(name: str, tmp_pa
 
 
 class Skips(nn.Module):
-    """A model whose values pass blocks by: a residual stream, skips as in a U-Net, tuples and keywords."""
+    """A model in which values bypass blocks: a residual stream, skips as in a U-Net, tuples and keywords."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Half(nn.Module):
 class Wandering(nn.Module):
     """A model whose data decide which blocks a forward uses, how often and in which order.
 
-    One layer is shared: it follows some of the blocks.
+    One layer is shared: it runs after every block with an odd number.
     """
 
     def __init__(self) -> None:
@@ -179,9 +179,10 @@ def test_random_numbers_before_the_first_block_are_the_plain_loops(tmp_path: Pat
 
 
 def crossed(of: Entry, directory: Path, edge: Edge, count: int, *, vertical: bool, **options: Any) -> int:
-    """Bytes over an edge in the forwards and backwards of the second step, when the trace is known.
+    """Bytes moved over `edge`, from tier to tier, by the forwards and backwards of a model's second step.
 
-    count: micro-batches a step. vertical: take them through runtime.accumulate, not through the plain loop.
+    The trace is known by then. count: micro-batches a step. vertical: take the micro-batches through
+    runtime.accumulate, and not through the plain loop.
     """
     model = without_dropout(of.make())
     home, factor = options.pop("home", "nvme"), options.pop("device_factor", 1)
@@ -218,7 +219,7 @@ def test_parameters_cross_once_for_all_micro_batches(name: str, edge: Edge, tmp_
 
 
 def test_parameters_alone_come_from_the_disk_once(tmp_path: Path) -> None:
-    """Blocks with nothing to train have no gradients that cross. Only norm and head are trained."""
+    """The blocks are frozen, so that no gradients of blocks are moved. Only norm and head are trained."""
 
     def frozen() -> nn.Module:
         model = Skips().requires_grad_(False)
@@ -260,7 +261,7 @@ def test_blocks_that_are_recomputed_keep_less_and_change_no_bit(tmp_path: Path) 
 
 
 def blocks_that_move(runtime: Any, count: int) -> list[int]:
-    """Numbers of those of the first `count` modules in a sequence that have a page that comes and goes."""
+    """Numbers of the modules, among the first `count` of a sequence, that have a page that comes and goes."""
     pages = runtime._components.pages
     return [
         block

@@ -102,7 +102,7 @@ def test_tensors_that_a_hook_hands_on_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_path: Path) -> None:
-    """The mixture is found late because only the second micro-batch uses a tensor that the others replace."""
+    """Micro-batches are found late to be mixed up, because only the second one uses the shared tensor."""
     seen: dict[str, Tensor] = {}
     model = zoo.entry("tied").make()
     model.blocks[0].register_forward_hook(lambda *each: seen.update(found=each[2]))
@@ -130,7 +130,7 @@ def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_pat
 
 
 def failing(where: str, act: Callable[[], None]) -> Callable[[nn.Module, Any], Tensor]:
-    """A loss function that calls `act` during the micro-batch in its list `marked`.
+    """A loss function that calls `act` during the micro-batch in the function's list `marked`.
 
     where: "before" the model's forward, in a block's "forward", "after" the model's, or in the "backward".
     """

@@ -171,7 +171,7 @@ def test_nothing_moves(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_file_that_wants_more_alignment_than_it_says(backend: str, tmp_path: Path) -> None:
-    """A direct transfer that fails with EINVAL goes through the page cache, and stats count its bytes."""
+    """A direct transfer that fails with EINVAL goes through the page cache, and counts as buffered."""
     with Setup(tmp_path, backend) as setup:
         if not setup.file.direct:
             pytest.skip("no O_DIRECT in the temporary directory")

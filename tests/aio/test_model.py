@@ -21,7 +21,7 @@ from infinity import aio
 EXAMPLES = 20
 OPERATIONS = 1000  # in an example: 2 * 10^4 in all, and 10^6 where it is slow
 SIZE = (1 << 18) + 1357
-"""Bytes of each file and of the volume. They are few, as BLOCK is small, because errors occur at borders."""
+"""Bytes of each file and of the volume: few, but with many small blocks, at whose borders errors occur."""
 
 
 @dataclass

@@ -46,7 +46,7 @@ RING = 8 * BLOCK
 
 
 class Layers(nn.Module):
-    """Linear layers whose weights have `sizes` elements each. BLOCK elements fill a block of the ring."""
+    """Linear layers whose weights have these numbers of elements. BLOCK elements fill a block of the ring."""
 
     def __init__(self, *sizes: int, bias: bool = True) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> I
 
 @contextlib.contextmanager
 def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
-    """Hold copies from the device to the host inside. Yields a function that lets the copies go earlier.
+    """Hold back copies from the device to the host inside. Yields a function that lets the copies go on.
 
     Asserts that nobody waited for the held copies: a watchdog would have let them go.
     """
@@ -136,7 +136,7 @@ def stepped(model: nn.Module, runtime: Any) -> dict[str, Any]:
 
 @functools.cache
 def expected(*sizes: int, bias: bool = True) -> dict[str, Any]:
-    """The results of one step on a device whose memory the CPU can read."""
+    """The results of one step of Layers(*sizes) on a device whose memory the CPU can read."""
     model = Layers(*sizes, bias=bias)
     with mock.patch.object(driver_module._emulation, "now", None), opened(None, model) as runtime:
         return stepped(model, runtime)

@@ -1,4 +1,4 @@
-"""Training with the gradient ring, through which gradients leave the device: all bits equal those without."""
+"""Gradients that leave the device through the ring: training has the bits of training without the ring."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Run = dict[str, Any]
 
 
 class Odd(nn.Module):
-    """A model with parameters of one element, of less and of more than a block, and of several chunks."""
+    """A model with parameters of one element, of less and more than a block of codes, of several chunks."""
 
     def __init__(self) -> None:
         super().__init__()
