@@ -2,8 +2,8 @@
 
 import os
 
-# Before torch is imported, and for processes that tests start, too. The models of the tests are tiny: a
-# second thread computes nothing sooner, and beside another process it spins.
+# This has to be set before torch is imported, and holds for processes that tests start, too. The models of
+# the tests are tiny: a second thread makes nothing faster, and spins where another process wants to run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
@@ -24,15 +24,15 @@ from tiny_job import TinyJob, make_tiny
 from infinity.planning import twin_flow
 from infinity.system import machine
 
-# Before anything uses cuBLAS: without a workspace of its own it may order sums differently each time. A small
-# one: the budgets of the tests are small, and each thread that multiplies takes one
-# (infinity/planning/headroom.py).
+# This has to be set before anything uses cuBLAS, which may order sums differently each time without a
+# workspace of its own. The workspace is small because the budgets of the tests are small, and because each
+# thread that multiplies takes a workspace (infinity/planning/headroom.py).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
 # A shell's background job ignores Ctrl-C, and so do the processes that it starts. Tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-torch.set_num_threads(1)  # whatever the environment said
+torch.set_num_threads(1)  # even if OMP_NUM_THREADS says otherwise
 
 for absent in (each for each in (torch.cuda, torch.xpu) if not each.is_available()):
     # Otherwise torch keeps each seed for a device that may come, with the caller's stack, which takes 3 ms.

@@ -118,6 +118,6 @@ def adversarial(n: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     for x in (p, g, m):
         x[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)] * sign(rest, random)
     v[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)]
-    # Opposite and almost equal: the mean cancels.
+    # Moments that almost cancel the gradient in the new mean.
     m[2 * third : 2 * third + rest // 4] = -g[2 * third : 2 * third + rest // 4] / 9
     return {"parameter": p, "first_moment": m, "second_moment": v}, g

@@ -33,7 +33,7 @@ class Counted(Kernels):
 
     def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
         self.launched.append(name)
-        assert len(arguments) <= 4096  # what every device takes by value
+        assert len(arguments) <= 4096  # bytes that every device takes by value
         super().launch(name, warps, arguments, kinds)
 
 

@@ -118,7 +118,7 @@ def check_homes(home: str, plan: Any) -> None:
         assert tiers == {Tier.HOST}
         return
     if home == "host":
-        # Room for the largest page to be resident can be more than the other pages need of it.
+        # The room for the largest page to be resident may hold all other parameter pages, too.
         assert Tier.HOST in tiers
         assert {tier for unit in plan.homes for kind, tier in unit.items() if kind.name != "PARAMETER"} <= {
             Tier.HOST,

@@ -36,7 +36,7 @@ class Growth:
     def look(self, step: int) -> None:
         """Collect garbage and record what is in use after `step` steps. Nothing should be under way."""
         gc.collect()
-        # Types remember the names that were looked up in them, some 4096, each a new string where C asked.
+        # Python caches some 4096 attribute lookups of types, each of which may keep a string alive.
         getattr(sys, "_clear_internal_caches", sys._clear_type_cache)()
         self.objects.append(sys.getallocatedblocks())
         heap, mapped_by_heap = _heap()

@@ -17,7 +17,7 @@ def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
     count = values.numel()
     rows = torch.nn.functional.pad(values.abs(), (0, -count % 64)).view(-1, 64)
     largest = rows.view(torch.int32).to(torch.int64).amax(1)
-    # What would round up to the next binade has its exponent already.
+    # A largest magnitude that would round up to the next binade takes the exponent of that binade.
     exponent = ((largest + (1 << 20) + 512) >> 23).clamp(span + 1, 255)
     unit = (2.0 ** (exponent.double() - 127 - span)).masked_fill(exponent == 255, float("nan")).unsqueeze(1)
     binade = torch.frexp(rows.double() / unit + 1)[1] - 1

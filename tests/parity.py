@@ -255,7 +255,7 @@ def injected(faults: Faults | None) -> Iterator[None]:
     if faults is None:
         yield
         return
-    from infinity.pages.store import injected  # what only these tests need of the inside
+    from infinity.pages.store import injected  # internal, and used by tests with faults only
 
     with injected(faults):
         yield
@@ -297,7 +297,7 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape or _strides(left) != _strides(right):
         return False
-    # As bytes, for -0.0 equals 0.0 and NaN is not equal to itself.
+    # Compared as bytes, because -0.0 equals 0.0 and NaN does not equal itself.
     return torch.equal(*(each.cpu().reshape(-1).contiguous().view(torch.uint8) for each in (left, right)))
 
 

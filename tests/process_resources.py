@@ -89,11 +89,11 @@ def nothing_left(*, garbage: bool = False) -> Iterator[None]:
 
 def _descriptors() -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the directory's own, or closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # listdir's own, or closed meanwhile
             yield os.readlink(f"/proc/self/fd/{number}")
 
 
 def _threads() -> Iterator[tuple[int, str]]:
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
             yield int(task.name), (task / "comm").read_text().strip()

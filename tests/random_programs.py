@@ -113,7 +113,7 @@ def budget_of(home: str, kernels: bool = False) -> Any:
     """
     model = Blocks()
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
-    with emulated(driver, driver.foreign(COMPUTE)):  # plans for which have a ring for gradients
+    with emulated(driver, driver.foreign(COMPUTE)):  # so that plans have a ring
         found = budget_for(home, model, adamw(model), Path(folder().name), precision)
         if home != "host":
             return found

@@ -256,7 +256,7 @@ def test_a_closed_runtime_is_named(use: str, home: str, tmp_path: Path) -> None:
     model = TIED.make()
     with opened(model, tmp_path, home=home) as runtime:
         loss_of(model).backward()
-    runtime.close()  # again: nothing
+    runtime.close()  # a second close does nothing
     with pytest.raises(ConfigError, match="closed"):
         USES[use](model, runtime)
     assert model.get_parameter(WIDE).shape == (120, 40)

@@ -111,7 +111,7 @@ def test_a_failed_operation_can_be_repeated_or_says_that_it_cannot(
                 with pytest.raises(StorageError):
                     everything(model, runtime)
                 continue
-            if operation is not edit:  # an edit in place is not the same twice
+            if operation is not edit:  # an edit done twice has another result
                 assert differences(got, expected) == [], nth
             detached = next(model.parameters()).detach()
             assert detached.data_ptr() == next(model.parameters()).data_ptr()

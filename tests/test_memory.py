@@ -37,7 +37,7 @@ def blocks(*, bias: bool = False) -> nn.Sequential:
 
 
 def forward(model: nn.Module) -> torch.Tensor:
-    """The loss of a forward whose input requires a gradient, so that each block's backward uses the weight."""
+    """The loss of a forward. The input requires a gradient, so that each block's backward needs a weight."""
     return model(torch.ones(3, WIDTH, requires_grad=True)).square().mean()
 
 
@@ -212,7 +212,7 @@ def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
     model = blocks()
     with opened("nvme", tmp_path, model, "sync") as runtime:
         p, g, _ = (runtime.plan.page_bytes(0, kind) for kind in Kind)
-        # Nothing is resident yet, so the first forward reads every page; the last reads ahead none.
+        # Nothing is resident yet, so that the first forward reads every page.
         assert bytes_of_a_step(runtime, model, 1)[Edge.NVME_TO_HOST] == (2 * L - 1) * p + L * p + L * g
 
 

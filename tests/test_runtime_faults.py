@@ -95,7 +95,7 @@ def test_every_failed_call_in_training(
 ) -> None:
     with watched(3600):
         outcomes = sweep(home, compute, fault, tmp_path)
-    # Read ahead and never needed: nothing else may go unnoticed.
+    # Only reads ahead that were never needed may fail unnoticed.
     assert outcomes["unnoticed"] == 0 or fault[0] == "read", outcomes
 
 
@@ -238,7 +238,7 @@ def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     precision = infinity.Precision(compute="fp32")
     least = budget_for("nvme", model, optimizer, tmp_path, precision)
-    # Room to look ahead in, but not for all: pages go on being read.
+    # There is room to look ahead but not for all pages, so that pages are read all the time.
     assert least.device_bytes is not None and least.host_bytes is not None
     budget = infinity.Budget(device=3 * least.device_bytes, host=least.host_bytes + 49152, nvme=least.nvme)
     faults = Faults()

@@ -305,7 +305,7 @@ ENTRIES = (
     Entry("transformer", Transformer, words),
     Entry("tied", Tied, words),
     Entry("borrowing", Borrowing, words),
-    # torch's CPU batch norm takes no bfloat16 weights with float32 statistics.
+    # On the CPU, torch's batch norm cannot combine bfloat16 weights with float32 statistics.
     Entry("convnet", Convolutions, images, keep=("layers.[14].*",)),
     Entry("channels_last", channels_last, images, keep=("layers.[14].*",)),
     Entry("mixture", Mixture, words),

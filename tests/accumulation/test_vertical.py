@@ -284,7 +284,7 @@ def test_recomputed_blocks_drop_what_they_dropped(device_factor: int, resting: i
     first. resting: how many blocks rest where the model computes and need not come.
     """
     here = threading.local()
-    Masks = dict[tuple[int, int], list[float]]  # (block, micro-batch) -> mask, in the order of the forwards
+    Masks = dict[tuple[int, int], list[float]]  # masks by (block, micro-batch), in the order of the draws
     first: Masks = {}
     again: Masks = {}
 
@@ -298,7 +298,7 @@ def test_recomputed_blocks_drop_what_they_dropped(device_factor: int, resting: i
             return super().forward(x * mask, side=x, extra=[{"gain": mask}])[0]
 
     def loss_of(micro: int) -> Tensor:
-        here.micro = micro  # in the thread of the micro-batch, which runs its backward, too
+        here.micro = micro  # set in the micro-batch's thread, which also runs the backward
         return model(vectors(0, micro)[0]).square().mean()
 
     count, micro_batches = 3, 3

@@ -34,7 +34,7 @@ def inference(model: nn.Module, gradients: Gradients) -> Outcome:
         first = loss_of(model).item()
     with torch.no_grad():
         second = loss_of(model, 1).item()
-    loss_of(model).backward()  # and a graph may be recorded afterwards
+    loss_of(model).backward()  # a graph can be recorded after inference
     return first, second, gradients()
 
 
@@ -270,7 +270,7 @@ def test_gradients_of_gradients(name: str, home: str, device: str, tmp_path: Pat
         penalty.backward()
         return penalty.item(), gradients()
 
-    # A graph of gradients keeps views of all weights that its operations take, so it needs their room.
+    # A graph of gradients keeps views of all weights that its operations take, so all of these need room.
     got, expected = in_both(
         act, tmp_path, home=home, device=device, of=model_of, device_factor=8 if home == "nvme" else 1
     )

@@ -49,7 +49,7 @@ def test_memory_of_others_is_not_tried_again_and_again(
     trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard = HeapGuard(100 * MIB)
-    at(monkeypatch, 200 * MIB)  # and stays there
+    at(monkeypatch, 200 * MIB)  # memory stays as large
     for _ in range(5):
         guard.check()
     assert len(trims) == 1

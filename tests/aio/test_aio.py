@@ -261,7 +261,7 @@ def test_close_of_a_file_frees_its_descriptors(backend: str, tmp_path: Path) -> 
     path = make_file(tmp_path / "file", 4 * BLOCK)
     with engine(path, backend) as e:
         before = resources()  # the engine starts threads when it needs them
-        for _ in range(300):  # more than there are slots for registered files
+        for _ in range(300):  # more files than there are slots for registration
             with e.open(str(path)) as file:
                 file.read(memory(PAGE), 0).wait()
         check_nothing_left(before, threads=False)

@@ -38,7 +38,7 @@ def test_registered_buffers(backend: str, tmp_path: Path) -> None:
         registered = e.register_buffer(address, 4 * BLOCK)
         assert e.facts.registered_bytes == (4 * BLOCK if registered else 0)
         assert bool(e.facts.registration_failure) != registered
-        for begin in (0, 3 * BLOCK, 5 * BLOCK):  # inside, across the end, outside
+        for begin in (0, 3 * BLOCK, 5 * BLOCK):  # inside the registered memory, across its end, outside
             file.read(target[begin : begin + 4 * BLOCK], 100).wait()
             assert target[begin : begin + 4 * BLOCK].tobytes() == content[100 : 100 + 4 * BLOCK]
         file.read(target[: 8 * BLOCK], 0).wait()
@@ -68,7 +68,7 @@ def test_engine_options(tmp_path: Path) -> None:
     assert missing.value.path == str(tmp_path / "missing")
     with pytest.raises(StorageError):
         aio.probe(make_file(tmp_path / "file", 1))
-    with aio.Engine() as e:  # tried in memory
+    with aio.Engine() as e:  # without a directory, backends are tried in memory
         assert e.facts.backend in aio.BACKENDS
         file = e.open(str(make_file(tmp_path / "other", PAGE)))
         assert file.read(memory(PAGE), 0).result() == PAGE

@@ -12,13 +12,13 @@ from aio_backends import BLOCK, PAGE, each_backend, engine, filled, held, make_f
 from infinity import aio
 from infinity.errors import ConfigError, StorageError, StorageFull
 
-BLOCKS = 12  # more than are in flight
+BLOCKS = 12  # more than an engine has in flight
 SIZE = BLOCKS * BLOCK
 KINDS = ("read", "write", "sync")
 NTH = (1, 2, BLOCKS - 1, BLOCKS)
 TRANSIENT = (errno.EAGAIN, errno.EINTR)
 LASTING = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EOPNOTSUPP)
-GIVES_UP_AFTER = 12  # tries; csrc/aio/loop.cpp
+GIVES_UP_AFTER = 12  # tries, as in csrc/aio/loop.cpp
 
 
 class Setup:

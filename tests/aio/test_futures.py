@@ -162,7 +162,7 @@ def test_owners_live_as_long_as_the_kernel_needs_them(backend: str, tmp_path: Pa
             assert owner() is not None, "the future is gone, the transfer is not"
         while e.stats.read_requests == 0:
             time.sleep(0.01)
-        for _ in range(3):  # dropped by one of the next calls
+        for _ in range(3):  # one of the next calls drops the owner
             file.read(bytearray(1), 0).wait()
         assert owner() is None
         future, owner = request()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from infinity import aio
 
 EXAMPLES = 20
-OPERATIONS = 1000  # in an example: 2 * 10^4 in all, and 10^6 where it is slow
+OPERATIONS = 1000  # in each example, so 2 * 10^4 in all; 10^6 in the slow test
 SIZE = (1 << 18) + 1357
 """Bytes of each file and of the volume: few, but with many small blocks, at whose borders errors occur."""
 
@@ -73,7 +73,7 @@ def batch(rng: random.Random, target: Target) -> int:
             futures.append(target.store.sync())
     aio.wait_all(futures)
     for begin, end in reads:
-        # As bytes: a memoryview compares element by element.
+        # Compared as bytes, because a memoryview compares element by element.
         assert bytes(target.target[shift + begin : shift + end]) == target.model[begin:end], (begin, shift)
     return len(futures)
 

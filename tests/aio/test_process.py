@@ -135,7 +135,7 @@ def test_signal_handlers_run_and_the_wait_goes_on(backend: str, tmp_path: Path) 
             faults.release()
 
     before = signal.signal(signal.SIGALRM, hear)
-    signal.siginterrupt(signal.SIGALRM, False)  # SA_RESTART: the kernel would go on sleeping by itself
+    signal.siginterrupt(signal.SIGALRM, False)  # SA_RESTART: the kernel resumes the sleep by itself
     try:
         with engine(path, backend, faults=faults) as e, e.open(str(path)) as file, held(faults, "read"):
             signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)

@@ -44,7 +44,7 @@ struct HeldJob : Job {
         begun_ = true;
         while (!released_) usleep(100);
     }
-    // When this returns, a thread of the pool runs the job, and no waiting thread can take it over.
+    // When this returns, a thread runs the job, so that no thread that waits can take it over.
     void await_begin() const {
         while (!begun_) usleep(100);
     }

@@ -1,5 +1,5 @@
-"""The ring, through which gradients leave the device: hooks return at once, and no gradient is lost, counted
-twice or changed in any bit.
+"""The ring, through which gradients leave the device: hooks wait for room but not for copies, and no
+gradient is lost, counted twice or changed in any bit.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_training_is_near_that_with_fp32_states(tmp_path: Path, states: str, rul
     }
     full, small = runs["fp32"], runs[states]
     assert full["losses"] != small["losses"]
-    # Rules without roots move by as much as their moments do, the others by their share of lr a step.
+    # Rules without roots step in proportion to their moments, and the others by about lr.
     rtol = 0.02 if states == "bf16" else 0.1
     torch.testing.assert_close(small["losses"], full["losses"], rtol=rtol, atol=0)
 

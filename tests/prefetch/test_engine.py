@@ -99,7 +99,7 @@ def test_a_learned_step_has_no_misses(home: str, update: str, tmp_path: Path) ->
     faults = Faults()
     with opened(tmp_path, home=home, faults=faults, update=update) as (model, runtime):
         first = step(model, runtime)
-        assert first.misses >= 4  # each layer once at least: nothing is known before
+        assert first.misses >= 4  # each layer at least once, because no order is known yet
         faults.delay("read", 1, 0.002, times=None)
         for _ in range(3):
             later = step(model, runtime)
@@ -117,7 +117,7 @@ def test_with_room_for_one_unit_everything_is_a_miss_and_right(tmp_path: Path) -
                 found.append(model(inputs()).square().mean().item())
                 last = step(model, runtime)
             if units == 1:
-                # Only what the operation before left behind is there.
+                # Only the page that the operation before has used is resident.
                 assert last.misses >= last.accesses // 2
     assert losses[1] == losses[3]
 
@@ -128,7 +128,7 @@ def test_a_divergence_costs_its_new_units_and_is_learned(tmp_path: Path) -> None
             step(model, runtime)
         model.order = [0, 1, 4, 5]
         diverging = step(model, runtime)
-        # Units 4 and 5 in forward; backward may miss what the old order did not say of them.
+        # Units 4 and 5 are missed in the forward, and may be missed in the backward, too.
         assert 2 <= diverging.misses <= 4
         step(model, runtime)
         assert step(model, runtime).misses == 0
@@ -152,7 +152,7 @@ def test_with_two_hops_both_edges_carry_the_same_pages(tmp_path: Path) -> None:
         for _ in range(3):
             step(model, runtime)
         with torch.no_grad():
-            model(inputs())  # which ends the updates
+            model(inputs())  # this forward completes the updates
             runtime._components.prefetch_engine.land_all()
             before = runtime.stats.edges
             for _ in range(3):
@@ -210,7 +210,7 @@ def test_nothing_is_read_ahead_over_a_write_in_flight(
         faults.delay("write", 1, 0.01, times=None)
         for _ in range(2):
             step(model, runtime)
-        # An update ends with its writes; here one is under way while the engine looks ahead.
+        # No update leaves a write under way, so a write is started here, before the engine looks ahead.
         engine, store = runtime._components.prefetch_engine, runtime._components.store
         evict_all(engine)
         page = engine.pages[0]
@@ -349,7 +349,7 @@ def test_copies_under_way_keep_no_page_from_its_room(
     )
     assert held.asked
     assert [loss for loss, _ in found] == [loss for loss, _ in expected]
-    if update == "sync":  # lazily, what is begun when it is asked for depends on the disk
+    if update == "sync":  # with lazy updates, misses depend on the disk's speed
         assert found == expected
 
 
