@@ -73,7 +73,7 @@ def engine(path: Path, backend: str, **options: object) -> aio.Engine:
 
 @contextmanager
 def held(faults: aio.Faults, kind: str) -> Iterator[None]:
-    """Hold the next transfer of `kind`, "read" or "write". The transfer starts when the block ends."""
+    """Hold the next transfer of `kind`, "read" or "write", until the block ends. Then the transfer starts."""
     faults.hold(kind, 1)
     try:
         yield

@@ -49,7 +49,7 @@ def pairwise(
 def covered(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> pytest.MarkDecorator:
-    """Parametrise a test by all allowed combinations. Those that `pairwise` leaves out are marked slow."""
+    """Parametrise a test by all allowed combinations. Combinations that `pairwise` leaves out are slow."""
     quick = pairwise(factors, allowed)
     found = [
         pytest.param(

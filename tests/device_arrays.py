@@ -38,7 +38,7 @@ class Counted(Kernels):
 
 
 class Allocations(TorchDispatchMode):
-    """A mode that records (operation, bytes) of every tensor that operations inside make in new storage."""
+    """A mode that records (operation, bytes) of every tensor that operations under it make in new storage."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def planned_apart() -> Iterator[None]:
-    """Have plans that are made inside be plans for an emulated device with memory of its own."""
+    """Have plans that are made in the block be plans for an emulated device with memory of its own."""
     driver = Driver.load(str(LIBRARY))
     with emulated(driver, driver.foreign(COMPUTE)):
         yield
@@ -72,7 +72,7 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[EmulatedDevice]:
-        """Have runtimes that are opened inside, on the CPU with a device budget, use this device.
+        """Have runtimes that are opened in the block, on the CPU with a device budget, use this device.
 
         The checker takes it that compute has used the memory of these runtimes before, as it may have used
         memory that torch's allocator hands out. Asserts at the end that the checker has found no violation.
@@ -129,7 +129,7 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Hide waits inside from the checker. The waits happen, so that no bytes are harmed."""
+        """Hide waits in the block from the checker. The waits happen, so that no bytes are harmed."""
         _library().infinity_test_blind(True)
         try:
             yield
@@ -138,7 +138,7 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def without(self, order: Order) -> Iterator[None]:
-        """Hide from the checker all waits of this order that links make inside."""
+        """Hide from the checker all waits of this order that links make in the block."""
         wait, ask = CopyStreams._wait, CopyStreams._ask
 
         def waits(self_: CopyStreams, which: Order, event: Event, waiter: Stream | None) -> None:

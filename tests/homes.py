@@ -31,7 +31,7 @@ def room_on(device: str | torch.device) -> int:
 
 
 CUDA_HOMES = ("device", "host", "nvme", "mixed")
-"""Those of HOMES that need a device with memory of its own, and can be tested on CUDA."""
+"""The homes that need a device with memory of its own, and so can be tested on CUDA."""
 
 HOMES = ("device", "host", "nvme", "unified", "unified-nvme", "mixed")
 """Names of the places where a model's pages rest. In "unified" and "unified-nvme" the CPU is its own device,

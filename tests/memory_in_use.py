@@ -19,7 +19,7 @@ from statistics import median
 
 
 class Growth:
-    """Memory in use at several points of a run, and its growth per step. Recording takes almost none."""
+    """A record of memory in use at several points of a run, which itself takes hardly any memory."""
 
     def __init__(self) -> None:
         self.steps = array("q")

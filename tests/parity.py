@@ -104,7 +104,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
-    """A run of plain PyTorch in float32, recorded at every step. options: of the torch optimizer's call."""
+    """A run of plain PyTorch in float32, recorded at every step. options: of the optimizer, such as fused."""
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe, **options)
     scheduler = scheduler_of(optimizer, recipe)
@@ -251,7 +251,7 @@ def _trained(
 
 @contextlib.contextmanager
 def injected(faults: Faults | None) -> Iterator[None]:
-    """Inject these faults into the disk I/O of runtimes that are opened inside."""
+    """Inject these faults into the disk I/O of runtimes that are opened in the block."""
     if faults is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The examples run and do what they say."""
+"""The programs in examples/: they run, and reach the results that they state."""
 
 import re
 import subprocess

@@ -60,7 +60,7 @@ def opened(home: str, directory: Path, model: nn.Module, update: str = "auto") -
 
 
 def away(runtime: Any) -> list[int]:
-    """Bytes of each parameter page that rests outside the tier that computes, and needs room to come."""
+    """Bytes of each parameter page that rests outside the tier that computes and has to be brought there."""
     plan = runtime.plan
     computes_in = Tier.HOST if plan.unified else Tier.DEVICE
     homes = [homes[Kind.PARAMETER] for homes in plan.homes]
@@ -68,7 +68,7 @@ def away(runtime: Any) -> list[int]:
 
 
 def check_resting(runtime: Any) -> None:
-    """Assert what holds while nothing is under way: homes hold all pages, and staging only gradients."""
+    """Assert what holds while nothing is under way: homes hold all pages, staging holds only gradients."""
     plan, store = runtime.plan, runtime._components.store
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]

@@ -30,7 +30,7 @@ TRANSFORMER = zoo.entry("transformer")
 def one_home_each(*homes: str) -> pytest.MarkDecorator:
     """Parametrise `entry` and `home`: each model at one of these homes, taken in turn.
 
-    All other pairs are marked slow, because the matrix has the models at those homes.
+    All other pairs are marked slow, because test_matrix trains the models at those homes, too.
     """
     found = [
         pytest.param(entry, home, marks=() if at % len(homes) == number else pytest.mark.slow)
@@ -58,9 +58,9 @@ CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def cases() -> list[Any]:
-    """Parameters of test_matrix: every combination of FACTORS. Those left out of a cover are marked slow.
+    """Parameters of test_matrix: every combination of FACTORS.
 
-    The cover is a few combinations that hold every pair of values.
+    A few combinations that hold every pair of values run by default, and all others are marked slow.
     """
     quick, found = pairwise(FACTORS), []
     for case in product(FACTORS):

@@ -1,4 +1,4 @@
-"""Wiring of the package's objects: each is given what it calls when it is made, and nothing is set later."""
+"""Wiring of the package's objects: constructors get all that an object calls, and nothing is set later."""
 
 from __future__ import annotations
 

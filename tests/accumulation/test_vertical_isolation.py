@@ -102,7 +102,7 @@ def test_tensors_that_a_hook_hands_on_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_path: Path) -> None:
-    """Micro-batches are found late to be mixed up, because only the second one uses the shared tensor."""
+    """Micro-batches share a tensor, which is found late, because only the second micro-batch uses it."""
     seen: dict[str, Tensor] = {}
     model = zoo.entry("tied").make()
     model.blocks[0].register_forward_hook(lambda *each: seen.update(found=each[2]))

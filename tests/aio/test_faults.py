@@ -154,7 +154,7 @@ def test_all_transfers_short(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_nothing_moves(backend: str, tmp_path: Path) -> None:
-    """A read that moves 0 bytes has met the end of the file. A write is tried again, and in the end fails."""
+    """A read of 0 bytes has met the end of the file. A write of 0 bytes is tried again, and at last fails."""
     with Setup(tmp_path, backend) as setup:
         setup.faults.shorten("read", 3, 0)
         with pytest.raises(StorageError, match="shorter than expected"):

@@ -92,7 +92,7 @@ def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> I
 
 @contextlib.contextmanager
 def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
-    """Hold back copies from the device to the host inside. Yields a function that lets the copies go on.
+    """Hold back copies from the device to the host in the block. Yields a function that lets them go on.
 
     Asserts that nobody waited for the held copies: a watchdog would have let them go.
     """
