@@ -58,7 +58,7 @@ class Trained:
     failures: int = 0
     poisoned: bool = False
     calls: dict[str, int] = field(default_factory=dict)
-    """Number of I/O calls during the steps, by kind: "read" or "write"."""
+    """Number of I/O calls during the steps, by kind: "read", "write" or "sync"."""
     fired: int = 0
     """How many I/O calls were made to fail."""
 

@@ -66,7 +66,7 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [edit, save, save_optimizer, load,
 def done_well(operation: Callable[[Any, Any], Any]) -> tuple[Any, dict[str, int]]:
     """((returned value, states afterwards), transfers) of an operation after one step, without faults.
 
-    states: of the model and the optimizer. transfers: their number by kind, "read" or "write".
+    states: of the model and the optimizer. transfers: their number by kind, such as "read".
     """
     clean("nvme", "bf16")  # not below, where its check for leaked threads would see the other runtime's
     with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:
