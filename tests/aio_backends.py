@@ -1,4 +1,4 @@
-"""What tests of infinity.aio share: the backends that work here, memory at a chosen alignment, programs."""
+"""Helpers for tests of infinity.aio: backends that work on this machine, files, aligned memory, engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ each_backend = pytest.mark.parametrize(
 
 PAGE = 4096
 BLOCK = 16384
-"""Small, so that requests of some KiB have several blocks."""
+"""Bytes of a block of the engines under test, so few that a request of some KiB has several blocks."""
 
 WITHOUT_TORCH = """
 import importlib.util, sys
@@ -31,12 +31,13 @@ spec = importlib.util.find_spec("infinity")
 spec.loader = None
 sys.modules["infinity"] = importlib.util.module_from_spec(spec)
 """
-"""Begins programs that need of the package what they import, not its __init__: that takes 20 times as long as
-the rest of them."""
+"""The first lines of a program that imports submodules of infinity and must not run infinity/__init__.py,
+which takes 20 times as long as the rest of the program.
+"""
 
 
 def make_file(path: Path, content: bytes | int) -> Path:
-    """A file of these bytes, or of so many zero bytes."""
+    """Make a file with the bytes `content`, or with `content` zero bytes where it is a number."""
     with open(path, "wb") as file:
         if isinstance(content, int):
             file.truncate(content)
@@ -57,7 +58,7 @@ def filled(content: bytes, shift: int = 0) -> memoryview:
 
 
 def file_bytes(stripes: aio.StripeMap, nbytes: int) -> list[int]:
-    """The size of each file of a volume of so many bytes."""
+    """The size in bytes of each file of a striped volume of `nbytes` bytes."""
     ends = [0] * len(stripes.weights)
     for file, offset, length in stripes.extents(0, nbytes):
         ends[file] = max(ends[file], offset + length)
@@ -65,14 +66,14 @@ def file_bytes(stripes: aio.StripeMap, nbytes: int) -> list[int]:
 
 
 def engine(path: Path, backend: str, **options: object) -> aio.Engine:
-    """An engine with small blocks, tried in the directory of `path`."""
+    """An engine with blocks of BLOCK bytes, made for the directory or file `path`."""
     directory = path if path.is_dir() else path.parent
     return aio.Engine(directory, backend=backend, **{"block_bytes": BLOCK, "depth": 8, **options})  # type: ignore[arg-type]
 
 
 @contextmanager
 def held(faults: aio.Faults, kind: str) -> Iterator[None]:
-    """Inside, the next transfer of this kind does not start; at its end it does."""
+    """Hold the next transfer of `kind`, "read" or "write", until the block ends. Then the transfer starts."""
     faults.hold(kind, 1)
     try:
         yield
@@ -81,7 +82,7 @@ def held(faults: aio.Faults, kind: str) -> Iterator[None]:
 
 
 def wait_until_held(faults: aio.Faults) -> None:
-    """Until the engine's thread has come to the transfer that is held."""
+    """Wait until the engine's thread has come to the transfer that `held` holds."""
     end = time.monotonic() + 60
     while not faults.fired:
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""Tests that look at the machine as a whole run while no other worker runs one: those marked `alone`."""
+"""Tests marked `alone`, which look at the machine as a whole: no other worker runs a test beside them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 
 
 class Machine:
-    """The machine as workers share it: many tests at a time, or one alone."""
+    """The machine as pytest's worker processes share it: many tests run at a time, or one test alone."""
 
     def __init__(self, directory: Path) -> None:
-        """directory: one that all workers know, for two files without content."""
+        """directory: a folder that all workers know. Two lock files without content are made in it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._queue, self._use = (os.open(directory / name, flags, 0o600) for name in ("queue", "use"))
 
     @contextlib.contextmanager
     def used(self, *, alone: bool) -> Iterator[None]:
-        """Inside, no test of another worker is `alone`; if this one is, no other runs at all.
+        """Run the block, a test, once no other worker runs a test that is alone.
 
-        Whoever waits keeps its place in the queue, so that many short tests cannot keep a lone one waiting.
+        alone: whether this test is alone, so that it waits until no other worker runs any test. A worker that
+        waits keeps its place in the queue, so that many short tests cannot keep a lone test waiting.
         """
         fcntl.flock(self._queue, fcntl.LOCK_EX)
         try:

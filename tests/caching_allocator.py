@@ -1,8 +1,9 @@
-"""A model of torch's CUDA caching allocator: segments, best fit, splitting, merging. For tests; no CUDA.
+"""A model of torch's CUDA caching allocator without CUDA: segments, best fit, splitting, merging.
 
-Tensors are rounded to 512 bytes; a free block is taken that fits best; what is left over of it is split off,
-among small ones from 512 bytes on, among others where more than 1 MiB is left; freed neighbours merge. Where
-a limit leaves no room for a segment, segments that are wholly free are given back first.
+Sizes are rounded up to 512 bytes, and the smallest free block that is large enough is taken. The rest of the
+block is split off if it has at least 512 bytes in a segment of small tensors, or more than 1 MiB in another
+segment. Freed neighbours merge. Where the limit leaves no room for a new segment, segments that are wholly
+free are given back first.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Segment:
 
 
 class OutOfMemory(Exception):
-    """What torch would raise."""
+    """Raised where torch would raise its error for a device without enough memory."""
 
 
 class CachingAllocator:
-    """Bytes in `reserved` never exceed `limit`."""
+    """An allocator whose `reserved` bytes never exceed `limit`."""
 
     def __init__(self, limit: int = 1 << 60) -> None:
         self.limit = limit

@@ -1,9 +1,9 @@
-"""Where tests run and in how many processes, and fixtures that need a file system of their own."""
+"""Settings of all tests: where they run and in how many processes, and fixtures that many files share."""
 
 import os
 
-# Before torch is imported, and for processes that tests start, too. The models of the tests are tiny: a
-# second thread computes nothing sooner, and beside another process it spins.
+# This has to be set before torch is imported, and holds for processes that tests start, too. The models of
+# the tests are tiny: a second thread makes nothing faster, and spins where another process wants to run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
@@ -24,18 +24,18 @@ from tiny_job import TinyJob, make_tiny
 from infinity.planning import twin_flow
 from infinity.system import machine
 
-# Before anything uses cuBLAS: without a workspace of its own it may order sums differently each time. A small
-# one: the budgets of the tests are small, and each thread that multiplies takes one
-# (infinity/planning/headroom.py).
+# This has to be set before anything uses cuBLAS, which may order sums differently each time without a
+# workspace of its own. The workspace is small because the budgets of the tests are small, and because each
+# thread that multiplies takes a workspace (infinity/planning/headroom.py).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
-# A shell's background job ignores Ctrl-C, and so would all that it starts: tests send it.
+# A shell's background job ignores Ctrl-C, and so do the processes that it starts. Tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-torch.set_num_threads(1)  # whatever the environment said
+torch.set_num_threads(1)  # even if OMP_NUM_THREADS says otherwise
 
 for absent in (each for each in (torch.cuda, torch.xpu) if not each.is_available()):
-    # Otherwise it keeps every seed for a device that may come, with the stack of who gave it: 3 ms each.
+    # Otherwise torch keeps each seed for a device that may come, with the caller's stack, which takes 3 ms.
     absent.manual_seed_all = lambda seed: None
 
 if machine.file_system(tempfile.gettempdir()) == "tmpfs":
@@ -44,15 +44,16 @@ if machine.file_system(tempfile.gettempdir()) == "tmpfs":
 
 
 WORKERS = 2
-"""Processes that run the tests, where somebody asks for more than a file's."""
+"""Number of worker processes that run the tests, unless only single files or tests are asked for."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Divide whole folders of tests between workers, unless told otherwise (`-n 0`) or without pytest-xdist.
+    """Divide the tests between two workers, unless options say otherwise (`-n 0`) or pytest-xdist is absent.
 
-    Each goes through its half in order, so that tests of a file share what its first ones made, and who is
-    done takes half of what the other has left. Not on a machine with a GPU, whose memory tests want alone.
+    Each worker goes through its half in order, so that tests of a file share what its first tests made. A
+    worker that is done takes half of what the other worker has left. On a machine with a GPU one process runs
+    all tests, because tests need the GPU's memory for themselves.
     """
     options = config.option
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
@@ -87,7 +88,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session", autouse=True)
 def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """MachineRates and settings that somebody measured here have no say in tests, nor tests in theirs."""
+    """Give the tests a cache directory of their own, so that they neither use nor change the user's cache."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = os.fspath(tmp_path_factory.mktemp("cache"))
     yield
@@ -99,7 +100,7 @@ def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
-    """A tiny preset, its text and a folder for its pages."""
+    """A TinyJob: the main job with a tiny preset, a text, and a folder for its pages."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny(monkeypatch)
     return TinyJob(tmp_path)
@@ -107,13 +108,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of Python start with torch imported."""
+    """Have `subprocess` start Python programs in processes that have torch imported already."""
     monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def away_from_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Python processes that tests start import what is installed, not the folder they would start in."""
+    """Run the tests in an empty folder, so that Python processes they start import the installed package."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     yield
@@ -122,10 +123,11 @@ def away_from_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module", autouse=True)
 def old_objects_are_not_collected() -> None:
-    """Many tests collect garbage, as a runtime does that is short of room: they look at what is new.
+    """Keep objects that exist before a module's tests out of later garbage collections.
 
-    Torch and thousands of collected tests are a million objects, which take longer to go through than most
-    tests do otherwise. Per module, for tests import more. What is garbage by then is collected before.
+    Many tests collect garbage, and so does a runtime that is short of room. Torch and thousands of tests are
+    a million objects, and going through them takes longer than most tests do otherwise. The fixture runs for
+    each module, because tests import more objects, and first collects what is garbage by then.
     """
     gc.collect()
     gc.freeze()
@@ -152,13 +154,16 @@ def the_same_bits_every_time(
 
 @pytest.fixture
 def cpu_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU updates everything: where a GPU does, last bits may differ, as no other placement has them."""
+    """Have the CPU do all updates. With updates on a GPU, last bits may differ from other placements."""
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: False)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A directory on an ext4 file system of 32 MiB (some 23 MiB free), where one may be mounted."""
+    """A directory on an ext4 file system of 32 MiB, of which some 23 MiB are free.
+
+    The test is skipped where the file system cannot be made or mounted.
+    """
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     if shutil.which("mkfs.ext4") is None:
@@ -181,7 +186,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def ram_disk(tmp_path: Path) -> Iterator[Path]:
-    """A directory on a tmpfs."""
+    """A directory on a tmpfs, a file system in RAM."""
     shared = Path("/dev/shm")
     if not shared.is_dir() or not os.access(shared, os.W_OK):
         pytest.skip("needs a writable /dev/shm")

@@ -1,4 +1,4 @@
-"""Few combinations of many factors, among which every pair of values of any two factors comes."""
+"""Covers of all pairs: few combinations of many factors in which each pair of two factors' values occurs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ Case = dict[str, Any]
 
 
 def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Every combination."""
+    """Every combination of the factors' values, as a dict from factor to value."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def pairwise(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> list[Case]:
-    """A cover of all pairs that any combination has which is allowed; always the same one.
+    """Allowed combinations that together hold every pair of values that any allowed combination holds.
 
-    Greedy: the next is the one with most pairs that are missing; of equals, that whose values came least.
+    The same arguments give the same combinations. The search is greedy: the next combination is the one with
+    the most missing pairs, and among equals the one whose values were used least.
     """
     numbers = list(itertools.product(*(range(len(values)) for values in factors.values())))
     named = product(factors)
@@ -48,7 +49,7 @@ def pairwise(
 def covered(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> pytest.MarkDecorator:
-    """Parametrises a test by these factors: combinations that cover all pairs are quick, the others slow."""
+    """Parametrise a test by all allowed combinations. Combinations that `pairwise` leaves out are slow."""
     quick = pairwise(factors, allowed)
     found = [
         pytest.param(

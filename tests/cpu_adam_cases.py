@@ -34,7 +34,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def floats(seed: int, n: int, *, finite: bool = False) -> torch.Tensor:
-    """Ordinary numbers, every magnitude, denormals, zeros; unless finite, infinities and NaNs too."""
+    """`n` random float32: ordinary numbers, random bit patterns and zeros.
+
+    finite: replace infinities, NaNs and all magnitudes from 1e30 on by 1.5.
+    """
     random = np.random.default_rng(seed)
     x = random.standard_normal(n).astype(np.float32)
     wild = random.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
@@ -46,7 +49,7 @@ def floats(seed: int, n: int, *, finite: bool = False) -> torch.Tensor:
 
 
 def round_half_up(x: torch.Tensor) -> torch.Tensor:
-    """bf16 by (u + 0x8000) >> 16, NaN quiet."""
+    """Round float32 to bfloat16, half up: (u + 0x8000) >> 16 of the bits u. NaNs become quiet."""
     u = bits(x).to(torch.int64) & 0xFFFFFFFF
     u = torch.where(x.isnan(), NAN, u)
     return (((u + 0x8000) >> 16) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
@@ -78,7 +81,7 @@ def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same content, `offset` elements past an aligned start."""
+    """A copy of `tensor` that begins `offset` elements after an aligned address."""
     room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
     view = room[offset:]
     view.copy_(tensor)
@@ -95,7 +98,10 @@ def sign(n: int, random: torch.Generator) -> torch.Tensor:
 
 
 def adversarial(n: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A third each: what training has; every magnitude in every place; and edges against each other."""
+    """(states, gradients) of `n` elements each, in three parts.
+
+    The parts are values as in training, values of every magnitude, and edge cases combined with each other.
+    """
     random = torch.Generator().manual_seed(0)
     third = n // 3
     p, g, m = (torch.randn(n, generator=random) for _ in range(3))
@@ -112,6 +118,6 @@ def adversarial(n: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     for x in (p, g, m):
         x[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)] * sign(rest, random)
     v[2 * third :] = edge[torch.randint(0, len(edge), (rest,), generator=random)]
-    # Opposite and almost equal: the mean cancels.
+    # Moments that almost cancel the gradient in the new mean.
     m[2 * third : 2 * third + rest // 4] = -g[2 * third : 2 * third + rest // 4] / 9
     return {"parameter": p, "first_moment": m, "second_moment": v}, g

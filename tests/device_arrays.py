@@ -1,4 +1,4 @@
-"""Arrays for updates on a device, and what its kernels and the CPU's make of them."""
+"""Arrays for tests of updates on a device, and helpers that run the device's or the CPU's kernels on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 class Counted(Kernels):
-    """Kernels that keep the names of what was launched."""
+    """Kernels that record the name of every kernel that was launched."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, ())
@@ -33,12 +33,12 @@ class Counted(Kernels):
 
     def launch(self, name: str, warps: int, arguments: bytes, kinds: Any = frozenset()) -> None:
         self.launched.append(name)
-        assert len(arguments) <= 4096  # what every device takes by value
+        assert len(arguments) <= 4096  # bytes that every device takes by value
         super().launch(name, warps, arguments, kinds)
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of the tensors that operations inside made of new storages."""
+    """A mode that records (operation, bytes) of every tensor that operations under it make in new storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def kernels(device: str) -> Counted:
 
 
 def workspace_bytes(chunks: Sequence[Chunk]) -> int:
-    """What updates of these chunks take beside their arrays."""
+    """Bytes of workspace that updates of these chunks take beside the chunks' arrays."""
     segments = [each for chunk in chunks for each in chunk.work.segments]
     return WorkspaceSize(
         pieces=len(segments),
@@ -74,7 +74,7 @@ def workspace_bytes(chunks: Sequence[Chunk]) -> int:
 
 
 def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
-    """In memory filled with ones: nothing may rest on what it held."""
+    """(updates of the chunks, workspace). The workspace is filled with one bits, which must not matter."""
     nbytes = workspace_bytes(chunks)
     kernels(device).launched.clear()
     memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
@@ -90,7 +90,11 @@ def on_device(
     scale: float = 1.0,
     parameters: Sequence[Hashable] = (),
 ) -> Arrays:
-    """The arrays as an update on the device leaves them, on the CPU. parameters: of each segment."""
+    """Copies on the CPU of the arrays after one update on the device.
+
+    parameters: a key for each segment that says to which parameter it belongs. By default each segment is a
+    parameter of its own.
+    """
     there = {name: each.to(device, copy=True) for name, each in arrays.items()}
     whose = parameters or range(len(segments))
     updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), whose)], device)
@@ -103,7 +107,7 @@ def on_device(
 
 
 def on_cpu(arrays: Arrays, **work: Any) -> Arrays:
-    """The arrays as the CPU's kernels leave them."""
+    """Copies of the arrays after one update by the CPU's kernels. work: further arguments of Update."""
     there = clones(arrays)
     with ThreadPool(threads=1) as pool:
         pool.run(Update(**there, **work))
@@ -111,14 +115,17 @@ def on_cpu(arrays: Arrays, **work: Any) -> Arrays:
 
 
 def check(now: Arrays, expected: Arrays) -> None:
-    """Every array bit for bit."""
+    """Assert that every expected array is found in `now`, bit for bit."""
     for name, each in expected.items():
         one, other = now[name].view(torch.uint8), each.view(torch.uint8)
         assert torch.equal(one, other), f"{name}: {int((one != other).sum())} bytes differ"
 
 
 def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
-    """The arguments of an Update that hold these float32 states and gradient."""
+    """The arguments of an Update for float32 states and a gradient, which are given by name in `plain`.
+
+    form: the format of the moments, one of FORMS. master: the format of the parameters, one of MASTERS.
+    """
     found = {"grad": plain["grad"].clone(), "parameter": plain["parameter"].clone()}
     for name, span in (("first_moment", FIRST_SPAN), ("second_moment", SECOND_SPAN)):
         if form == "int8":
@@ -134,7 +141,7 @@ def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
 
 
 def total(pieces: Sequence[torch.Tensor]) -> float:
-    """As the runtime takes it on the CPU."""
+    """The sum of squares of the pieces, added in the order in which the runtime adds it on the CPU."""
     found = 0.0
     with ThreadPool(threads=1) as pool:
         for each in pieces:

@@ -1,7 +1,7 @@
-"""Runtimes some or all of whose units the device updates.
+"""Runtimes in which the device updates some or all of the units.
 
-The CPU stands in for a GPU, with a device tier of its own, through the one function that says what
-has kernels.
+The CPU stands in for a GPU: it has a device tier of its own, and the function that says which devices have
+kernels for updates is replaced.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from infinity.planning import twin_flow
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU with a budget of its own updates what rests there, though models are so small that a workspace
-    takes much of their room."""
+    """Have the CPU update the units that rest in its device tier, as a GPU does.
+
+    Models are so small that the workspace of updates takes much of their room and may push pages to the disk.
+    The planner ignores this cost here.
+    """
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
     monkeypatch.setattr(twin_flow, "_DISK_AGAINST_LINK", 0)
 
 
 @pytest.fixture
 def updated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Parameters of every unit that the device was given to update."""
+    """A list to which each update of a unit on the device appends the number of its parameters."""
     seen: list[int] = []
     update = DeviceUnits.update
 
@@ -52,7 +55,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def part_of(model: nn.Module, directory: Path, precision: Any) -> Budget:
-    """A budget under which the device updates some units, and other pages are on the disk."""
+    """A budget under which the device updates some units and other pages rest on the disk."""
     nvme = {str(directory): ROOMY}
     arguments: dict[str, Any] = {"precision": precision, "device": "cpu"}
     whole = infinity.plan(model, adamw(model), budget=Budget(device=ROOMY, host=ROOMY), **arguments)
@@ -75,7 +78,7 @@ def opened(
     accumulation: int | None = None,
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime), all on the device or a part of it."""
+    """(model, runtime) with all pages on the device, or with `part` some on the device and some elsewhere."""
     directory.mkdir(exist_ok=True)
     model = TIED.make()
     precision = infinity.Precision(compute=compute, states=states)

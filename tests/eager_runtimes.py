@@ -1,4 +1,4 @@
-"""Runtimes whose updates begin in the backward."""
+"""Runtimes with eager updates, which begin during the backward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def opened(
     more: int = 64 << 20,
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime), in bf16. more: bytes of host budget beyond the smallest; by default all is in RAM."""
+    """(model, runtime) with parameters in bf16.
+
+    more: bytes of host budget beyond the smallest. With the default all pages rest in RAM.
+    """
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute="bf16", accumulate="compute")
@@ -50,5 +53,5 @@ def opened(
 
 
 def spent(runtime: Any) -> list[int]:
-    """Units that were updated before `step`."""
+    """Units whose gradients eager updates have consumed."""
     return [unit for unit, page in runtime._components.gradients.pages.items() if page.consumed]

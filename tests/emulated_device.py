@@ -1,4 +1,6 @@
-"""A device whose memory is RAM and whose streams dawdle by a seed, and which checks the order of accesses."""
+"""An emulated device: its memory is RAM, a seed decides how late its streams are, and it checks the order of
+accesses to memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from infinity.tiers.driver import Driver, Event, Stream, emulated
 LIBRARY = Path(infinity.__file__).with_name("libinfinity_test_driver.so")
 
 COMPUTE = 0
-"""The handle of the stream whose work the calling thread does, as torch's operations on the CPU are."""
+"""The handle of the compute stream, whose work the calling thread does, as it does torch's on the CPU."""
 
 
 @functools.cache
@@ -51,16 +53,17 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def planned_apart() -> Iterator[None]:
-    """Plans inside are for an emulated device."""
+    """Have plans that are made in the block be plans for an emulated device with memory of its own."""
     driver = Driver.load(str(LIBRARY))
     with emulated(driver, driver.foreign(COMPUTE)):
         yield
 
 
 class EmulatedDevice:
-    """The one device of the test driver, begun anew: all that is drawn follows `seed`.
+    """The one device of the test driver, in its initial state. All its random choices follow `seed`.
 
-    threads: streams are threads, else their work is done inside of calls, in an order that the seed gives.
+    threads: each stream is a thread. Otherwise the streams' work is done inside of calls of the driver, in an
+    order that the seed gives.
     """
 
     def __init__(self, seed: int = 0, *, threads: bool = False) -> None:
@@ -69,10 +72,10 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[EmulatedDevice]:
-        """Runtimes opened inside, on the CPU with a device budget of its own, take it for their device.
+        """Have runtimes that are opened in the block, on the CPU with a device budget, use this device.
 
-        Their memory was used by compute before, as torch's allocator hands it out. Asserts at the end that
-        nothing was unordered.
+        The checker takes it that compute has used the memory of these runtimes before, as it may have used
+        memory that torch's allocator hands out. Asserts at the end that the checker has found no violation.
         """
 
         def used_before(*arguments: Any) -> DeviceTier:
@@ -87,38 +90,38 @@ class EmulatedDevice:
 
     @property
     def compute(self) -> Stream:
-        """The stream of the calling thread; see COMPUTE."""
+        """The compute stream, whose work the calling thread does; its handle is COMPUTE."""
         return self.driver.foreign(COMPUTE)
 
     def reset(self, seed: int, *, threads: bool = False) -> None:
-        """End all work, forget what was seen and asked for."""
+        """End all work, and forget calls, violations, held streams and injected failures."""
         _library().infinity_test_reset(seed, threads)
 
     def hold(self, stream: Stream) -> None:
-        """Have a stream begin nothing until `let_go`."""
+        """Keep a stream from beginning any work until `let_go`."""
         _library().infinity_test_hold(stream.handle, True)
 
     def let_go(self, stream: Stream) -> None:
         _library().infinity_test_hold(stream.handle, False)
 
     def fail(self, call: str, code: int, nth: int = 1) -> None:
-        """The nth next `call` of the driver does nothing and ends with `code`."""
+        """Have the nth call from now on of the driver's function `call` do nothing and return `code`."""
         _library().infinity_test_fail(call.encode(), nth, code)
 
     def count(self, call: str) -> int:
-        """How often the driver's `call` was made since the last reset."""
+        """How often the driver's function `call` was called since the last reset."""
         return int(_library().infinity_test_count(call.encode()))
 
     def name(self, stream: Stream, name: str) -> None:
-        """What violations call a stream."""
+        """Set the name by which messages of violations call a stream."""
         _library().infinity_test_name(stream.handle, name.encode())
 
     def separate_threads(self) -> None:
-        """Give each thread of the host a clock of its own: `release` and `acquire` order them."""
+        """Have the checker treat threads of the host as unordered, except by `release` and `acquire`."""
         _library().infinity_test_separate_threads(True)
 
     def release(self, key: int) -> None:
-        """Whoever acquires `key` later comes after what this thread has done."""
+        """Order what this thread has done before whatever a thread does after it acquires `key`."""
         _library().infinity_test_release(key)
 
     def acquire(self, key: int) -> None:
@@ -126,7 +129,7 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Waits inside happen, and the checker does not see them: as if they were missing, without harm."""
+        """Hide waits in the block from the checker. The waits happen, so that no bytes are harmed."""
         _library().infinity_test_blind(True)
         try:
             yield
@@ -135,7 +138,7 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def without(self, order: Order) -> Iterator[None]:
-        """Links inside have no wait of this order, for the checker."""
+        """Hide from the checker all waits of this order that links make in the block."""
         wait, ask = CopyStreams._wait, CopyStreams._ask
 
         def waits(self_: CopyStreams, which: Order, event: Event, waiter: Stream | None) -> None:
@@ -151,27 +154,34 @@ class EmulatedDevice:
 
     @property
     def violations(self) -> list[str]:
-        """Pairs of uses of the same bytes, of which one writes, that nothing orders, and uses of stand-ins;
-        since the last reset."""
+        """Messages about wrong uses of memory since the last reset.
+
+        A use is wrong if no wait orders it with another use of the same bytes and one of the two writes, or
+        if the memory is a stand-in, which is mapped in place of a page that is away.
+        """
         return _lines("violations")
 
     @property
     def left(self) -> list[str]:
-        """What was registered, reserved or allocated since the last reset and is still, garbage apart."""
+        """What was registered, reserved or allocated since the last reset and still is, garbage excluded."""
         if _lines("left"):
             gc.collect()
         return _lines("left")
 
     @property
     def calls(self) -> list[str]:
-        """The first 4096 calls since the last reset in their order, but for those that destroy streams and
-        events."""
+        """The first 4096 calls of the driver since the last reset, in order.
+
+        Calls that destroy streams and events are left out.
+        """
         return _lines("calls")
 
     @property
     def unregistered_copies(self) -> int:
-        """Copies since the last reset of which neither end lay in registered memory: a device would do them
-        in the calling thread's time."""
+        """Number of copies since the last reset of which neither end lay in registered memory.
+
+        A real device makes the calling thread wait for such copies.
+        """
         return int(_library().infinity_test_unregistered_copies())
 
 
@@ -182,10 +192,10 @@ def _lines(control: str) -> list[str]:
 
 
 def host_uses(device: EmulatedDevice, tensor: torch.Tensor, *, writes: bool) -> None:
-    """The calling thread reads or writes `tensor`."""
+    """Tell the checker that the calling thread reads or writes `tensor`."""
     device.driver.touched_by_host(tensor.data_ptr(), tensor.nbytes, writes=writes, label="test")
 
 
 def compute_uses(device: EmulatedDevice, tensor: torch.Tensor, *, writes: bool) -> None:
-    """Compute reads or writes `tensor`."""
+    """Tell the checker that the compute stream reads or writes `tensor`."""
     device.compute.touched(tensor.data_ptr(), tensor.nbytes, writes=writes, label="test")

@@ -1,4 +1,4 @@
-"""Exports of small models: where they go, what is read back, and what should be in them."""
+"""Exports of small models: runtimes to export from, reading an export back, and its expected content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.pages.store import injected
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where to export to; runtimes have `swap` beside it."""
+    """The directory to export to. Runtimes keep their pages in the directory `swap` beside it."""
     (tmp_path / "swap").mkdir()
     return tmp_path / "out"
 
@@ -39,7 +39,7 @@ def paged(
     faults: Faults | None = None,
     **options: Any,
 ) -> Iterator[Any]:
-    """The model with its pages at `home`; optimizer=None: for inference."""
+    """The runtime of the model with its pages at `home`. optimizer: None for inference."""
     made = None if optimizer is None else optimizer(model.parameters(), lr=0.05)
     precision = infinity.Precision(compute=compute, keep=keep)
     swap = out.parent / "swap"
@@ -54,7 +54,7 @@ def paged(
 
 
 def read(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export, through its index where there is one."""
+    """All tensors of an export by name, read through its index file where it has one."""
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return load_file(directory / "model.safetensors")
@@ -65,7 +65,10 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """What an export with "compute" should have: by first names, contiguous."""
+    """The tensors that an export with dtype="compute" should have: the model's values, contiguous, by name.
+
+    A tied parameter has the first of its names.
+    """
     found = {name: buffer.detach().clone() for name, buffer in persistent(model).items()}
     first = {id(each): name for name, each in model.named_parameters()}
     for module in model.modules():
@@ -76,7 +79,10 @@ def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
 
 
 class Owner(nn.Module):
-    """A module without its children: only so much fits the smallest budgets."""
+    """A module with the own parameters of another module and without its children.
+
+    The parameters of all children at once would not fit the smallest budgets.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -88,7 +94,10 @@ def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """The fp32 masters of trainable parameters, and the others' values, by the runtime's own reading."""
+    """Every parameter by name, as the runtime itself reads it.
+
+    Trainable parameters are given by their fp32 masters, frozen ones by their values, in float32 if floating.
+    """
     states, found = runtime._components.states, {}
     for name, each in model.named_parameters():
         place = each._place

@@ -1,4 +1,4 @@
-"""Trainings whose I/O fails, and what must hold whatever does: typed errors, an end, nothing left behind."""
+"""Trainings whose I/O fails, and checks that errors are typed, nothing hangs, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from infinity.pages.store import injected
 
 STEPS = 3
 HANG = 120
-"""Seconds after which a test counts as hung: the process ends with the stacks of all threads."""
+"""Seconds after which a test counts as hung. The process then prints the stacks of all threads and ends."""
 CASES = (("nvme", "bf16"), ("unified-nvme", "fp32"))
-"""Homes and compute dtypes."""
+"""Pairs (home, compute dtype) to train with."""
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def watchdog() -> Iterator[None]:
 
 @dataclass
 class Trained:
-    """What a training came to."""
+    """The outcome of a training."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class Trained:
     failures: int = 0
     poisoned: bool = False
     calls: dict[str, int] = field(default_factory=dict)
-    """Of the steps."""
+    """Number of I/O calls during the steps, by kind: "read", "write" or "sync"."""
     fired: int = 0
-    """How many of them were failed."""
+    """How many I/O calls were made to fail."""
 
     @property
     def result(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Trained:
 
 @contextlib.contextmanager
 def opened(home: str, compute: str, directory: Path, faults: Faults) -> Iterator[tuple[Any, Any]]:
-    """(model, runtime); at the end nothing is left of it: no file, descriptor or thread."""
+    """(model, runtime). Asserts at the end that no file, descriptor or thread of the runtime is left."""
     start_torch_threads()
     before = resources()
     model = entry("tied").make()
@@ -90,7 +90,7 @@ def opened(home: str, compute: str, directory: Path, faults: Faults) -> Iterator
 
 @functools.cache
 def start_torch_threads() -> None:
-    """Those that torch starts once a process, with the first backward, and keeps."""
+    """Start the threads that torch starts at a process's first backward and keeps."""
     of = entry("tied")
     of.loss(of.make(), of.batch(0, 0)).backward()
 
@@ -104,7 +104,10 @@ def one_step(model: Any, runtime: Any, step: int) -> float:
 
 
 def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], None], code: int) -> Trained:
-    """Train, repeating a step that fails after zero_grad(), until the runtime refuses for good."""
+    """Train STEPS steps under the faults that `prepare` injects, or until an error has ended the runtime.
+
+    A step that fails is repeated after zero_grad(). code: the errno that every error must have.
+    """
     faults = Faults()
     with opened(home, compute, directory, faults) as (model, runtime):
         trained = Trained()
@@ -125,8 +128,8 @@ def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], 
             try:
                 model.state_dict()
             except StorageError as error:
-                # Of a page read ahead for a step that never came; or of the last update, whose writes may end
-                # after zero_grad().
+                # The error is of a page that was read ahead for a step that never came, or of the last
+                # update, whose writes may end after zero_grad().
                 check_error(error, code, directory)
                 trained.failures += 1
                 trained.poisoned = poisoned(runtime, code, directory)
@@ -139,7 +142,7 @@ def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], 
 
 
 def poisoned(runtime: Any, code: int, directory: Path) -> bool:
-    """Forget the gradients; whether the runtime refuses that, as it does once an error has ended it."""
+    """Call zero_grad(). Returns whether the runtime refuses the call because an error has ended it."""
     try:
         runtime.optimizer.zero_grad()
     except StorageError as error:
@@ -155,7 +158,7 @@ def check_error(error: StorageError, code: int, directory: Path) -> None:
 
 
 def check_refuses(model: Any, runtime: Any, code: int, directory: Path) -> None:
-    """Whatever is asked of the runtime raises the error that ended it."""
+    """Assert that every use of the runtime raises the error that ended it."""
     of = entry("tied")
     parameter = next(model.parameters())
     for use in (
@@ -184,7 +187,7 @@ def clean(home: str, compute: str) -> Trained:
 
 
 def places(calls: int, spread: int | None) -> list[int]:
-    """Calls to fail: all, or so many, the first and the last among them."""
+    """Numbers, from 1, of the calls to fail: all `calls`, or `spread` of them from the first to the last."""
     if spread is None or calls <= spread:
         return list(range(1, calls + 1))
     return sorted({1 + round(at * (calls - 1) / (spread - 1)) for at in range(spread)})

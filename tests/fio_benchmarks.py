@@ -1,4 +1,4 @@
-"""Benchmarks that compare with fio, run for a moment."""
+"""Benchmarks that compare with fio, run by tests with the benchmarks' quick settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def _file(name: str) -> Path:
 
 
 def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
-    """(report, engines) of a benchmark, by the name of its file; nothing may be left in the directory."""
+    """(JSON report, engines) of a quick run of a benchmark. Asserts that it leaves nothing in `directory`.
+
+    name: the name of a file in benchmarks/. engines: names of the I/O backends that were compared.
+    """
     working = [report.name for report in aio.probe(directory).backends[:2] if report.ok]
     if not working:
         pytest.skip("neither io_uring nor libaio works here")
@@ -38,7 +41,10 @@ def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
 
 
 def exit_code_without_fio(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """What a benchmark's main returns; what it prints is this process's."""
+    """The exit code of a benchmark that finds no fio. name: the name of a file in benchmarks/.
+
+    The benchmark runs in this process, so that a test can capture its output.
+    """
     monkeypatch.setenv("PATH", str(directory))
     monkeypatch.syspath_prepend(str(_file(name).parent))
     code: int = runpy.run_path(str(_file(name)))["main"](["--quick", "--directory", str(directory)])

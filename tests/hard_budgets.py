@@ -1,4 +1,4 @@
-"""Budgets between the smallest that will do and roomy ones, and what must hold under each."""
+"""Budgets from the smallest that will do to roomy ones, and checks of what must hold under every budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import infinity
 from infinity.tiers import Tier
 
 PLACES = ("unified", "unified-nvme", "apart", "apart-nvme")
-"""Whether the device has memory of its own, and whether there is a disk."""
+"""Kinds of machine. An "apart" device has memory of its own, a "unified" one has not. "nvme" adds a disk."""
 
 FP32 = infinity.Precision(compute="fp32")
 
@@ -49,7 +49,7 @@ def offload(model: nn.Module, sizes: dict[Tier, int], directory: Path) -> Any:
 
 
 def smallest(model: nn.Module, place: str, directory: Path) -> dict[Tier, int]:
-    """The least that the plan says will do."""
+    """The smallest budget of each tier in bytes, as the plan of the model says."""
     budget = roomy(place, directory)
     found = infinity.plan(model, adamw(model), budget=budget, precision=FP32, device="cpu").smallest
     return dict(found)

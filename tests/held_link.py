@@ -1,4 +1,6 @@
-"""A link to a device apart whose copies up are under way until somebody waits for them, as a GPU's may be."""
+"""A link to a device with memory of its own whose copies to the device stay under way until somebody waits
+for them, as a GPU's copies may.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from infinity.tiers.link import CpuLink, Timing, Transfer
 
 
 class HeldCopy:
-    """A copy up that compute can follow, while the host does not know that it is over: it keeps both ends."""
+    """A copy to the device that ends for the host only at `wait`. Until then the copy keeps both tensors."""
 
     timing: Timing | None = None
 
@@ -20,7 +22,7 @@ class HeldCopy:
         self._copied = False
 
     def happen(self) -> None:
-        """What the device does, whoever knows."""
+        """Copy the bytes, as the device does before the host knows of it."""
         if self._ends is not None and not self._copied:
             self._ends[0].copy_(self._ends[1])
             self._copied = True
@@ -35,13 +37,13 @@ class HeldCopy:
 
 
 class HeldLink(CpuLink):
-    """Every copy up is a HeldCopy. They happen in the order in which they were asked for."""
+    """A link whose copies to the device are HeldCopy objects and happen in the order of the requests."""
 
     def __init__(self) -> None:
         self.asked = 0
         self._queued: list[HeldCopy] = []
         self._known = weakref.WeakSet[HeldCopy]()
-        """Not longer than somebody of the runtime's keeps them."""
+        """Copies that the runtime still holds. This set keeps none of them alive."""
 
     def to_device(self, into: torch.Tensor, source: torch.Tensor, *others: Any) -> Transfer:
         self._happen()

@@ -16,34 +16,36 @@ from infinity.tiers import Tier
 from infinity.tiers.tier import usable_device
 
 ROOMY = 64 << 20
-"""Bytes. More than any model of the tests needs in any tier."""
+"""Bytes of a budget that is more than any model of the tests needs in any tier."""
 
 
 def room_on(device: str | torch.device) -> int:
-    """ROOMY bytes for a model on this device, and what torch takes there besides."""
+    """Bytes of a device budget with ROOMY bytes for a model and, on CUDA, what torch takes besides."""
     at = usable_device(device)
     if at.type == "cpu":
         return ROOMY
-    # Not above: benchmarks/bits.py trains with packages of other commits, too, on the CPU.
+    # Not at the top: benchmarks/bits.py also trains, on the CPU, with packages of other commits.
     from infinity.planning.headroom import Headroom
 
     return ROOMY + Headroom.of(at).beside(ROOMY)
 
 
 CUDA_HOMES = ("device", "host", "nvme", "mixed")
-"""Those of them with a device of its own memory."""
+"""The homes that need a device with memory of its own, and so can be tested on CUDA."""
 
 HOMES = ("device", "host", "nvme", "unified", "unified-nvme", "mixed")
-"""Where pages rest. "unified" is a CPU as its own device; in the others the CPU has a device tier apart."""
+"""Names of the places where a model's pages rest. In "unified" and "unified-nvme" the CPU is its own device,
+and in the others the CPU stands for a device with a tier of its own.
+"""
 
 both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
-"""Pages on NVMe below a device apart, and in the one memory of a CPU that is its own device."""
+"""Parametrises `home`: pages on NVMe with a device tier apart, or pages in RAM with the CPU as the device."""
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def places(*homes: str, cuda: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrises `home` and `device`: the homes with the CPU as the device, and those on a CUDA device."""
+    """Parametrise `home` and `device`: `homes` with the CPU as the device, and `cuda` with a CUDA device."""
     found: list[Any] = [pytest.param(home, "cpu", id=home) for home in homes]
     found += [pytest.param(home, "cuda", id=f"{home} with cuda", marks=needs_cuda) for home in cuda]
     return pytest.mark.parametrize("home, device", found)
@@ -67,11 +69,12 @@ def budget_for(
     device: str | torch.device = "cpu",
     accumulation: int | None = None,
 ) -> Any:
-    """The infinity.Budget with which every page of the model rests at `home`, working room at its smallest.
+    """The infinity.Budget under which every page of the model rests at `home`, with least working room.
 
-    accumulation: as it will be declared. "mixed" has room for half of the pages of each kind of memory, and
-    the disk takes the rest. "mirrored" is ZeRO-Offload's: parameters on the device and in RAM, gradients and
-    states in RAM.
+    home: one of HOMES, or "mirrored". "mixed" has room for half of the parameter pages on the device and half
+    of the other pages in RAM, and the disk takes the rest. "mirrored" is the layout of ZeRO-Offload:
+    parameters on the device and in RAM, gradients and states in RAM. accumulation: the number of backwards a
+    step that will be declared to `offload`, or None.
     """
     nvme = {str(directory): ROOMY}
     if home == "unified":
@@ -90,7 +93,7 @@ def budget_for(
         return infinity.Budget(device=apart, host=host)
     if home in ("host", "mirrored"):
         pages = [unit.nbytes for unit in planned(budget=roomy).layout.units]
-        # Where all are on the device, none has to be resident besides.
+        # Where all parameter pages rest on the device, no further room for a resident page is needed.
         more = sum(pages) - max(pages) if home == "mirrored" else 0
         return infinity.Budget(device=near + more, host=ROOMY)
     tight = infinity.Budget(device=near, host=host, nvme=nvme)
@@ -115,7 +118,7 @@ def check_homes(home: str, plan: Any) -> None:
         assert tiers == {Tier.HOST}
         return
     if home == "host":
-        # Room for the largest page to be resident can be more than the other pages need of it.
+        # The room for the largest page to be resident may hold all other parameter pages, too.
         assert Tier.HOST in tiers
         assert {tier for unit in plan.homes for kind, tier in unit.items() if kind.name != "PARAMETER"} <= {
             Tier.HOST,

@@ -1,4 +1,4 @@
-"""A machine for tests of copies: an emulated device with a stream for kernels, and memory for them."""
+"""A machine for tests of copies: an emulated device, a stream for kernels, and memory that kernels use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from infinity.tiers.driver import Function, Stream
 from infinity.tiers.link import Transfer
 
 SIZE = 512
-"""Elements of a memory."""
+"""int32 elements of each tensor that Machine.memory makes."""
 OLD, PAGE, SEEN = 1, 2, 0
-"""What memories are filled with: what was there, what comes, and what a read is to overwrite."""
+"""Values that memory is filled with: OLD where a copy will write, PAGE in what is copied, SEEN where a kernel
+will put what it reads.
+"""
 
 
 class Machine:
-    """A device with a stream for kernels, which fill and copy memory of theirs."""
+    """An emulated device with a compute stream, on which kernels fill and copy memory."""
 
     def __init__(self, seed: int) -> None:
         self.device = EmulatedDevice(seed)
@@ -35,33 +37,33 @@ class Machine:
         return made
 
     def memory(self, value: int) -> torch.Tensor:
-        """Which stays until all work is done, as a pool's does."""
+        """A tensor of SIZE elements equal to `value`, which the machine keeps until all work is done."""
         made = torch.full((SIZE,), value, dtype=torch.int32)
         self._kept.append(made)
         return made
 
     def kernel_writes(self, memory: torch.Tensor, value: int) -> None:
-        """Queue a kernel that fills the memory."""
+        """Queue a kernel on the compute stream that fills the memory with `value`."""
         self.compute.touched(memory.data_ptr(), memory.nbytes, writes=True, label="kernel")
         self._fill.launch(self.compute, 1, 1, struct.pack("QII", memory.data_ptr(), SIZE, value))
 
     def kernel_reads(self, memory: torch.Tensor) -> torch.Tensor:
-        """Queue a kernel that reads the memory; what it will have read."""
+        """Queue a read of the memory on the compute stream. Returns the tensor that will hold the values."""
         seen = self.memory(SEEN)
         self.compute.copy(seen.data_ptr(), memory.data_ptr(), memory.nbytes)
         return seen
 
     def never_ends(self) -> None:
-        """What compute queues from now on does not happen before `run`."""
+        """Keep the compute stream from doing what is queued from now on, until `run`."""
         self.device.hold(self.compute)
 
     def run(self) -> None:
-        """Let compute go on, until it has done everything."""
+        """Let the compute stream go on, and wait until it has done everything."""
         self.device.let_go(self.compute)
         self.compute.synchronize()
 
     def tried(self, transfer: Transfer) -> bool:
-        """Whether a transfer ends when everything that can go on has had the time to."""
+        """Whether a transfer is done after all work that is not held up has had time to end."""
         return any(transfer.done() for _ in range(500))
 
 

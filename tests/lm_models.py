@@ -1,4 +1,4 @@
-"""Tiny subjects and texts for the tests of the main job."""
+"""Tiny language models and texts for the tests of infinity.lm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = DecoderConfig(width=16, layers=2, heads=2, hidden=32)
 
 
 def preset_of(config: DecoderConfig = TINY) -> LanguageModel:
-    """A preset's model: a decoder of that size, real and on the CPU."""
+    """The LanguageModel of a preset with this configuration. Its decoder is on the CPU and has values."""
     PRESETS["tiny"] = Preset(config, 1e-2)
     try:
         made = language_model("tiny")
@@ -30,7 +30,7 @@ def preset_of(config: DecoderConfig = TINY) -> LanguageModel:
 
 
 def text_of(folder: Path, contents: Sequence[bytes]) -> Text:
-    """The contents as files, in that order."""
+    """A Text that consists of one file in `folder` for each of `contents`, in that order."""
     paths = [folder / f"{number}.txt" for number in range(len(contents))]
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
@@ -38,20 +38,23 @@ def text_of(folder: Path, contents: Sequence[bytes]) -> Text:
 
 
 class Scripted(nn.Module):
-    """A model whose next byte is the last one plus one. It has dropout, which only training feels."""
+    """A model that predicts that each byte is the last byte plus one. Its dropout acts in training only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.9)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: int64 (batch, seq). Logits (batch, seq, 256)."""
+        """Logits (batch, seq, 256), float32. tokens: int64 (batch, seq)."""
         likely = nn.functional.one_hot((tokens + 1) % 256, 256).float()
         return self.dropout(20 * likely)
 
 
 class ScriptedSubject:
-    """Bytes that count up; counts how often it was asked, and keeps what it saw last."""
+    """A LanguageModel that predicts bytes that count up.
+
+    It counts how often it was asked for logits, and keeps the tokens of the last call.
+    """
 
     def __init__(self, longest: int | None = None) -> None:
         self.vocabulary = Bytes()
@@ -61,7 +64,7 @@ class ScriptedSubject:
         self.seen = torch.empty(0)
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """See LanguageModel."""
+        """Logits (batch, 256) of the token after `position`. tokens: int64 (batch, seq)."""
         assert not torch.is_grad_enabled()
         self.asked += 1
         self.seen = tokens

@@ -1,10 +1,10 @@
-"""How much memory this process has in use, by its allocators' own counts, and what a step adds to it.
+"""Memory that this process has in use, by its allocators' own counts, and its growth per step.
 
-[Note: counted, not seen] Resident memory says little of a leak: malloc keeps what was freed, threads keep
-caches and arenas of their own, Python keeps its arenas, and a pool's bytes are resident once they have been
-touched, whichever step that was. What allocators have handed out is exact once nothing is under way. Only
-what another thread has freed and keeps for itself is counted as handed out, too: that is bounded, and no more
-after many steps than after a few.
+[Note: counted, not seen] Resident memory says little about a leak: malloc keeps what was freed, threads keep
+caches and arenas of their own, Python keeps its arenas, and a pool's bytes are resident once any step has
+touched them. What allocators have handed out is exact once nothing is under way. It also includes what
+another thread has freed and keeps for itself, but these bytes are bounded: they are no more after many steps
+than after a few.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from statistics import median
 
 
 class Growth:
-    """Memory in use at several points of a run, and what a step adds to it. Looking takes next to none."""
+    """A record of memory in use at several points of a run, which itself takes hardly any memory."""
 
     def __init__(self) -> None:
         self.steps = array("q")
         self.heap = array("q")
-        """Bytes of the C library's heap, in arenas and in mappings of their own. 0 where it does not tell."""
+        """Bytes that the C library's heap has handed out, at each look. 0 where the library does not tell."""
         self.objects = array("q")
-        """Small objects of Python, by number. Large ones are in the heap."""
+        """Number of Python's small objects, at each look. Large objects are part of `heap`."""
         self.mapped = array("q")
-        """Bytes of anonymous mappings that are not the C library's: Python's arenas, stacks, ours."""
+        """Bytes of anonymous mappings that the C library's heap did not make, at each look.
+
+        These are Python's arenas, stacks and infinity's own mappings.
+        """
 
     def look(self, step: int) -> None:
-        """Note what is in use after so many steps, garbage apart. Nothing should be under way."""
+        """Collect garbage and record what is in use after `step` steps. Nothing should be under way."""
         gc.collect()
-        # Types remember the names that were looked up in them, some 4096, each a new string where C asked.
+        # Python caches some 4096 attribute lookups of types, each of which may keep a string alive.
         getattr(sys, "_clear_internal_caches", sys._clear_type_cache)()
         self.objects.append(sys.getallocatedblocks())
         heap, mapped_by_heap = _heap()
@@ -42,13 +45,16 @@ class Growth:
         self.steps.append(step)
 
     def per_step(self, counts: array[int]) -> float:
-        """The median of the growths from each look to the next: what happens a few times does not count."""
+        """The median of the growth per step in the intervals between looks.
+
+        Growth that happens only a few times thus does not count. counts: `heap`, `objects` or `mapped`.
+        """
         looks = pairwise(zip(self.steps, counts, strict=True))
         return median((after - before) / (end - start) for (start, before), (end, after) in looks)
 
 
 class _Mallinfo2(ctypes.Structure):
-    """The C library's struct of that name; fields of no use here have one letter."""
+    """The C library's `struct mallinfo2`. Fields that are not used here have one letter."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -57,7 +63,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _heap() -> tuple[int, int]:
-    """Bytes that the C library has handed out, and that it has from the kernel."""
+    """(bytes that the C library has handed out, bytes that it has from the kernel)."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):  # not glibc, or older than 2.33
         return 0, 0
@@ -68,13 +74,13 @@ def _heap() -> tuple[int, int]:
 
 
 _CACHED_SIZES = range(24, 1041, 16)
-"""Bytes of the blocks that a thread keeps when it frees them, a size each; see malloc's tcache."""
+"""Sizes in bytes of the blocks that malloc keeps in a thread's cache (tcache) when the thread frees them."""
 _MOST_KEPT = 32
-"""More than a thread keeps of a size (7; 16 since glibc 2.42)."""
+"""A number of blocks larger than a thread's cache keeps of each size (7, and 16 since glibc 2.42)."""
 
 
 def _fill_the_cache(library: ctypes.CDLL) -> None:
-    """Have this thread keep as many freed blocks as it ever does, so that they are a constant."""
+    """Fill this thread's cache of freed blocks, so that its share of the count is constant."""
     library.malloc.restype = ctypes.c_void_p
     library.malloc.argtypes = [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
@@ -85,7 +91,7 @@ def _fill_the_cache(library: ctypes.CDLL) -> None:
 
 
 def _anonymous() -> int:
-    """Bytes of private mappings that are written to and of no file."""
+    """Bytes of this process's private, writable mappings that belong to no file."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, rights, _, _, inode, *path = line.split(maxsplit=5)

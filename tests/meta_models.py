@@ -1,4 +1,4 @@
-"""Models without values, as large ones are built."""
+"""Models on torch's meta device: parameters have shapes and no values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Tied(nn.Module):
-    """A head that is its embedding."""
+    """A model whose head and embedding share one weight."""
 
     def __init__(self) -> None:
         super().__init__()

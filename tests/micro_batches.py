@@ -1,4 +1,4 @@
-"""Micro-batches in the plain loop and in runtime.accumulate, and that both find the same."""
+"""Micro-batches taken through a plain loop and through runtime.accumulate, and the check that both agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Found = tuple[list[Tensor], dict[str, Tensor | None]]
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """In training mode, but with nothing random in it."""
+    """The same model with all dropout set to 0, so that nothing in training mode is random."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -59,7 +59,12 @@ def found_by(
     count: int = MICRO_BATCHES,
     **options: Any,
 ) -> Found:
-    """Losses of all steps, gradients of the last; in the plain loop on a runtime, or by accumulate."""
+    """(losses of all steps, gradients of the last step) of a training of the zoo's model `of` with a runtime.
+
+    vertical: take micro-batches through runtime.accumulate, to which `options` go, and not through the plain
+    loop. loss_of: a loss in place of the entry's. count: micro-batches a step. device_factor: the factor by
+    which the device budget exceeds the smallest.
+    """
     model = without_dropout(of.make(device))
     with opened(model, directory, home=home, compute=compute, device_factor=device_factor) as runtime:
         losses: list[Tensor] = []
@@ -81,7 +86,7 @@ def found_by(
 
 
 def assert_same(of: Entry, directory: Path, **options: Any) -> None:
-    """accumulate finds what the plain loop finds, to the bit."""
+    """Assert that runtime.accumulate gives the losses and gradients of the plain loop, to the bit."""
     kept = {name: options[name] for name in options if name not in ("together", "recompute")}
     expected = found_by(of, directory, vertical=False, **kept)
     got = found_by(of, directory, vertical=True, **options)

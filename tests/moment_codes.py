@@ -1,4 +1,4 @@
-"""How far off int8 moments may be, from the definition of their codes alone.
+"""The largest error that int8 moments may have, from the definition of their codes alone.
 
 See [Note: int8 codes] in csrc/cpu_adam/moments.inl.
 """
@@ -9,12 +9,15 @@ import torch
 
 
 def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
-    """The width (n,), float64, of the step of the code in which each of the finite `values` lies: what one
-    stochastic rounding can be off by, and twice what rounding to nearest can."""
+    """The distance, float64 (n,), between the two codes around each of the finite `values`, float32 (n,).
+
+    This is the largest error of one stochastic rounding, and twice the largest of rounding to nearest. span:
+    FIRST_SPAN or SECOND_SPAN of infinity.formats.moments.
+    """
     count = values.numel()
     rows = torch.nn.functional.pad(values.abs(), (0, -count % 64)).view(-1, 64)
     largest = rows.view(torch.int32).to(torch.int64).amax(1)
-    # What would round up to the next binade has its exponent already.
+    # A largest magnitude that would round up to the next binade takes the exponent of that binade.
     exponent = ((largest + (1 << 20) + 512) >> 23).clamp(span + 1, 255)
     unit = (2.0 ** (exponent.double() - 127 - span)).masked_fill(exponent == 255, float("nan")).unsqueeze(1)
     binade = torch.frexp(rows.double() / unit + 1)[1] - 1

@@ -1,4 +1,4 @@
-"""What tests of the NVMe tier share: directories for its paths, and bytes to write."""
+"""Helpers for tests of the NVMe tier: directories for its paths, and random bytes to write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small optimizers of every kind, and the same taken over by a PagedOptimizer over a backend in memory."""
+"""Small optimizers of every kind, and PagedOptimizers that take them over with a backend in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.
 
 
 def build(kind: str, values: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Two groups: the second has a learning rate of its own and, with momentum, none."""
+    """An optimizer with two groups. The second has another learning rate and, for "momentum", no momentum."""
     make, options = KINDS[kind]
     second = {"params": values[2:], "lr": 0.02}
     return make(
@@ -63,7 +63,10 @@ def pool() -> Iterator[ThreadPool]:
 
 @pytest.fixture
 def page(pool: ThreadPool) -> Callable[[torch.optim.Optimizer], tuple[PagedOptimizer, MemoryBackend]]:
-    """What offload will do: adopt the states, take the place, retire."""
+    """A function that has a PagedOptimizer take an optimizer over, as `offload` does.
+
+    It returns (paged optimizer, backend) and retires the optimizer that was given.
+    """
 
     def take_over(optimizer: torch.optim.Optimizer) -> tuple[PagedOptimizer, MemoryBackend]:
         backend = MemoryBackend(optimizer, pool)

@@ -1,6 +1,6 @@
 """One training loop, run by plain PyTorch and by the runtime, recorded so that the two can be compared.
 
-Everything random is seeded before each micro-batch, so both halves draw the same dropout masks.
+Everything random is seeded before each micro-batch, so that both runs draw the same dropout masks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. Hashable, so that runs can be kept and shared between tests."""
+    """The settings of a training. A recipe is hashable, so that runs can be kept and shared between tests."""
 
     accumulate: int = 1
     clip: float | None = None
@@ -44,33 +44,38 @@ class Recipe:
     optimizer: str = "adamw"
     steps: int = 3
     decay_rate: bool = False
-    """A scheduler halves the learning rate at every step."""
+    """Whether a scheduler halves the learning rate after every step."""
     device: str = "cpu"
 
 
 @dataclass
 class Run:
-    """What a run did. Tensors are copies."""
+    """What was recorded of a training run. Tensors are copies. A watched run is recorded at every step."""
 
     losses: list[float] = field(default_factory=list)
-    """One a micro-batch, exact."""
+    """The loss of every micro-batch, exact."""
     norms: list[float] = field(default_factory=list)
-    """Of the gradients, one a step where they are clipped."""
+    """The norm of the gradients of every step, where gradients are clipped."""
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-    """Before clipping, accumulated: of the first step, or of every step that was watched."""
+    """Accumulated gradients before clipping, by parameter name: of every step if the run is watched,
+    otherwise of the first step.
+    """
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    """state_dict() after the last step, or after every step that was watched."""
+    """state_dict() of the model: after every step if the run is watched, otherwise after the last step."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """state_dict() of the optimizer after the last step."""
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Independent copies, strides kept."""
+    """Independent copies of the tensors, with their strides."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, **options: Any) -> torch.optim.Optimizer:
-    """Over all parameters, frozen ones too; two groups are matrices and the rest."""
+    """The recipe's optimizer over all parameters, frozen ones included.
+
+    Where the recipe has two groups, they are the matrices and the rest.
+    """
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if recipe.groups == 2:
@@ -91,7 +96,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, recipe: Recipe) -> torch.opti
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of every parameter's gradient, by name; None where there is none."""
+    """Copies of every parameter's gradient, by name. None for a parameter without a gradient."""
     return {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in model.named_parameters()
@@ -99,7 +104,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
-    """Plain PyTorch in float32, watched. `options` go to the torch optimizer (fused, foreach)."""
+    """A run of plain PyTorch in float32, recorded at every step. options: of the optimizer, such as fused."""
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe, **options)
     scheduler = scheduler_of(optimizer, recipe)
@@ -121,14 +126,17 @@ def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
 
 
 def half_up(master: Tensor) -> Tensor:
-    """float32 -> bfloat16 as the split master does it: (bits + 0x8000) >> 16. For finite values."""
+    """Round finite float32 to bfloat16, half up: (bits + 0x8000) >> 16, as the runtime rounds masters."""
     bits = master.detach().contiguous().view(torch.int32).to(torch.int64) + 0x8000
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.empty_like(master, dtype=torch.bfloat16).copy_(high)
 
 
 def reference_bf16(entry: Entry, recipe: Recipe, **options: Any) -> Run:
-    """The same with bfloat16 parameters, float32 masters and gradients accumulated in float32, unwatched."""
+    """A run of plain PyTorch with bfloat16 parameters, float32 masters and float32 sums of gradients.
+
+    options: arguments of the torch optimizer. Losses, norms and gradients of every step are recorded.
+    """
     model = entry.make(recipe.device)
     parameters = dict(model.named_parameters())
     masters = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
@@ -185,12 +193,12 @@ def paged(
     update: str = "auto",
     declared: bool = False,
 ) -> Run:
-    """The same with the pages at `home` (see homes.py), slabs in `directory`.
+    """A run of the runtime with the pages at `home` (see homes.py) and slabs in `directory`.
 
-    Watching reads every gradient and parameter at each step, which waits for updates; without it only the
-    first step's gradients are read, and none with eager updates, which spend them. `faults` are injected into
-    the disk. declared: whether the backwards of a step are; with eager updates they always are. Asserts that
-    the pages are where they should be, and that nothing of them is left behind.
+    watch: read every gradient and parameter at each step, which waits for updates. Without it only the first
+    step's gradients are read. Eager updates consume gradients, so that none are read. faults: injected into
+    the disk's I/O. declared: declare the number of backwards a step, which eager updates do in any case.
+    Asserts that the pages are where they should be, and that the directory is empty at the end.
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
@@ -220,7 +228,7 @@ def paged(
 def _trained(
     entry: Entry, recipe: Recipe, model: nn.Module, runtime: infinity.Runtime, *, watch: bool, spends: bool
 ) -> Run:
-    """The steps of `paged`. spends: whether updates leave no gradients to read."""
+    """Train the steps of `paged` and record them. spends: updates consume gradients, so none are read."""
     run, optimizer = Run(), runtime.optimizer
     scheduler = scheduler_of(optimizer, recipe)
     for step in range(recipe.steps):
@@ -243,18 +251,18 @@ def _trained(
 
 @contextlib.contextmanager
 def injected(faults: Faults | None) -> Iterator[None]:
-    """Runtimes that are opened inside have these faults in their disks."""
+    """Inject these faults into the disk I/O of runtimes that are opened in the block."""
     if faults is None:
         yield
         return
-    from infinity.pages.store import injected  # what only these tests need of the inside
+    from infinity.pages.store import injected  # internal, and used by tests with faults only
 
     with injected(faults):
         yield
 
 
 def tensors_copied(tree: Any) -> Any:
-    """The same nest of dicts and lists, its tensors cloned."""
+    """A copy of a nest of dicts, lists and tuples in which all tensors are cloned."""
     if isinstance(tree, Tensor):
         return tree.detach().clone()
     if isinstance(tree, dict):
@@ -265,7 +273,10 @@ def tensors_copied(tree: Any) -> Any:
 
 
 def differences(left: Any, right: Any, where: str = "") -> list[str]:
-    """Where two nests of dicts, lists, tensors and numbers differ in any bit, shape, dtype or stride."""
+    """Descriptions of all places where two nests of dicts, lists, tensors and numbers differ.
+
+    Tensors differ if any bit, the shape, the dtype or a stride does.
+    """
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return [] if _same_bits(left, right) else [where]
     if isinstance(left, dict) and isinstance(right, dict):
@@ -286,12 +297,12 @@ def differences(left: Any, right: Any, where: str = "") -> list[str]:
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape or _strides(left) != _strides(right):
         return False
-    # As bytes, for -0.0 equals 0.0 and NaN is not equal to itself.
+    # Compared as bytes, because -0.0 equals 0.0 and NaN does not equal itself.
     return torch.equal(*(each.cpu().reshape(-1).contiguous().view(torch.uint8) for each in (left, right)))
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Of the dimensions where a stride means something."""
+    """The strides of all dimensions with more than one element. Strides of other dimensions mean nothing."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -302,9 +313,11 @@ def loss_distance(left: Run, right: Run) -> float:
 
 
 def check_losses(entry: Entry, recipe: Recipe, run: Run, truth: Run) -> None:
-    """Assert that losses agree to 1e-5, or to twice what lies between torch's own two implementations.
+    """Assert that the relative difference of the two runs' losses is at most 1e-5, or 5e-4 for bfloat16.
 
-    For bfloat16 5e-4: an update that differs in its last bit now and then rounds a parameter the other way.
+    A difference of up to twice that between torch's fused and foreach optimizers is allowed as well. The
+    bound for bfloat16 is larger because an update that differs in its last bit may round a parameter the
+    other way.
     """
     train, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 5e-4)
     distance = loss_distance(run, truth)

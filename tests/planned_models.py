@@ -1,4 +1,4 @@
-"""Plans of small models on a CPU with 64 MiB of each memory, and what must hold of every plan."""
+"""Plans of small models on a CPU with 64 MiB in each memory tier, and a check that every plan must pass."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def planned(
 
 
 def check(made: Plan, budget: Budget) -> None:
-    """What the runtime relies on."""
+    """Assert what the runtime relies on: the plan's sizes and offsets fit each other and the budget."""
     away = [
         unit.nbytes
         for index, (unit, homes) in enumerate(zip(made.layout.units, made.homes, strict=True))

@@ -1,9 +1,10 @@
-"""What this process holds of the kernel's, descriptors and threads: that nothing is left of what a test did.
+"""Descriptors and threads of this process, and the check that nothing is left of them after a test.
 
-[Note: what is ending] The kernel ends a thread after that thread has told everybody that it is done:
-threading's join returns when the interpreter lets go of it, C's when its memory is free, and the thread is
-in /proc/self/task until it has been scheduled once more, at first without PF_EXITING. It may even close
-descriptors then. So one look says nothing: `check_nothing_left` looks until nothing is left, or time is over.
+[Note: what is ending] The kernel ends a thread after the thread has reported that it is done. The join of
+`threading` returns when the interpreter lets go of the thread, and C's join returns when the thread's memory
+is free. The thread stays in /proc/self/task until it has been scheduled once more, at first without
+PF_EXITING, and it may even close descriptors then. One look therefore proves nothing: `check_nothing_left`
+looks until nothing is left, or time is over.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BOUND = 30.0
-"""Seconds that may pass until what is ending has ended. What leaks is there after any time."""
+"""Seconds to wait until threads that are ending have ended. A leak is still there after any time."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds."""
+    """The open descriptors and the threads of a process at one moment."""
 
     descriptors: Counter[str]
-    """How many are open on what, as readlink names it: a path, "socket:[...]", "anon_inode:[io_uring]"."""
+    """Number of open descriptors of each file, by the name that readlink gives, such as "socket:[...]"."""
     threads: dict[int, str]
-    """The kernel's id of each -> its name. Those that are ending may be among them."""
+    """Name of each thread by the kernel's id. Threads that are ending may be included."""
 
     def since(self, before: Resources, *, threads: bool = True) -> list[str]:
-        """What is held now and was not before, for people; descriptors by number of each name."""
+        """Readable descriptions of descriptors and threads that are held now and were not held before.
+
+        threads: whether to include threads. Descriptors are counted for each name.
+        """
         opened = (self.descriptors - before.descriptors).items()
         started = self.threads.keys() - before.threads.keys() if threads else ()
         pythons = {each.native_id: each.name for each in threading.enumerate()}
@@ -42,22 +46,22 @@ class Resources:
 
 
 def resources() -> Resources:
-    """What this process holds now. Take it before; `check_nothing_left` compares."""
+    """The descriptors and threads of this process now, with which `check_nothing_left` compares later."""
     return Resources(Counter(_descriptors()), dict(_threads()))
 
 
 def threads_of(name: str) -> set[int]:
-    """The kernel's ids of this process's threads of that name. Those that are ending may be among them."""
+    """The kernel's ids of this process's threads named `name`. Threads that are ending may be included."""
     return {task for task, found in _threads() if found == name}
 
 
 def check_nothing_left(
     before: Resources, *, garbage: bool = False, threads: bool = True, bound: float = BOUND
 ) -> None:
-    """Assert that what is held now was held before, or is not held any more within `bound` seconds.
+    """Assert that within `bound` seconds nothing is held any more that was not held before.
 
-    garbage: what only garbage holds is let go of first. threads: False where new ones are nobody's fault. An
-    AssertionError names what is left. What was held before may have gone: it may have been ending.
+    garbage: collect garbage before each look. threads: False to ignore new threads. The AssertionError names
+    what is left. What was held before may be gone, for it may have been ending.
     """
     end = time.monotonic() + bound
     while True:
@@ -72,7 +76,10 @@ def check_nothing_left(
 
 @contextlib.contextmanager
 def nothing_left(*, garbage: bool = False) -> Iterator[None]:
-    """No descriptor or thread is left of what happens inside, unless that raises. `garbage` as above."""
+    """Assert after the block that no new descriptor or thread is left, unless the block raises.
+
+    garbage: collect garbage before each look.
+    """
     if garbage:
         gc.collect()
     before = resources()
@@ -82,11 +89,11 @@ def nothing_left(*, garbage: bool = False) -> Iterator[None]:
 
 def _descriptors() -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the directory's own, or closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # listdir's own, or closed meanwhile
             yield os.readlink(f"/proc/self/fd/{number}")
 
 
 def _threads() -> Iterator[tuple[int, str]]:
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
             yield int(task.name), (task / "comm").read_text().strip()

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WIDTH = 12
-"""Features of what flows between parts: float32 (2, 5, WIDTH)."""
+"""Features of the tensors that go from part to part, which are float32 (2, 5, WIDTH)."""
 
 MOST_PARTS = 6
 
 
 @dataclass(frozen=True)
 class Part:
-    """How to make one part of a model."""
+    """The description from which one part of a model is made."""
 
     kind: str
     size: int
@@ -26,7 +26,7 @@ class Part:
 
 
 class Wide(nn.Module):
-    """Two linear layers; with 700 features each is larger than the smallest chunk."""
+    """Two linear layers with `size` features between. For 700 features each exceeds the smallest chunk."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Table(nn.Module):
 
 
 class Mix(nn.Module):
-    """A convolution along the positions."""
+    """A convolution along the positions of the sequence."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Mix(nn.Module):
 
 
 class Scale(nn.Module):
-    """A parameter without dimensions and one of a single element, used outside of any leaf module."""
+    """A scale and a shift: a parameter without dimensions, and a parameter of shape (1,)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Scale(nn.Module):
 
 
 class Choice(nn.Module):
-    """Experts of which a forward takes one."""
+    """Several experts, of which a forward uses one, chosen by `branch`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Choice(nn.Module):
 
 
 class Tied(nn.Module):
-    """Shares the weight (any, WIDTH) of a part before it; its own bias may lie in another unit."""
+    """A part that shares the weight (any, WIDTH) of an earlier part. Its own bias may lie in another unit."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ KINDS = {"wide": Wide, "norm": Norm, "table": Table, "mix": Mix, "scale": Scale,
 
 
 class Stack(nn.Module):
-    """Components that a forward takes in any order, any number of times."""
+    """A model of parts that a forward uses in any order, any number of times."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Forward:
-    """The arguments of one forward."""
+    """The arguments of one forward of a Stack."""
 
     order: tuple[int, ...]
     branch: int
@@ -154,7 +154,7 @@ def forwards() -> st.SearchStrategy[Forward]:
 
 
 def models() -> st.SearchStrategy[tuple[Part, ...]]:
-    """What `Stack` takes. The first part is trained in any case."""
+    """A strategy for the argument of `Stack`. The first part of a model is never frozen."""
     part: Any = st.builds(
         Part,
         kind=st.sampled_from([*KINDS, "tied", "tied"]),

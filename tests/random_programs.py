@@ -1,7 +1,7 @@
-"""Random training programs over a few blocks, run with pages at a place: what the tests of copies train.
+"""Random training programs over a few blocks, run with pages at a chosen place, for tests of copy streams.
 
-A number gives a program: which blocks each forward goes through, in which order, how often, and what happens
-between backward and step.
+A number determines a program: which blocks each forward goes through, in which order, how often, and what
+happens between backward and step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH = 8
 
 
 class Blocks(nn.Module):
-    """Blocks of different sizes, taken in any order."""
+    """A model of blocks of different sizes, which a forward uses in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Blocks(nn.Module):
 @dataclass(frozen=True)
 class Step:
     orders: tuple[tuple[int, ...], ...]
-    """Of the blocks, one a micro-batch."""
+    """For each micro-batch, the blocks that its forward uses, in order."""
     evaluated: tuple[int, ...]
-    """A forward without gradients before the step."""
+    """The blocks of a forward without gradients before the step. Empty for no such forward."""
     clipped: bool
     read: bool
-    """Whether gradients are looked at."""
+    """Whether all gradients are read before the step."""
     edited: int | None
-    """A block whose first weight is changed after the step."""
+    """The block whose first weight is changed after the step, or None."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,15 @@ class Place:
     home: str
     update: str
     kernels: bool = False
-    """Whether the device updates what rests on it."""
+    """Whether the device updates the units that rest on it."""
 
 
 def program_of(number: int, update: str) -> list[Step]:
-    """Eager updates begin in the backward: before their step nobody looks at anything, and each block comes
-    once a step."""
+    """The three steps of program `number`.
+
+    Eager updates begin in the backward. With them nothing is read, clipped or evaluated before a step, and a
+    step uses each block at most once.
+    """
     draw = random.Random(number)
     eager = update == "eager"
 
@@ -98,16 +101,19 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def folder() -> tempfile.TemporaryDirectory[str]:
-    """On a disk, one for all runs: slabs are removed when a runtime closes."""
+    """A temporary directory on a disk, shared by all runs. A runtime removes its slabs when it closes."""
     return tempfile.TemporaryDirectory(prefix="copy-order-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
 
 
 @functools.cache
 def budget_of(home: str, kernels: bool = False) -> Any:
-    """kernels: whether `twin_flow.has_kernels` says so."""
+    """The budget with which the pages of Blocks rest at `home`.
+
+    kernels: what `twin_flow.has_kernels` returns for the device. Results are cached for both values.
+    """
     model = Blocks()
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
-    with emulated(driver, driver.foreign(COMPUTE)):  # plans for which have a ring for gradients
+    with emulated(driver, driver.foreign(COMPUTE)):  # so that plans have a ring
         found = budget_for(home, model, adamw(model), Path(folder().name), precision)
         if home != "host":
             return found
@@ -117,7 +123,7 @@ def budget_of(home: str, kernels: bool = False) -> Any:
 
 
 def trained(number: int, place: Place) -> dict[str, Any]:
-    """What a program has left, with pages at a place."""
+    """The results of program `number` with pages at `place`: losses, gradients, parameters, states."""
     model = Blocks()
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)

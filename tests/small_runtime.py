@@ -1,4 +1,4 @@
-"""Runtimes over models of the zoo, for tests of what people may do with a model whose pages are elsewhere."""
+"""Runtimes over models of the zoo, for tests of what users may do with a model whose pages are elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zoo import Entry, entry
 import infinity
 
 TIED = entry("tied")
-"""Attention and tied weights, no dropout."""
+"""The zoo's model with attention and tied weights, and without dropout."""
 
 WIDE = "blocks.1.mlp.0.weight"
 """A parameter of TIED that is larger than the smallest chunk."""
@@ -25,7 +25,7 @@ Gradients = Callable[[], dict[str, Tensor | None]]
 
 
 def two_layers(width: int = 64) -> nn.Sequential:
-    """More than one page where room is short."""
+    """A model of two linear layers, which has more than one page where room is short."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
@@ -40,10 +40,10 @@ def opened(
     states: str = "fp32",
     device_factor: int = 1,
 ) -> Iterator[Any]:
-    """The model offloaded to the device it is on, with its pages at `home`, AdamW as its optimizer.
+    """The runtime of the model on the device where it is, with its pages at `home`, trained by AdamW.
 
-    device_factor: of the device budget; above 1, parameters may rest there too. Asserts at the end that
-    nothing is left in the directory.
+    device_factor: a factor by which the device budget is multiplied. Above 1, parameters may rest on the
+    device, too. Asserts at the end that nothing is left in the directory.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute, states=states)
@@ -62,12 +62,12 @@ def opened(
 
 
 def files(directory: Path) -> list[str]:
-    """What is in the directory, by name."""
+    """Names of the files in the directory."""
     return [each.name for each in directory.iterdir()]
 
 
 def settle(runtime: Any) -> None:
-    """Nothing is due or under way any more: no update, no read ahead, no write back."""
+    """Complete all updates, reads ahead and writes, so that nothing is due or under way any more."""
     parts = runtime._components
     with parts.pager.lock:
         parts.updater.complete_all()
@@ -85,7 +85,7 @@ def loss_of(model: nn.Module, step: int = 0, *, of: Entry = TIED) -> Tensor:
 
 
 def train_step(model: nn.Module, runtime: Any, step: int = 0) -> float:
-    """One whole step on the batch of that number; the loss before it."""
+    """Train one step on batch number `step`. Returns the loss before the update."""
     loss = loss_of(model, step)
     loss.backward()
     runtime.optimizer.step()
@@ -102,9 +102,9 @@ def in_both(
     of: Entry = TIED,
     device_factor: int = 1,
 ) -> tuple[Any, Any]:
-    """What `act(model, gradients)` returns for a plain model and for the same one with pages.
+    """What `act(model, gradients)` returns for a model with pages, and for the same model without a runtime.
 
-    `gradients()` gives copies of all gradients by name, in either.
+    The second argument of `act` is a function that returns copies of all gradients of the model by name.
     """
     plain = of.make(device)
     expected = act(plain, lambda: gradients_of(plain))

@@ -1,6 +1,7 @@
-"""Which gradients an update takes from staging, so that no disk has had them: the formulas of bytes need it.
+"""Gradients that updates find in staging and that never were on a disk: tests of bytes moved count them.
 
-What stays staged follows from where leases lie in the pool, and so from when writes end: it is counted.
+How many gradients stay staged depends on where leases lie in the pool, and thereby on when writes end. No
+formula gives this number.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from infinity.optim.chain import Chain
 
 
 class StagedGradients:
-    """Counts, of one runtime at a time, the gradients that updates find staged."""
+    """Counts the bytes of gradients that updates find in staging, for one runtime at a time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runtime: Any = None
-        """Whose updates count; none without one. Rehearsals, inside of a runtime's making, never do."""
+        """The runtime whose updates count, or None. Updates while a runtime is made never count."""
         self._nbytes = 0
         compute = Chain.compute
 
         def counting(chain: Chain, *args: Any, **options: Any) -> Any:
             if self.runtime is not None and chain._store is self.runtime._components.store:
-                # Kept since the gate opened. Of those that were put home meanwhile it is not.
+                # The lease that was kept since the gate opened. It has no bytes where the gradient went home.
                 self._nbytes += 0 if chain._gradient_page.home.in_place else chain._kept.nbytes
             return compute(chain, *args, **options)
 
         monkeypatch.setattr(Chain, "compute", counting)
 
     def count(self) -> int:
-        """Bytes of the gradients, in whole 4 KiB blocks, since the last call."""
+        """Bytes of gradients found in staging since the last call, in whole 4 KiB blocks."""
         found, self._nbytes = self._nbytes, 0
         return found

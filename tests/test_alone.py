@@ -1,4 +1,4 @@
-"""A test that is alone waits for those that run, and those that come later wait for it."""
+"""Tests marked `alone`: such a test waits for running tests, and tests that come later wait for its end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from alone import Machine
 
 SOON = 0.2
-"""Seconds in which what is not held back would have happened."""
+"""Seconds in which a worker that is not held back would have entered."""
 BOUND = 30.0
 
 
 class Worker:
-    """Another process, as far as the files of a Machine can tell."""
+    """A thread that stands for a worker process: it has a Machine of its own over the same lock files."""
 
     def __init__(self, directory: Path, *, alone: bool) -> None:
         self.entered, self._leave = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What the runtime refuses, and that a refusal changes nothing and leaves nothing behind."""
+"""Refusals of the runtime: each is a typed error that changes nothing and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity.errors import BudgetError, ConfigError, InfinityError
 
 
 def offload(model: nn.Module, optimizer: Any, directory: Path, **options: Any) -> Any:
-    """With room for anything; `options` replace what is given here."""
+    """Offload the model with room for all its pages. options: arguments that replace those given here."""
     sizes = infinity.Budget(device="64MiB", host="64MiB", nvme={str(directory): "64MiB"})
     given: dict[str, Any] = {
         "budget": sizes,
@@ -31,7 +31,7 @@ def offload(model: nn.Module, optimizer: Any, directory: Path, **options: Any) -
 def check_refused(
     error: type[InfinityError], model: nn.Module, optimizer: Any, directory: Path, **options: Any
 ) -> None:
-    """Offloading raises `error` with a cure, and the model is as it was and as usable."""
+    """Assert that offloading raises `error` with a cure, and leaves the model unchanged and no file."""
     before = copied(model.state_dict())
     kinds = [type(each) for each in model.parameters()]
     with pytest.raises(error) as caught:
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_no_number_stops_the_step_and_changes_nothing(
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """Nobody can know what it does differently."""
+    """A subclass of AdamW, which may do anything differently, so that the runtime cannot support it."""
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -256,7 +256,7 @@ def test_a_closed_runtime_is_named(use: str, home: str, tmp_path: Path) -> None:
     model = TIED.make()
     with opened(model, tmp_path, home=home) as runtime:
         loss_of(model).backward()
-    runtime.close()  # again: nothing
+    runtime.close()  # a second close does nothing
     with pytest.raises(ConfigError, match="closed"):
         USES[use](model, runtime)
     assert model.get_parameter(WIDE).shape == (120, 40)

@@ -1,7 +1,7 @@
-"""Random training on a device whose streams dawdle: nothing is unordered, and no bit differs for it.
+"""Random training on a device whose streams are late at random: all accesses are ordered, all bits equal.
 
-A seed gives a program (which blocks each forward goes through, in which order, how often, what happens
-between backward and step), where pages rest, when updates run, and how the device's streams dawdle.
+A seed determines a program (which blocks each forward goes through, in which order, how often, what happens
+between backward and step), where pages rest, when updates run, and how late the device's streams are.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from infinity.tiers.copy_streams import Order
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
 UPDATES = ("lazy", "eager", "sync")
 SEEDS_OF_A_PROGRAM = 45
-"""Each place three times, so that what copies without streams give is computed once for three seeds."""
+"""Number of successive seeds that have the same program: three for each place, which share one expected
+result without streams.
+"""
 
 
 @functools.cache
 def without_streams(number: int, place: Place) -> dict[str, Any]:
-    """The same where copies are copies."""
+    """The results of program `number` at `place` without streams, where every copy is done at once."""
     return trained(number, place)
 
 
 def drawn(seed: int) -> tuple[int, Place]:
-    """The program and the place of a seed."""
+    """(program's number, place) that a seed determines."""
     places = [Place(home, update) for home, update in itertools.product(HOMES, UPDATES)]
     return seed // SEEDS_OF_A_PROGRAM, places[seed % len(places)]
 
@@ -71,7 +73,7 @@ def test_updates_on_the_device_are_ordered_too(update: str) -> None:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: nobody waits for an update on the CPU before its outcome is used."""
+    """As on a GPU, an update on the CPU is waited for only when its outcome is used."""
     made = Updater.__init__
 
     def apart(updater: Updater, *arguments: Any, **options: Any) -> None:
@@ -115,7 +117,7 @@ def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
 
 @contextlib.contextmanager
 def opened(device: EmulatedDevice, home: str = "host", update: str = "lazy") -> Iterator[tuple[Any, Any]]:
-    """The model and its runtime on a device; at the end nothing was unordered."""
+    """(model, runtime) on the emulated device. Asserts at the end that all accesses were ordered."""
     model = Blocks()
     with (
         device.in_use(),

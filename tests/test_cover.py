@@ -1,4 +1,4 @@
-"""The covers that stand in for full products hold every pair of values, and are small."""
+"""Covers of all pairs, made by the helper `cover`: they hold every pair of values, and are small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents say what is there: the files that they name, and which way the package's imports run."""
+"""Documents: the files that they name exist, and the package's imports run in the order that they give."""
 
 import ast
 import re
@@ -16,13 +16,13 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PATH = re.compile(r"(?<![\w./-])(?:infinity|csrc|tests|docs|benchmarks|examples|\.ci)/[\w./*-]*")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 PICTURE = re.compile(r"!\[[^\]]+\]\(([^)]+\.svg)\)")
-"""A picture that is shown, with words for who cannot see it."""
+"""Matches a picture that is shown with an alternative text."""
 SHOWING = [ROOT / "README.md", ARCHITECTURE]
 FILE = re.compile(r"`([\w.*-]+\.(?:py|pyi|cpp|hpp|inl|md|toml|yaml|svg)|CMakeLists\.txt|LICENSE|NOTICE)`")
 
 
 def module_of(file: Path) -> str:
-    """Its dotted name."""
+    """The dotted name of the module in a Python file."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -38,18 +38,18 @@ def packages() -> list[str]:
 
 
 def package_of(file: str) -> str:
-    """The row of the table that a file stands in."""
+    """The folder or top file of the package to which a file belongs, as the architecture's table names it."""
     folder, slash, _ = file.removeprefix("infinity/").partition("/")
     return f"infinity/{folder}{slash}"
 
 
 def noun_of(file: Path) -> str:
-    """The first paragraph of its docstring."""
+    """The first paragraph of a file's docstring, which says the noun of the file."""
     return (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0]
 
 
 def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Every import below `node` that runs, also those inside of functions: not those for types only."""
+    """Every import below `node` that runs, those inside functions included. Imports for types do not run."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             for other in child.orelse:
@@ -61,7 +61,7 @@ def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def imported(statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """The package's own modules that a statement names."""
+    """The dotted names of the package's own Python modules that a statement imports."""
     if isinstance(statement, ast.Import):
         names = [alias.name for alias in statement.names]
     else:
@@ -75,7 +75,7 @@ def imported(statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """File -> the files that it imports."""
+    """For each file of the package, the files of the package that the file imports."""
     return {
         MODULES[module_of(file)]: {
             MODULES[name]
@@ -87,7 +87,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def paths(text: str) -> set[str]:
-    """Whatever reads as a path from the root of the repository."""
+    """All parts of a text that read as paths from the root of the repository."""
     return {found.rstrip(".") for found in PATH.findall(text)}
 
 
@@ -158,7 +158,7 @@ def test_every_file_that_a_document_names_by_itself_exists(document: Path) -> No
 
 
 def test_notes_that_are_cited_exist() -> None:
-    """`[Note: x] in path`, in any document or source file, is written in that file."""
+    """Every note that a document or source file cites, as `[Note: x] in path`, is written in that path."""
     cite = re.compile(r"\[Note: ([^\]]+)\] in `?([\w./]+)`?")
     sources = [*FILES, *(ROOT / "csrc").rglob("*.*"), *DOCUMENTS]
     cited = {found for file in sources for found in cite.findall(file.read_text())}

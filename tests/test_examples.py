@@ -1,4 +1,4 @@
-"""The examples run and do what they say."""
+"""The programs in examples/: they run, and reach the results that they state."""
 
 import re
 import subprocess
@@ -12,7 +12,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def figures(example: str, directory: Path, pattern: str) -> re.Match[str]:
-    """What `pattern` finds in the output of an example that swaps to `directory`, where it leaves nothing."""
+    """What `pattern` finds in the output of an example that keeps its pages in `directory`.
+
+    Asserts that the example leaves nothing in the directory.
+    """
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / example), str(directory)], check=True, capture_output=True, text=True
     )

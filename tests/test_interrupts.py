@@ -1,4 +1,4 @@
-"""Faults in what is done with a runtime besides training, and interrupts at any time."""
+"""Runtimes under I/O faults in operations other than training steps, and under interrupts at any time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def save_optimizer(model: Any, runtime: Any) -> Any:
 def load(model: Any, runtime: Any) -> None:
     try:
         model.load_state_dict(clean("nvme", "bf16").parameters)
-    except RuntimeError as error:  # torch takes whatever a copy raises, and lists it in one of its own
+    except RuntimeError as error:  # torch catches what a copy raises, and lists it in an error of its own
         assert "Could not" in str(error)
         raise storage_error(
             "load", str(runtime._components.store.nvme.slabs[0].path), None, errno.EIO
@@ -64,8 +64,11 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [edit, save, save_optimizer, load,
 
 @functools.cache
 def done_well(operation: Callable[[Any, Any], Any]) -> tuple[Any, dict[str, int]]:
-    """What an operation after a step returns and leaves, and the transfers that it makes."""
-    clean("nvme", "bf16")  # before: a runtime inside of another would find that one's threads
+    """((returned value, states afterwards), transfers) of an operation after one step, without faults.
+
+    states: of the model and the optimizer. transfers: their number by kind, such as "read".
+    """
+    clean("nvme", "bf16")  # not below, where its check for leaked threads would see the other runtime's
     with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:
         faults = Faults()
         with opened("nvme", "bf16", Path(directory), faults) as (model, runtime):
@@ -95,7 +98,7 @@ def test_a_failed_operation_can_be_repeated_or_says_that_it_cannot(
             faults.fail(kind, nth, errno.EIO)
             with contextlib.suppress(StorageError):
                 got = operation(model, runtime), everything(model, runtime)
-                # What failed was read ahead, and nobody came to need it.
+                # The read that failed was made ahead, and its page was never needed.
                 assert kind == "read" or not faults.fired
                 assert differences(got, expected) == [], nth
                 continue
@@ -108,7 +111,7 @@ def test_a_failed_operation_can_be_repeated_or_says_that_it_cannot(
                 with pytest.raises(StorageError):
                     everything(model, runtime)
                 continue
-            if operation is not edit:  # an edit in place is not the same twice
+            if operation is not edit:  # an edit done twice has another result
                 assert differences(got, expected) == [], nth
             detached = next(model.parameters()).detach()
             assert detached.data_ptr() == next(model.parameters()).data_ptr()
@@ -143,7 +146,7 @@ def test_a_runtime_closes_whatever_fails_then(kind: str, tmp_path: Path) -> None
 
 
 class Interrupting(torch.autograd.Function):
-    """The identity, whose backward is interrupted."""
+    """The identity function, with a backward that raises KeyboardInterrupt."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

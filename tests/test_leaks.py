@@ -1,4 +1,4 @@
-"""Nothing grows: memory, leases, descriptors, threads and objects after many steps are those after a few."""
+"""Leaks: memory, leases, descriptors, threads and objects are no more after many steps than after a few."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ STEPS = 264
 FEW = 120
 MANY = 1032
 INTERVALS = 8
-"""Into which the steps after WARM are divided: all are multiples of the periods of the tests."""
+"""Number of equal intervals into which the steps after WARM are divided. Memory is recorded after each."""
 BYTES_PER_STEP = 16
-"""That the heap may grow by. A leak of one allocation is 32 at the least."""
+"""Bytes a step by which the heap and the mappings may grow. A leaked allocation has at least 32 bytes."""
 OBJECTS_PER_STEP = 0.5
 
 
 @pytest.fixture
 def full_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is recorded of a step that never ends grows up to a bound: here to one that is met over again."""
+    """Bound the trace of a step at four accesses.
+
+    The trace of a step that never ends grows up to the bound. A test reaches so low a bound at once.
+    """
     monkeypatch.setattr(trace, "MOST_ACCESSES", 4)
 
 
@@ -43,7 +46,7 @@ steps_never_end = pytest.mark.usefixtures("full_traces")
 
 
 class Small(nn.Module):
-    """Three units, two of them small, one used twice."""
+    """A model of three units, two of them small. The first layer is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +67,7 @@ SMALL = Entry("small", Small, rows)
 
 
 def settle(runtime: Any) -> None:
-    """Nothing is due or under way any more."""
+    """Complete or abandon all that is due or under way."""
     if runtime._components.updater is not None:
         runtime._components.updater.complete_all()
     runtime._components.prefetch_engine.abandon()
@@ -74,7 +77,7 @@ def settle(runtime: Any) -> None:
 
 
 def held(runtime: Any) -> dict[str, Any]:
-    """What is held: leased bytes and leases by pool, requests, objects of the package by type."""
+    """What the runtime holds: leased bytes and leases by pool, requests, objects of the package by type."""
     gc.collect()
     store, homes = runtime._components.store, [page.home for page in runtime._components.pages]
     return {
@@ -90,7 +93,7 @@ def held(runtime: Any) -> dict[str, Any]:
 
 
 def check_nothing_grows(runtime: Any, act: Callable[[int], None], steps: int) -> None:
-    """Compare what is held after WARM calls of `act` with what is after `steps`, and memory on the way."""
+    """Assert that no more is held after `steps` calls of `act` than after WARM, and that no memory grows."""
     for step in range(WARM):
         act(step)
     settle(runtime)
@@ -178,7 +181,7 @@ def test_gradients_that_are_forgotten_hold_nothing(tmp_path: Path) -> None:
 
 
 class Broken(Exception):
-    """What the tests throw."""
+    """The exception that the tests raise."""
 
 
 @steps_never_end

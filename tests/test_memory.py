@@ -1,7 +1,7 @@
-"""Bytes in every pool, phase by phase, and over every edge, against formulas from the plan.
+"""Bytes in every pool after every phase, and bytes moved between tiers, against formulas from the plan.
 
-The model is L equal blocks, each a unit. P: bytes of a parameter page; T: of its trained part; G, S: of a
-gradient and of an optimizer page.
+The model has L equal blocks, each of them a unit. In the formulas P is the bytes of a parameter page, T of
+the page's trained part, G of a gradient page, and S of an optimizer page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.tiers import Tier
 
 L = 6
 WIDTH = 96
-"""A block is larger than two of the smallest chunks."""
+"""Features of a block. With so many a block is larger than two of the smallest chunks."""
 
 FP32 = infinity.Precision(compute="fp32")
 
@@ -37,7 +37,7 @@ def blocks(*, bias: bool = False) -> nn.Sequential:
 
 
 def forward(model: nn.Module) -> torch.Tensor:
-    """The input wants a gradient, so that every block's backward takes its parameters."""
+    """The loss of a forward. The input requires a gradient, so that each block's backward needs a weight."""
     return model(torch.ones(3, WIDTH, requires_grad=True)).square().mean()
 
 
@@ -60,7 +60,7 @@ def opened(home: str, directory: Path, model: nn.Module, update: str = "auto") -
 
 
 def away(runtime: Any) -> list[int]:
-    """Bytes of the parameter pages that need room to be resident."""
+    """Bytes of each parameter page that rests outside the tier that computes and has to be brought there."""
     plan = runtime.plan
     computes_in = Tier.HOST if plan.unified else Tier.DEVICE
     homes = [homes[Kind.PARAMETER] for homes in plan.homes]
@@ -68,7 +68,7 @@ def away(runtime: Any) -> list[int]:
 
 
 def check_resting(runtime: Any) -> None:
-    """What holds whenever nothing is under way: homes hold all pages, staging the last gradients at most."""
+    """Assert what holds while nothing is under way: homes hold all pages, staging holds only gradients."""
     plan, store = runtime.plan, runtime._components.store
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
@@ -130,7 +130,10 @@ def test_peaks_of_every_phase(home: str, tmp_path: Path) -> None:
 
 
 def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, int]:
-    """What the last of `number` steps moved, with its reads ahead for the next."""
+    """Bytes that the last of `number` steps moved over each edge, which is a way from one tier to another.
+
+    Reads ahead for the next step are included.
+    """
     for _ in range(number - 1):
         step(model, runtime)
         settle(runtime)
@@ -146,13 +149,13 @@ def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, i
 def test_bytes_moved_where_everything_is_on_disk(
     home: str, bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the third step on, with room for one resident page and one chain, updates before step() returns:
+    """Bytes of the third step, with room for one resident page and one chain, updated before step() returns.
 
-    nvme -> host   2 (L - 1) P   forward and backward each find one page left by what came before
-                 + L T           parameters for the update; unified, the resident page is used in place
-                 + L G + L S     but for gradients that their update still finds staged
-    host -> nvme   L T + L G + L S; the last gradients go, too, when later chains take all of the staging
-    host -> device 2 (L - 1) P + T, the update of the resident page, where the device has its own memory
+    nvme -> host   2 (L - 1) P   forward and backward each find one page resident already
+                 + L T           parameters for updates; unified memory uses the resident page in place
+                 + L G + L S     less the gradients that updates still find staged
+    host -> nvme   L T + L G + L S, the last gradients included, because later chains take all of the staging
+    host -> device 2 (L - 1) P + T, for the update of the resident page, where the device has its own memory
     """
     staged = StagedGradients(monkeypatch)
     model = blocks(bias=bias)
@@ -182,9 +185,11 @@ def test_bytes_moved_where_everything_is_on_disk(
 def test_an_update_under_the_next_forward_shares_its_read_of_the_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unified, all on disk: the L T that an update reads by itself are forward's, but for the last step.
+    """On unified memory with all pages on disk, updates use the parameters that the next forward reads.
 
-    Gradients that their update finds staged are neither written nor read: zero_grad() comes before it."""
+    Only the last step's updates read L T themselves. Gradients that updates find staged are neither written
+    nor read, because zero_grad() comes before the updates.
+    """
     model, steps, staged = blocks(), 4, StagedGradients(monkeypatch)
     with opened("unified-nvme", tmp_path, model) as runtime:
         p, g, s = (runtime.plan.page_bytes(0, kind) for kind in Kind)
@@ -207,14 +212,18 @@ def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
     model = blocks()
     with opened("nvme", tmp_path, model, "sync") as runtime:
         p, g, _ = (runtime.plan.page_bytes(0, kind) for kind in Kind)
-        # Nothing is resident yet, so the first forward reads every page; the last reads ahead none.
+        # Nothing is resident yet, so that the first forward reads every page.
         assert bytes_of_a_step(runtime, model, 1)[Edge.NVME_TO_HOST] == (2 * L - 1) * p + L * p + L * g
 
 
 @pytest.mark.parametrize("home", ["unified", "host", "device"])
 def test_bytes_moved_where_memory_is_home(home: str, tmp_path: Path) -> None:
-    """unified: none, all is used in place. host, with room for one resident page: up as from the disk.
-    device: what the update takes goes down and up; so do gradients, which are summed by the CPU."""
+    """Where no page rests on the disk, a step moves bytes only between RAM and the device.
+
+    unified: nothing moves, because everything is used in place. host, with room for one resident page:
+    parameters go up as they do from the disk. device: parameters and states go down and up for the update,
+    and so do gradients, which the CPU sums.
+    """
     model = blocks()
     with opened(home, tmp_path, model) as runtime:
         p, g, s = (runtime.plan.page_bytes(0, kind) for kind in Kind)

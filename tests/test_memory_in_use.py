@@ -1,4 +1,4 @@
-"""The count of memory in use grows with what leaks, whoever allocated it, and with nothing else."""
+"""The helper `memory_in_use`: counts grow with leaked memory, whoever allocated it, and with nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_counts = pytest.mark.skipif(not hasattr(LIBRARY, "mallinfo2"), reason="nee
 
 
 def grown(act: Callable[[], object]) -> Growth:
-    """What is in use before and after each of so many steps."""
+    """Memory in use before and after each of STEPS calls of `act`."""
     found = Growth()
     for step in range(STEPS + 1):
         found.look(step)
@@ -50,7 +50,7 @@ def test_blocks_of_the_heap_that_are_kept_are_counted(nbytes: int) -> None:
     finally:
         for each in kept:
             LIBRARY.free(each)
-    assert nbytes <= found.per_step(found.heap) <= nbytes + 8192  # a head, and pages where it is a mapping
+    assert nbytes <= found.per_step(found.heap) <= nbytes + 8192  # header; whole pages in a mapping
     assert found.per_step(found.mapped) == 0
 
 

@@ -1,4 +1,4 @@
-"""Offloading itself: models in RAM, on meta, from weights; for training and for inference only."""
+"""infinity.offload of models in RAM, on the meta device and from weight files, to train or only to infer."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_after_a_step_the_plan_knows(tmp_path: Path) -> None:
 
 
 def test_activations_that_exceed_the_budget_are_said_once(tmp_path: Path) -> None:
-    """Pages fill the budget where nobody told of activations."""
+    """Without example inputs pages fill the budget, and the first step warns that activations exceed it."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     x = torch.randn(1000, 64)
     budget = infinity.Budget(host=3 * 2 * 64 * 64 * 4, nvme={tmp_path: ROOMY})

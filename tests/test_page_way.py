@@ -18,11 +18,11 @@ import infinity
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 NAMED = re.compile(r"`([A-Z]\w+)\.(\w+)`")
 ANY_TIME = {"NvmeTier.lease", "Store.write", "ParameterPage.leave", "NvmeTier.read", "Store.read"}
-"""Calls that filling the pages, other pages or the update of an earlier step make first."""
+"""Functions whose first call may come at any time: from filling pages, another page or an earlier update."""
 
 
 def named() -> list[str]:
-    """The functions of the section, in its order."""
+    """The functions that the section "A page's way" of docs/architecture.md names, in order of appearance."""
     text = PAGE.read_text()
     section = text[text.index("## A page's way") : text.index("## A step")]
     return list(dict.fromkeys(".".join(found) for found in NAMED.findall(section)))
@@ -43,7 +43,7 @@ def classes() -> dict[str, type]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
-    """The named functions, in the order of their first calls from now on."""
+    """Watch the functions of `named`. Returns a dict that gets their names in the order of first calls."""
     called: dict[str, None] = {}
     known = classes()
     for each in named():

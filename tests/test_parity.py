@@ -1,7 +1,7 @@
-"""Training with pages against plain PyTorch, and with the pages in one place against another.
+"""Parity of training with pages: with plain PyTorch, and between the places where pages rest.
 
-Against PyTorch: the first step's losses and gradients to the bit, later losses to the optimizer's rounding.
-Between placements: every bit, always.
+Losses and gradients of the first step have the bits of PyTorch's, and later losses differ by the optimizer's
+rounding only. Between places every bit is always equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ TRANSFORMER = zoo.entry("transformer")
 
 
 def one_home_each(*homes: str) -> pytest.MarkDecorator:
-    """Each model at the next one of these homes. At the others it is slow: the matrix has it there."""
+    """Parametrise `entry` and `home`: each model at one of these homes, taken in turn.
+
+    All other pairs are marked slow, because test_matrix trains the models at those homes, too.
+    """
     found = [
         pytest.param(entry, home, marks=() if at % len(homes) == number else pytest.mark.slow)
         for at, entry in enumerate(zoo.ENTRIES)
@@ -55,7 +58,10 @@ CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def cases() -> list[Any]:
-    """Every combination; those that cover all pairs are quick, and the others slow."""
+    """Parameters of test_matrix: every combination of FACTORS.
+
+    A few combinations that hold every pair of values run by default, and all others are marked slow.
+    """
     quick, found = pairwise(FACTORS), []
     for case in product(FACTORS):
         words = [
@@ -73,7 +79,9 @@ def cases() -> list[Any]:
 
 
 def cuda_cases() -> list[Any]:
-    """All combinations for the transformer, pairwise ones for the rest."""
+    """Parameters of test_matrix_on_cuda: for the transformer every combination of CUDA_FACTORS, for the other
+    models a cover of all pairs of values.
+    """
     found = []
     for entry in zoo.ENTRIES:
         for case in product(CUDA_FACTORS) if entry is TRANSFORMER else pairwise(CUDA_FACTORS):
@@ -89,7 +97,7 @@ def plain(entry: Entry, recipe: Recipe) -> Run:
 
 
 class Placed:
-    """Runs with the pages in the device tier, kept for comparison."""
+    """Cached runs with all pages in the device tier, with which runs at other homes are compared."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -118,7 +126,7 @@ def check_same_as_pytorch(entry: Entry, recipe: Recipe, run: Run) -> None:
 
 
 def check_placement(entry: Entry, case: dict[str, Any], device: str, placed: Placed, directory: Path) -> None:
-    """The case's home gives what the device does, and that is PyTorch's."""
+    """Assert that the case's home gives the device tier's bits, and that these agree with PyTorch."""
     home = case["home"]
     recipe = Recipe(device=device, **{name: value for name, value in case.items() if name != "home"})
     base = placed.on_device(entry, recipe)

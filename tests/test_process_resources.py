@@ -1,4 +1,4 @@
-"""The helper that looks for leaks finds them, and waits for what is only ending."""
+"""The helper `process_resources`: it finds leaked descriptors and threads, and waits for ending threads."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_a_thread_that_leaks_is_named() -> None:
             check_nothing_left(before, bound=0.1)
     finally:
         end.set()
-    check_nothing_left(before)  # which nobody has joined
+    check_nothing_left(before)  # although nobody has joined the thread
 
 
 def test_a_leak_is_not_hidden_by_what_ends_meanwhile() -> None:
-    """As equal counts would hide it."""
+    """A comparison of counts would not see the leak, because as many threads end as are leaked."""
     ends = threading.Event(), threading.Event()
     ending, leaked = (threading.Thread(target=each.wait) for each in ends)
     ending.start()
@@ -56,7 +56,7 @@ def test_a_leak_is_not_hidden_by_what_ends_meanwhile() -> None:
 
 
 def test_what_ends_late_is_waited_for(tmp_path: Path) -> None:
-    """A thread that closes a descriptor after somebody has begun to look."""
+    """The check waits for a thread that closes a descriptor after the check has begun."""
     (tmp_path / "open").touch()
     looking = threading.Event()
     with nothing_left():

@@ -1,4 +1,4 @@
-"""Every I/O call of a training, and of an offload, failed in turn: typed errors, never a wrong number."""
+"""Trainings and offloads whose I/O calls fail one at a time: errors are typed, and no number is wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from infinity.tiers import Tier
 __all__ = ["watchdog"]
 
 SPREAD = 4
-"""Calls that are failed by default, of each kind; all of them with -m slow."""
+"""Number of calls of each kind that are made to fail by default. With -m slow all calls fail in turn."""
 
 
 def failing(kind: str, nth: int, code: int) -> Callable[[Faults], None]:
@@ -52,10 +52,11 @@ def failing(kind: str, nth: int, code: int) -> Callable[[Faults], None]:
 def sweep(
     home: str, compute: str, fault: tuple[str, int], directory: Path, spread: int | None = None
 ) -> dict[str, int]:
-    """Fail the calls of a kind in turn, all or as many as `spread`. How often each outcome came.
+    """Make the I/O calls of one kind fail, one in each training. Returns how often each outcome occurred.
 
-    The error may end the runtime ("poisoned"), cost a step that is then repeated, or hit what was read ahead
-    and never needed. In the last two cases the training comes to the same bits.
+    fault: (kind, errno). spread: how many of the calls to fail, None for all. The outcome is "poisoned" if
+    the error ended the runtime, "repeated" if a step failed and was repeated, and "unnoticed" if a read ahead
+    failed that was never needed. In the last two cases the training must give the bits of a clean training.
     """
     kind, code = fault
     expected = clean(home, compute)
@@ -73,7 +74,7 @@ def sweep(
             continue
         outcomes["repeated" if trained.failures else "unnoticed"] += 1
     assert outcomes["repeated"]
-    assert outcomes["poisoned"] or kind == "read"  # an update whose reads fail is still to come
+    assert outcomes["poisoned"] or kind == "read"  # an update whose reads fail stays due
     return outcomes
 
 
@@ -94,18 +95,18 @@ def test_every_failed_call_in_training(
 ) -> None:
     with watched(3600):
         outcomes = sweep(home, compute, fault, tmp_path)
-    # Read ahead and never needed: nothing else may go unnoticed.
+    # Only reads ahead that were never needed may fail unnoticed.
     assert outcomes["unnoticed"] == 0 or fault[0] == "read", outcomes
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a runtime has moved to and from its disk, once nothing is under way."""
+    """Counts of what a runtime has moved to and from its disk, taken while nothing is under way."""
 
     asked: int
-    """Bytes of all requests, as the runtime counts them when it makes them."""
+    """Bytes of all requests, as the runtime counts them when it makes the requests."""
     nbytes: int
-    """Bytes that the engine says it has moved."""
+    """Bytes that the I/O engine has moved, by its own count."""
     requests: int
     transfers: int
     short: int
@@ -116,7 +117,7 @@ class Moved:
 
 
 def moved(runtime: Any) -> Moved:
-    """Waits for all that is under way."""
+    """Wait for all that is under way. Returns what the runtime has moved so far."""
     settle(runtime)
     (stats,) = runtime._components.store.nvme.stats
     edges = runtime.stats.edges
@@ -133,8 +134,11 @@ def moved(runtime: Any) -> Moved:
 @pytest.mark.parametrize(("home", "compute"), CASES)
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Path) -> None:
-    """How many requests there are depends on when others end; what becomes of each does not."""
-    expected = clean(home, compute)  # before: a runtime inside of another would find that one's threads
+    """Every short transfer is followed by one transfer of the rest, and no bit of the training changes.
+
+    The number of requests depends on when other requests end, so that it is counted here.
+    """
+    expected = clean(home, compute)  # not below, where its check for threads would see the other runtime's
     faults, trained = Faults(), Trained()
     with opened(home, compute, tmp_path, faults) as (model, runtime):
         before, calls = moved(runtime), faults.calls[kind]
@@ -156,14 +160,14 @@ def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Pat
 
 
 def counted(action: Callable[[], Any], faults: Faults, kind: str) -> int:
-    """Transfers of a kind that an action makes."""
+    """Number of transfers of a kind that an action makes."""
     before = faults.calls[kind]
     action()
     return faults.calls[kind] - before
 
 
 def trained_before() -> tuple[Any, torch.optim.Optimizer]:
-    """A plain model, and its optimizer with states."""
+    """(model, optimizer) of plain PyTorch after one step, so that the optimizer has states."""
     of = entry("tied")
     model = of.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -234,7 +238,7 @@ def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     precision = infinity.Precision(compute="fp32")
     least = budget_for("nvme", model, optimizer, tmp_path, precision)
-    # Room to look ahead in, but not for all: pages go on being read.
+    # There is room to look ahead but not for all pages, so that pages are read all the time.
     assert least.device_bytes is not None and least.host_bytes is not None
     budget = infinity.Budget(device=3 * least.device_bytes, host=least.host_bytes + 49152, nvme=least.nvme)
     faults = Faults()

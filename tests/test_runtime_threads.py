@@ -1,4 +1,4 @@
-"""Threads: nothing waits for ever, whoever runs the backward. On CUDA, autograd's own threads always do."""
+"""Threads: none waits for ever, whichever thread runs the backward. On CUDA autograd's own threads run it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from zoo import entry
 from infinity.tiers.link import CpuLink
 
 PATIENCE = 20
-"""Seconds, after which a thread counts as stuck; it takes milliseconds."""
+"""Seconds after which a thread counts as stuck. Its work takes milliseconds."""
 
 
 def in_a_thread(function: Callable[[], Any]) -> None:
-    """Run it in a thread of its own, and fail if that never ends."""
+    """Run `function` in a thread of its own, and assert that the thread ends."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(PATIENCE)

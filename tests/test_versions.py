@@ -1,4 +1,4 @@
-"""One version of everything: formatters and checkers, the package, and what its metadata say."""
+"""Versions: a tool has the same version in all files, and the package has the version of its metadata."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ def project() -> dict[str, Any]:
 
 
 def pins() -> dict[str, str]:
-    """Tool -> exact version, of the `dev` extra."""
+    """The exact version of each tool that the `dev` extra pins, by the tool's name."""
     exact = [each.split("==") for each in project()["optional-dependencies"]["dev"] if "==" in each]
     return {name.strip(): version.strip() for name, version in exact}
 
@@ -41,7 +41,7 @@ def tool(hook: dict[str, Any]) -> str:
 
 
 def ci_checks() -> dict[str, list[str]]:
-    """Tool -> the command lines of CI's step of lint, formatting and types that run it."""
+    """Command lines of CI's step "lint, formatting and types", by the tool that they run."""
     step = CI.read_text().split('step "lint, formatting and types"\n')[1].split("\n\n")[0]
     found: dict[str, list[str]] = {}
     for line in step.splitlines():
@@ -58,7 +58,7 @@ def test_tools_that_judge_style_and_types_have_exact_versions() -> None:
 @pytest.mark.parametrize("hook", hooks(), ids=lambda hook: hook["id"])
 def test_a_hook_has_the_version_of_the_dev_extra(hook: dict[str, Any]) -> None:
     if hook["language"] == "system":
-        # Runs what `pip install ".[dev]"` put there.
+        # The hook runs the tool that `pip install ".[dev]"` installed.
         assert "additional_dependencies" not in hook
         assert tool(hook) in pins()
     else:

@@ -1,4 +1,4 @@
-"""Processes that start with torch imported are like others: what they find, how they end, whose they are."""
+"""Processes that start with torch imported: their surroundings, end and parent are as in other processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def facts(kind: Callable[..., Any], *arguments: str, **options: Any) -> tuple[Any, str]:
-    """What FACTS says in a process of that kind, and what it writes to stderr."""
+    """(facts, stderr): what the program FACTS prints and writes to stderr in a process made by `kind`."""
     process = kind(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,
@@ -92,7 +92,7 @@ ENDS = {
     "import atexit; atexit.register(lambda: print('at the end'))": (0, "at the end\n", ""),
     "import threading; threading.Thread(target=lambda: print('a thread')).start()": (0, "a thread\n", ""),
 }
-"""Programs, and with which code, last words and last error each ends."""
+"""Programs, each with the (exit code, standard output, last line of standard error) that it must have."""
 
 
 @pytest.mark.parametrize("program", ENDS)

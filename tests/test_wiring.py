@@ -1,4 +1,4 @@
-"""How the floors are put together: each is given what it calls when it is made, and nothing is set later."""
+"""Wiring of the package's objects: constructors get all that an object calls, and nothing is set later."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def set_later(tree: ast.AST) -> list[str]:
-    """Attributes that are declared and not set in a constructor, and callables that are set on other objects.
+    """Statements that declare an attribute without a value, or that set a callable on another object.
 
-    Through either, a floor would call one above it that is put together later.
+    By such a statement an object could call an object of a higher package that is made later.
     """
     functions = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
     found = []
@@ -35,7 +35,7 @@ def of_self(target: ast.Attribute) -> bool:
 
 
 def is_callable(value: ast.expr, functions: set[str]) -> bool:
-    """Whether a value is a function of this file, a lambda, a bound method of self, or an object itself."""
+    """Whether a value is a lambda, a function or method that the file defines, or `self`."""
     if isinstance(value, ast.Lambda):
         return True
     if isinstance(value, ast.Name):
@@ -44,7 +44,7 @@ def is_callable(value: ast.expr, functions: set[str]) -> bool:
 
 
 ALLOWED = {"_emulation.made_by = lambda: CopyStreams(driver, lambda: compute)"}
-"""What a test puts in a driver's place."""
+"""Statements that may stay, because tests put an emulated driver in a driver's place by them."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda each: each.relative_to(PACKAGE).as_posix())

@@ -1,4 +1,4 @@
-"""Timelines as a reader of their file finds them, and a disk that has no room for one."""
+"""Timeline files: reading and checking their events, and a disk that is full before a file is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def load(path: Path) -> list[Event]:
-    """The events of a complete file."""
+    """The events of a complete timeline file."""
     events: list[Event] = json.loads(path.read_text(), parse_constant=_no_json)
     return events
 
@@ -29,7 +29,7 @@ def _no_json(word: str) -> None:
 
 
 def lines_of(text: str) -> list[Event]:
-    """The events of a file that may break off anywhere, as a reader finds them that goes by lines."""
+    """The events of a timeline file that may break off anywhere, read line by line."""
     found = []
     for line in text.split("\n")[1:]:
         try:
@@ -41,7 +41,10 @@ def lines_of(text: str) -> list[Event]:
 
 
 def rows_of(events: Sequence[Event]) -> dict[str, list[Event]]:
-    """Spans by the name of their row, with `start` and `end` in nanoseconds. Every row is named before."""
+    """Spans by the name of their row, with `start` and `end` in nanoseconds.
+
+    The event that names a row must come before the spans of the row.
+    """
     names: dict[int, str] = {}
     rows: dict[str, list[Event]] = defaultdict(list)
     for event in events:
@@ -56,13 +59,13 @@ def rows_of(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def edge_rows(events: Sequence[Event], edge: Edge) -> list[Event]:
-    """The spans of all lanes of an edge."""
+    """The spans of all rows that belong to an edge."""
     rows = rows_of(events)
     return [each for name, spans in rows.items() if name.split(" ")[0] == edge.value for each in spans]
 
 
 def check_rows(events: Sequence[Event]) -> None:
-    """No two spans of a row overlap, and none ends before it begins."""
+    """Assert that no two spans of a row overlap, and that no span ends before it begins."""
     for name, spans in rows_of(events).items():
         ordered = sorted(spans, key=lambda each: (each["start"], each["end"]))
         assert all(each["start"] <= each["end"] for each in ordered), name
@@ -71,7 +74,7 @@ def check_rows(events: Sequence[Event]) -> None:
 
 
 def full_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Of the file's writes so many succeed; the one after leaves a part, and nothing fits from then on."""
+    """Have the disk fill up: `calls` writes succeed, the next writes 20 bytes, and the one after it fails."""
     write, seen = os.write, itertools.count(1)
 
     def limited(descriptor: int, data: Any) -> int:

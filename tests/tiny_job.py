@@ -1,6 +1,6 @@
-"""`infinity train` and `infinity plan` of a tiny preset, whose speed is not measured.
+"""A tiny preset for tests of `infinity train` and `infinity plan`, with fixed rates for the machine's speed.
 
-As a script it is the command line with that preset.
+Run as a script, this file is the command `infinity` with the tiny preset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infinity.planning.cost_model import MachineRates
 
 SPEEDS = MachineRates(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
 PATIENCE = 120.0
-"""Seconds after which something counts as hung."""
+"""Seconds after which a command counts as hung."""
 SENTENCE = "The quick brown fox jumps over the lazy dog, and {} of them look on.\n"
 JSON_KEYS = {
     "infinity",
@@ -59,7 +59,7 @@ PLAN_KEYS = {
 
 
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add the preset "tiny", and do without measuring the machine and long samples."""
+    """Add the preset "tiny", use fixed rates instead of measuring the machine, and shorten samples."""
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
     calls = importlib.import_module("infinity.api")  # the name in the package is the function
     monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
@@ -68,7 +68,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TinyJob:
-    """A folder with text, one for pages, and the options that name them."""
+    """A folder with a text, a folder for pages, and the command-line options that name both."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,36 +82,39 @@ class TinyJob:
         self.options = ["--data", str(data), "--device", "cpu", "--batch", "2", "--seq", "32"]
 
     def arguments(self, command: str, *more: object, model: str = "tiny") -> list[str]:
-        """Of the command line. What is given twice counts the second time."""
+        """The arguments of a command line. Options in `more` replace equal options that come before them."""
         return [command, "--model", model, *self.options, *map(str, more)]
 
     def nvme(self, size: object = "64MiB") -> list[str]:
-        """The option for pages in `pages`."""
+        """The option that gives NVMe a budget of `size` in the folder `pages`."""
         return ["--budget-nvme", f"{self.pages}:{size}"]
 
     def smallest(self, capsys: pytest.CaptureFixture[str], *more: object) -> dict[str, int]:
-        """Bytes of the budgets that do with the least memory, by tier."""
+        """Bytes of the smallest budgets, by tier, as `infinity plan` says. more: further options."""
         roomy = ["--budget-device", "64MiB", "--budget-host", "64MiB", *self.nvme()]
         plan = self.plan(capsys, *roomy, *more)
         found: dict[str, int] = plan["smallest_budgets"]
         return found
 
     def on_disk(self, capsys: pytest.CaptureFixture[str], *more: object) -> list[str]:
-        """The options with which as much as can be is on disk, in a run with these others."""
+        """The options of the smallest budgets, so that as many pages as possible rest on disk.
+
+        more: the other options of the run.
+        """
         smallest = self.smallest(capsys, *more)
         memory = ["--budget-device", str(smallest["device"]), "--budget-host", str(smallest["host"])]
         return [*memory, *self.nvme(smallest["nvme"])]
 
     def plan(self, capsys: pytest.CaptureFixture[str], *more: object, model: str = "tiny") -> dict[str, Any]:
-        """The JSON of a plan."""
+        """The JSON object that `infinity plan` prints. more: further options."""
         return run_json(capsys, self.arguments("plan", "--json", *more, model=model))
 
     def train(self, capsys: pytest.CaptureFixture[str], *more: object, model: str = "tiny") -> dict[str, Any]:
-        """The JSON of a training."""
+        """The JSON object that `infinity train` prints. more: further options."""
         return run_json(capsys, self.arguments("train", "--json", *more, model=model))
 
     def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
-        """The command in a process of its own; script: with the preset "tiny"."""
+        """Start the command `infinity` in a process of its own. script: whether it has the preset "tiny"."""
         program = [__file__] if script else ["-m", "infinity"]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
         environment = {
@@ -125,7 +128,7 @@ class TinyJob:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Inside, the process runs; it does not outlive a failed test."""
+    """Kill the process at the end of the block, so that it does not outlive a failed test."""
     try:
         yield
     finally:
@@ -134,7 +137,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> dict[str, Any]:
-    """What a command that succeeds writes to stdout: one JSON object and nothing else."""
+    """The JSON object that a command prints. Asserts that it succeeds and prints one line to stdout."""
     capsys.readouterr()
     code = cli.main(arguments)
     captured = capsys.readouterr()
@@ -147,7 +150,10 @@ def run_json(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> di
 def run_error(
     capsys: pytest.CaptureFixture[str], arguments: Sequence[str], code: int
 ) -> tuple[str, str, dict[str, Any]]:
-    """What a command with --json that fails writes: its last line on stderr, all of stderr, and the JSON."""
+    """(last line of stderr, all of stderr, JSON object) of a command with --json that fails.
+
+    code: the exit code that the command must have.
+    """
     capsys.readouterr()
     assert cli.main(arguments) == code
     captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""An infinity.optim.paged_optimizer.OptimizerCore in plain memory: the kernels' arithmetic without pages."""
+"""An OptimizerCore (infinity.optim.paged_optimizer) in plain memory: it runs the kernels without pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.formats.optimizer_rules import Rule
 
 
 class MemoryBackend:
-    """Takes contiguous parameters of fp32 or bf16, and their gradients from `.grad`."""
+    """A backend of PagedOptimizer that updates contiguous fp32 or bf16 parameters by their `.grad`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: ThreadPool) -> None:
         self.rule = Rule.of(optimizer)

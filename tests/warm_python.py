@@ -1,9 +1,9 @@
-"""Python processes that have imported torch when they start: forks of one that has done nothing else.
+"""Python processes that start with torch imported: forks of a process that has only imported torch.
 
-Torch, and what it imports for its first optimizer, take 3.5 s of a CPU; a fork takes 20 ms. `Popen` here is
-that of subprocess, but that a command of this interpreter with a script, `-c` or `-m` becomes such a fork. It
-has descriptors, a directory, an environment and an import path of its own, and ends as interpreters end. The
-process that asked for it is its parent, by adoption (see prctl(2), PR_SET_CHILD_SUBREAPER).
+Torch, and what it imports for its first optimizer, take 3.5 s of a CPU. A fork takes 20 ms. `Popen` here is
+subprocess.Popen, except that a command of this interpreter with a script, `-c` or `-m` becomes a fork. The
+fork has descriptors, a directory, an environment and an import path of its own, and ends as an interpreter
+ends. Its parent is the process that asked for it, by adoption (see prctl(2), PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
 MOST_BYTES = 1 << 17
-"""Of a request: program, arguments and environment."""
+"""Largest size in bytes of a request for a fork, which holds program, arguments and environment."""
 MOST_DESCRIPTORS = 16
 _FREE = 64
-"""A descriptor's number above all that somebody asks for."""
+"""A descriptor number above all numbers that a request for a fork asks for."""
 
 _Popen = subprocess.Popen
 
 
 class Popen(_Popen[Any]):
-    """subprocess.Popen, warm where it can be."""
+    """subprocess.Popen whose processes start with torch imported, where the command allows it."""
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:  # type: ignore[override]
         preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:14]
@@ -63,14 +63,14 @@ class Popen(_Popen[Any]):
 
 
 def _can_be_warm(args: Any) -> bool:
-    """Whether this is a command of this interpreter, without options that change how it runs."""
+    """Whether `args` is a command of this interpreter without options that change how it runs."""
     if isinstance(args, (str, bytes)) or len(args) < 2 or args[0] != sys.executable:
         return False
     return args[1] in ("-c", "-m") or not str(args[1]).startswith("-")
 
 
 class _Server:
-    """The process that forks, seen from the one that asks."""
+    """The process that forks, as seen by the process that asks for forks."""
 
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -81,7 +81,7 @@ class _Server:
             self.process = _Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        """The id of a new process, a child of this one."""
+        """Have a process forked that becomes a child of this process. Returns the new process's id."""
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
             answer = self._socket.recv(64)
@@ -113,7 +113,7 @@ def end() -> None:
 
 
 def serve(asked: socket.socket) -> None:
-    """Fork for every request. Returns where a program is to be run: in a fork, and never in this process."""
+    """Fork for every request, and run the requested program in the fork. Returns in forks only."""
     parent = os.getppid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, MOST_BYTES, MOST_DESCRIPTORS)
@@ -137,7 +137,7 @@ def serve(asked: socket.socket) -> None:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Take over what a new process is given."""
+    """Take over the session, directory, environment and descriptors that the request gives."""
     if request["new session"]:
         os.setsid()
     os.chdir(request["directory"])
@@ -168,7 +168,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """As an interpreter with these arguments would."""
+    """Run a program as an interpreter with these arguments would."""
     first, *rest = arguments
     paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     if first in ("-c", "-m"):
@@ -190,7 +190,7 @@ def _run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     _given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     _BASE = [each for each in sys.path[1:] if each not in _given]
-    """What every interpreter of this installation imports from."""
+    """The import path that every interpreter of this installation has."""
     import torch._dynamo  # noqa: F401
 
     with contextlib.suppress(ImportError):

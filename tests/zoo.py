@@ -1,6 +1,6 @@
 """Small models, each of which touches its parameters in a way that a paging runtime can get wrong.
 
-Sizes are odd on purpose: parameters start and end inside pages, run over chunks and share them.
+Sizes are odd on purpose: parameters start and end inside pages, span several chunks, and share chunks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def vectors(step: int, micro: int) -> Batch:
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """A float32 scalar, whatever dtype the model computes in, where it does."""
+    """The cross entropy on the model's device, a float32 scalar whatever dtype the model computes in."""
     device = next(model.parameters()).device
     inputs, targets = (each.to(device) for each in batch)
     return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder with dropout; the head is a weight of its own."""
+    """A decoder with dropout, and with a head whose weight is not the embedding's."""
 
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
 
 class Tied(Transformer):
-    """The head is the embedding: one Parameter under two names, used by two modules."""
+    """A decoder whose head is its embedding: one Parameter under two names, used by two modules."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -103,7 +103,7 @@ class Tied(Transformer):
 
 
 class Borrowing(nn.Module):
-    """Uses a weight of a module that is never called, and one outside its module's forward."""
+    """A model that uses parameters outside their modules' forward: a linear layer's and the embedding's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def channels_last() -> nn.Module:
 
 
 class Mixture(nn.Module):
-    """Each sequence goes to one expert of six; the last is closed, and most are idle in any micro-batch."""
+    """A mixture that sends each sequence to one of six experts. The sixth is never chosen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Mixture(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """cuDNN-style modules, which hand a list of all their weights to one operation."""
+    """A model of an LSTM and a GRU, which hand a list of all their weights to one operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Recurrent(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes its blocks in the backward pass, one of them twice, since it is used twice."""
+    """A model that recomputes its blocks in the backward pass. One block is used and recomputed twice."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Checkpointed(nn.Module):
 
 
 class PartlyFrozen(nn.Module):
-    """A frozen embedding and block, and a parameter that nothing uses."""
+    """A model with a frozen embedding, a frozen block, and a parameter that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class PartlyFrozen(nn.Module):
 
 
 class ScaledLinear(torch.autograd.Function):
-    """x @ weight.t() * scale: takes parameters itself, saves them, and hides them from module hooks."""
+    """x @ weight.t() * scale, in a function that takes and saves parameters unseen by module hooks."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -230,7 +230,7 @@ class ScaledLinear(torch.autograd.Function):
 
 
 class Custom(nn.Module):
-    """A custom autograd function, and a parameter without dimensions."""
+    """A model with a custom autograd function and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Custom(nn.Module):
 
 
 class Encoder(nn.Module):
-    """nn.MultiheadAttention, which passes its children's weights to one operation, also inside a layer."""
+    """A model with nn.MultiheadAttention, which hands its children's weights to one operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Encoder(nn.Module):
 
 
 class Patches(nn.Module):
-    """A root with parameters of its own, and one of a module that only holds parameters."""
+    """A model with parameters of its own, and with a child that only holds parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,17 +280,17 @@ class Patches(nn.Module):
 
 @dataclass(frozen=True)
 class Entry:
-    """One model of the zoo. `str()` is its name."""
+    """One model of the zoo, with its batches and its loss. `str()` gives the model's name."""
 
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
-    """(step, micro-batch) -> inputs and targets; the same ones every time."""
+    """A function from (step, micro-batch) to (inputs, targets), with the same result every time."""
     loss: Callable[[nn.Module, Batch], Tensor] = cross_entropy
     keep: tuple[str, ...] = ()
-    """Parameters that stay float32 where the others are bfloat16."""
+    """Name patterns of parameters that stay float32 where the other parameters are bfloat16."""
     one_gradient: bool = True
-    """Autograd hands over each parameter's gradient once in a backward pass, summed."""
+    """Whether autograd hands over each parameter's gradient once in a backward pass, already summed."""
 
     def make(self, device: str = "cpu") -> nn.Module:
         """A new model with the same weights every time, in training mode."""
@@ -305,7 +305,7 @@ ENTRIES = (
     Entry("transformer", Transformer, words),
     Entry("tied", Tied, words),
     Entry("borrowing", Borrowing, words),
-    # torch's CPU batch norm takes no bfloat16 weights with float32 statistics.
+    # On the CPU, torch's batch norm cannot combine bfloat16 weights with float32 statistics.
     Entry("convnet", Convolutions, images, keep=("layers.[14].*",)),
     Entry("channels_last", channels_last, images, keep=("layers.[14].*",)),
     Entry("mixture", Mixture, words),

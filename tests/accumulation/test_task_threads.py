@@ -1,4 +1,4 @@
-"""Tasks find what torch keeps by thread as their owner has it."""
+"""Tasks of runtime.accumulate: torch's settings in a task's thread are those in the thread of its owner."""
 
 import ctypes
 from collections.abc import Callable
@@ -11,7 +11,10 @@ from infinity.accumulation.task_threads import Surroundings, Task
 
 
 def of_openmp() -> Callable[[], int]:
-    """How many threads OpenMP would take in the calling thread: torch's own answer sets what it tells."""
+    """The OpenMP function that returns how many threads OpenMP would use in the calling thread.
+
+    torch.get_num_threads() would not do, because the call sets the number that it returns.
+    """
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
     for library in mapped:
         found = getattr(ctypes.CDLL(library), "omp_get_max_threads", None)

@@ -1,4 +1,4 @@
-"""runtime.accumulate: the bits of the plain loop, with every page brought up once for all micro-batches."""
+"""runtime.accumulate: it gives the plain loop's bits, and brings every page up once for all micro-batches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_model_that_recomputes_by_itself_gets_the_plain_loop(name: str, tmp_pa
 
 
 class Skips(nn.Module):
-    """Values that pass blocks by: a residual stream outside of them, a U's skips, tuples and keywords."""
+    """A model in which values bypass blocks: a residual stream, skips as in a U-Net, tuples and keywords."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,10 @@ class Half(nn.Module):
 
 
 class Wandering(nn.Module):
-    """Which blocks it takes, how often and in which order depends on the data, and one is in all ways."""
+    """A model whose data decide which blocks a forward uses, how often and in which order.
+
+    One layer is shared: it runs after every block with an odd number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +179,11 @@ def test_random_numbers_before_the_first_block_are_the_plain_loops(tmp_path: Pat
 
 
 def crossed(of: Entry, directory: Path, edge: Edge, count: int, *, vertical: bool, **options: Any) -> int:
-    """Bytes over an edge in the forwards and backwards of a step's micro-batches, the trace known."""
+    """Bytes moved over `edge`, from tier to tier, by the forwards and backwards of a model's second step.
+
+    The trace is known by then. count: micro-batches a step. vertical: take the micro-batches through
+    runtime.accumulate, and not through the plain loop.
+    """
     model = without_dropout(of.make())
     home, factor = options.pop("home", "nvme"), options.pop("device_factor", 1)
     with opened(model, directory, home=home, device_factor=factor) as runtime:
@@ -207,12 +214,12 @@ def test_parameters_cross_once_for_all_micro_batches(name: str, edge: Edge, tmp_
     plain = crossed(of, tmp_path, edge, 4, vertical=False)
     vertical = crossed(of, tmp_path, edge, 4, vertical=True)
     assert plain > 3.5 * once
-    # From the disk come gradients too: a slot holds one chunk of several in a unit.
+    # Gradients come from the disk, too, because a slot holds only one chunk of the several in a unit.
     assert vertical <= (1.05 * once if edge is Edge.HOST_TO_DEVICE else 0.6 * plain)
 
 
 def test_parameters_alone_come_from_the_disk_once(tmp_path: Path) -> None:
-    """With nothing to train in the blocks no gradient crosses; the last linear is all that is trained."""
+    """The blocks are frozen, so that no gradients of blocks are moved. Only norm and head are trained."""
 
     def frozen() -> nn.Module:
         model = Skips().requires_grad_(False)
@@ -254,7 +261,7 @@ def test_blocks_that_are_recomputed_keep_less_and_change_no_bit(tmp_path: Path) 
 
 
 def blocks_that_move(runtime: Any, count: int) -> list[int]:
-    """Of the first `count` modules in a sequence, those with a page that comes and goes."""
+    """Numbers of the modules, among the first `count` of a sequence, that have a page that comes and goes."""
     pages = runtime._components.pages
     return [
         block
@@ -270,12 +277,14 @@ def blocks_that_move(runtime: Any, count: int) -> list[int]:
 
 @pytest.mark.parametrize(("device_factor", "resting"), [(3, 0), (4, 0), (5, 1)])
 def test_recomputed_blocks_drop_what_they_dropped(device_factor: int, resting: int, tmp_path: Path) -> None:
-    """In an order that the plan alone decides.
+    """Recomputation draws the dropout masks of the forward, in an order that the plan alone decides.
 
-    A micro-batch stops before every block that has to come but the first, and in backward behind every one.
-    Of those that have come equally far the first goes on first. resting: how many blocks need not come."""
+    A micro-batch stops before every block that has to come, except before the first, and in the backward pass
+    behind every block that has to come. Of the micro-batches that have come equally far the first goes on
+    first. resting: how many blocks rest where the model computes and need not come.
+    """
     here = threading.local()
-    Masks = dict[tuple[int, int], list[float]]  # (block, micro-batch) -> mask, in the order of the forwards
+    Masks = dict[tuple[int, int], list[float]]  # masks by (block, micro-batch), in the order of the draws
     first: Masks = {}
     again: Masks = {}
 
@@ -289,7 +298,7 @@ def test_recomputed_blocks_drop_what_they_dropped(device_factor: int, resting: i
             return super().forward(x * mask, side=x, extra=[{"gain": mask}])[0]
 
     def loss_of(micro: int) -> Tensor:
-        here.micro = micro  # in the thread of the micro-batch, which runs its backward, too
+        here.micro = micro  # set in the micro-batch's thread, which also runs the backward
         return model(vectors(0, micro)[0]).square().mean()
 
     count, micro_batches = 3, 3
@@ -327,7 +336,7 @@ def test_without_blocks_nothing_is_recomputed(tmp_path: Path) -> None:
 
 
 def with_known_activations(directory: Path, extra: float) -> tuple[nn.Module, Any]:
-    """A model and its budget: the smallest, with `extra` micro-batches' activations more."""
+    """(model, runtime) with the smallest budget and room for `extra` more micro-batches' activations."""
     model = without_dropout(entry("transformer").make())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = (zoo.words(0, 0)[0],)

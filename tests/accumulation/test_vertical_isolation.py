@@ -39,7 +39,7 @@ from infinity.errors import ConfigError
 
 
 class Auxiliary(zoo.Tied):
-    """Its blocks keep a loss of their own on themselves, as mixtures of experts do."""
+    """A model whose blocks each keep a loss of their own in an attribute, as mixtures of experts do."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -60,7 +60,7 @@ def test_what_modules_keep_from_a_forward_is_not_mixed_up(tmp_path: Path) -> Non
 
 
 class Detached(zoo.Tied):
-    """What it keeps has no graph: numbers of the batch that are needed at the end."""
+    """A model that keeps a tensor without a graph in an attribute: a number of the batch, used at the end."""
 
     def forward(self, ids: Tensor) -> Tensor:
         self.scale = self.embedding(ids).detach().std()
@@ -102,7 +102,7 @@ def test_tensors_that_a_hook_hands_on_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_path: Path) -> None:
-    """Only the second micro-batch looks at what the others leave."""
+    """Micro-batches share a tensor, which is found late, because only the second micro-batch uses it."""
     seen: dict[str, Tensor] = {}
     model = zoo.entry("tied").make()
     model.blocks[0].register_forward_hook(lambda *each: seen.update(found=each[2]))
@@ -130,7 +130,10 @@ def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_pat
 
 
 def failing(where: str, act: Callable[[], None]) -> Callable[[nn.Module, Any], Tensor]:
-    """A loss whose third micro-batch acts: before its forward, in a block's, after it or in a backward."""
+    """A loss function that calls `act` during the micro-batch in the function's list `marked`.
+
+    where: "before" the model's forward, in a block's "forward", "after" the model's, or in the "backward".
+    """
 
     def loss_of(model: Any, batch: Any) -> Tensor:
         if batch[0] is not marked[0][0]:
@@ -273,7 +276,11 @@ def test_a_mode_that_sees_one_thread_gets_the_plain_loop(mode: Any, tmp_path: Pa
 
 
 def test_a_checkpoint_around_a_part_draws_the_numbers_that_it_drew(tmp_path: Path) -> None:
-    """To stop inside would hand them to another micro-batch: recomputed masks would be others."""
+    """A model with a checkpoint around a part gets the plain loop.
+
+    If a micro-batch stopped inside the checkpoint, another would draw random numbers meanwhile, and the
+    recomputed dropout masks would differ.
+    """
 
     def loss_of(model: Any, batch: Any) -> Tensor:
         def part(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""All that autograd lets people do, with pages elsewhere: the plain model's bits, or its error."""
+"""Autograd with pages elsewhere: whatever users may do gives the plain model's bits, or the same error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Outcome = Any
 
 
 def ids_for(model: nn.Module) -> Tensor:
-    """Inputs for TIED where it is."""
+    """Token ids for a model made from TIED, on the model's device."""
     return TIED.batch(0, 0)[0].to(model.norm.weight.device)
 
 
@@ -34,7 +34,7 @@ def inference(model: nn.Module, gradients: Gradients) -> Outcome:
         first = loss_of(model).item()
     with torch.no_grad():
         second = loss_of(model, 1).item()
-    loss_of(model).backward()  # and a graph may be recorded afterwards
+    loss_of(model).backward()  # a graph can be recorded after inference
     return first, second, gradients()
 
 
@@ -118,7 +118,7 @@ def backward_that_raises(model: nn.Module, gradients: Gradients) -> Outcome:
     def fail(gradient: Tensor) -> None:
         raise ZeroDivisionError
 
-    # At the end of the backward pass, of which nothing is left over then.
+    # The hook fails at the end of the backward pass, so that nothing of the pass is left undone.
     handle = model.embedding.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
     with pytest.raises(ZeroDivisionError):
         loss_of(model).backward()
@@ -270,7 +270,7 @@ def test_gradients_of_gradients(name: str, home: str, device: str, tmp_path: Pat
         penalty.backward()
         return penalty.item(), gradients()
 
-    # A graph of gradients keeps views of all weights that its operations take, so it needs their room.
+    # A graph of gradients keeps views of all weights that its operations take, so all of these need room.
     got, expected = in_both(
         act, tmp_path, home=home, device=device, of=model_of, device_factor=8 if home == "nvme" else 1
     )

@@ -1,4 +1,4 @@
-"""Holes in the C library's heap are given back where memory is above its limit."""
+"""The heap guard: it gives holes in the C library's heap back where the process's memory exceeds a limit."""
 
 import ctypes
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Memory at each call of malloc_trim."""
+    """A list that gets the bytes of resident memory at each call of malloc_trim."""
     found: list[int] = []
 
     class Library:
@@ -49,14 +49,14 @@ def test_memory_of_others_is_not_tried_again_and_again(
     trims: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guard = HeapGuard(100 * MIB)
-    at(monkeypatch, 200 * MIB)  # and stays there
+    at(monkeypatch, 200 * MIB)  # memory stays as large
     for _ in range(5):
         guard.check()
     assert len(trims) == 1
     at(monkeypatch, 200 * MIB + heap._SLACK + 1)
     guard.check()
     assert len(trims) == 2
-    at(monkeypatch, 99 * MIB)  # it went away after all: the limit is the limit again
+    at(monkeypatch, 99 * MIB)  # the memory went away: from now on the limit counts again
     guard.check()
     at(monkeypatch, 101 * MIB)
     guard.check()

@@ -1,4 +1,4 @@
-"""One suite over every backend: bytes and files, as callers of infinity.aio see them where nothing fails."""
+"""Bytes and files on every backend, as callers of infinity.aio see them where nothing fails."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_any_size_offset_and_address(backend: str, shift: int, tmp_path: Path) -
 
 @each_backend
 def test_neighbours_in_flight_share_pages(backend: str, tmp_path: Path) -> None:
-    """Writes side by side, cut at odd places, all in flight at once: none undoes another's bytes."""
+    """Neighbouring writes that share pages, all in flight at once, undo no bytes of each other."""
     rng = random.Random(5)
     size = 64 * PAGE + 100
     path = make_file(tmp_path / "file", size)
@@ -261,7 +261,7 @@ def test_close_of_a_file_frees_its_descriptors(backend: str, tmp_path: Path) -> 
     path = make_file(tmp_path / "file", 4 * BLOCK)
     with engine(path, backend) as e:
         before = resources()  # the engine starts threads when it needs them
-        for _ in range(300):  # more than there are slots for registered files
+        for _ in range(300):  # more files than there are slots for registration
             with e.open(str(path)) as file:
                 file.read(memory(PAGE), 0).wait()
         check_nothing_left(before, threads=False)

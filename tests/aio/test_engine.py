@@ -1,4 +1,4 @@
-"""Engines: their options, the choice of a backend, memory that they register."""
+"""I/O engines: their options, the choice of a backend, and memory that they register."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_registered_buffers(backend: str, tmp_path: Path) -> None:
         registered = e.register_buffer(address, 4 * BLOCK)
         assert e.facts.registered_bytes == (4 * BLOCK if registered else 0)
         assert bool(e.facts.registration_failure) != registered
-        for begin in (0, 3 * BLOCK, 5 * BLOCK):  # inside, across the end, outside
+        for begin in (0, 3 * BLOCK, 5 * BLOCK):  # inside the registered memory, across its end, outside
             file.read(target[begin : begin + 4 * BLOCK], 100).wait()
             assert target[begin : begin + 4 * BLOCK].tobytes() == content[100 : 100 + 4 * BLOCK]
         file.read(target[: 8 * BLOCK], 0).wait()
@@ -68,7 +68,7 @@ def test_engine_options(tmp_path: Path) -> None:
     assert missing.value.path == str(tmp_path / "missing")
     with pytest.raises(StorageError):
         aio.probe(make_file(tmp_path / "file", 1))
-    with aio.Engine() as e:  # tried in memory
+    with aio.Engine() as e:  # without a directory, backends are tried in memory
         assert e.facts.backend in aio.BACKENDS
         file = e.open(str(make_file(tmp_path / "other", PAGE)))
         assert file.read(memory(PAGE), 0).result() == PAGE
@@ -175,7 +175,7 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
     def ask() -> None:
         for cpu in every:
             os.sched_setaffinity(0, {cpu})  # of this thread
-            for _ in range(1000):  # one that comes before the engine's thread sleeps does not wake it
+            for _ in range(1000):  # a read that comes before the engine's thread sleeps does not wake it
                 file.read(target, 0).wait()
                 found[cpu] = os.sched_getaffinity(task)
                 if cpu not in found[cpu]:
@@ -191,7 +191,10 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
 
 
 def _the_new(name: str, before: set[int]) -> int:
-    """The one thread of that name that was not there before: others that probed may still be ending."""
+    """The kernel's id of the one thread named `name` that is not in `before`.
+
+    Waits until there is only one, because threads of earlier probes may still be ending.
+    """
     end = time.monotonic() + BOUND
     while len(found := threads_of(name) - before) != 1:
         assert time.monotonic() < end, f"{len(found)} new threads are called {name}"

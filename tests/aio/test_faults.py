@@ -1,4 +1,4 @@
-"""Every error path by injection: what the kernel may answer to any block of any request, on every backend."""
+"""Error paths of every backend, by injecting what the kernel may answer to any block of any request."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from aio_backends import BLOCK, PAGE, each_backend, engine, filled, held, make_f
 from infinity import aio
 from infinity.errors import ConfigError, StorageError, StorageFull
 
-BLOCKS = 12  # more than are in flight
+BLOCKS = 12  # more than an engine has in flight
 SIZE = BLOCKS * BLOCK
 KINDS = ("read", "write", "sync")
 NTH = (1, 2, BLOCKS - 1, BLOCKS)
 TRANSIENT = (errno.EAGAIN, errno.EINTR)
 LASTING = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EOPNOTSUPP)
-GIVES_UP_AFTER = 12  # tries; csrc/aio/loop.cpp
+GIVES_UP_AFTER = 12  # tries, as in csrc/aio/loop.cpp
 
 
 class Setup:
-    """An engine with faults over a file of random bytes."""
+    """An engine and a file of random bytes, with a Faults object that injects faults into the engine."""
 
     def __init__(self, tmp_path: Path, backend: str, **options: object) -> None:
         self.content = os.urandom(SIZE)
@@ -45,7 +45,7 @@ class Setup:
         return self.file.write(self.source, 0) if kind == "write" else self.file.sync()
 
     def check_works(self) -> None:
-        """The engine and the file are as good as new."""
+        """Assert that the engine and the file work once faults are cleared."""
         self.faults.clear()
         self.file.write(self.source, 0).wait()
         self.file.sync().wait()
@@ -154,7 +154,7 @@ def test_all_transfers_short(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_nothing_moves(backend: str, tmp_path: Path) -> None:
-    """A read of 0 bytes is the end of the file; a write of 0 bytes is tried again, then EIO."""
+    """A read of 0 bytes has met the end of the file. A write of 0 bytes is tried again, and at last fails."""
     with Setup(tmp_path, backend) as setup:
         setup.faults.shorten("read", 3, 0)
         with pytest.raises(StorageError, match="shorter than expected"):
@@ -171,7 +171,7 @@ def test_nothing_moves(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_file_that_wants_more_alignment_than_it_says(backend: str, tmp_path: Path) -> None:
-    """EINVAL from a direct transfer: the page cache takes it, and the stats show it."""
+    """A direct transfer that fails with EINVAL goes through the page cache, and counts as buffered."""
     with Setup(tmp_path, backend) as setup:
         if not setup.file.direct:
             pytest.skip("no O_DIRECT in the temporary directory")
@@ -201,7 +201,7 @@ def test_delays_change_nothing_but_time(backend: str, kind: str, tmp_path: Path)
 
 @each_backend
 def test_a_request_fails_after_all_its_blocks_have_landed(backend: str, tmp_path: Path) -> None:
-    """The memory of a request is never written after its future is done, also when it has failed early."""
+    """The memory of a request is never written after its future is done, even if a block has failed early."""
     with Setup(tmp_path, backend) as setup:
         setup.faults.fail("read", 1, errno.EIO)
         setup.faults.delay("read", 3, 0.1, times=2)
@@ -283,7 +283,7 @@ def test_volume_fails_once_and_stays_usable(backend: str, tmp_path: Path) -> Non
 
 @each_backend
 def test_disk_full_for_real(backend: str) -> None:
-    """/dev/full is no regular file, so a full file system it must be; a tiny tmpfs needs root to mount."""
+    """A file system that is really full gives StorageFull. It is a tiny tmpfs, which needs root to mount."""
     import subprocess
     import tempfile
 

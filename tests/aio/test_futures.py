@@ -92,7 +92,7 @@ def test_times_keep_no_buffer(backend: str, tmp_path: Path) -> None:
 
 
 def ended(future: aio.Future) -> int:
-    """When it landed, in ns, whoever looks when."""
+    """The time in ns at which the request landed, whenever the caller looks."""
     times = future.timing.times()
     assert times is not None
     return times[1]
@@ -100,7 +100,7 @@ def ended(future: aio.Future) -> int:
 
 @each_backend
 def test_reads_go_ahead_of_writes(backend: str, tmp_path: Path) -> None:
-    """One block at a time, the first held until all are queued: they end in the order of their deadlines."""
+    """Requests that are queued while the first block is held end in the order of their deadlines."""
     path = make_file(tmp_path / "file", 64 * PAGE)
     faults = aio.Faults()
     with engine(path, backend, depth=1, block_bytes=PAGE, faults=faults, write_slack=60) as e:
@@ -133,7 +133,7 @@ def test_writes_do_not_starve(backend: str, tmp_path: Path) -> None:
 def test_a_large_request_has_all_its_blocks_in_flight(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 64 * BLOCK)
     faults = aio.Faults()
-    faults.delay("read", 1, 0.05, times=8)  # the engine looks for ends after it has sent all
+    faults.delay("read", 1, 0.05, times=8)  # the engine looks for completions after it has sent all blocks
     with engine(path, backend, faults=faults) as e, e.open(str(path)) as file:
         file.read(memory(64 * BLOCK), 0).wait()
         assert e.stats.in_flight_peak == 8
@@ -141,7 +141,7 @@ def test_a_large_request_has_all_its_blocks_in_flight(backend: str, tmp_path: Pa
 
 
 class Owner:
-    """Stands for whatever owns a buffer."""
+    """An object that stands for the owner of a buffer."""
 
 
 @each_backend
@@ -162,7 +162,7 @@ def test_owners_live_as_long_as_the_kernel_needs_them(backend: str, tmp_path: Pa
             assert owner() is not None, "the future is gone, the transfer is not"
         while e.stats.read_requests == 0:
             time.sleep(0.01)
-        for _ in range(3):  # dropped by one of the next calls
+        for _ in range(3):  # one of the next calls drops the owner
             file.read(bytearray(1), 0).wait()
         assert owner() is None
         future, owner = request()

@@ -1,4 +1,4 @@
-"""Random operations for each backend against plain bytes: two files and a volume, on two engines."""
+"""Random operations on every backend, compared with plain bytes: two files and a volume, on two engines."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from hypothesis import strategies as st
 from infinity import aio
 
 EXAMPLES = 20
-OPERATIONS = 1000  # in an example: 2 * 10^4 in all, and 10^6 where it is slow
+OPERATIONS = 1000  # in each example, so 2 * 10^4 in all; 10^6 in the slow test
 SIZE = (1 << 18) + 1357
-"""Bytes. Small as BLOCK is: what may go wrong does so at borders, and a disk takes time by the byte."""
+"""Bytes of each file and of the volume: few, but with many small blocks, at whose borders errors occur."""
 
 
 @dataclass
 class Target:
-    """Something with read, write and sync, and what must be in it."""
+    """A file or volume (`store`) to test, and the bytes that it must hold (`model`).
+
+    source: memory to write from. target: memory to read into.
+    """
 
     store: aio.File | aio.Volume
     model: bytearray
@@ -35,7 +38,7 @@ class Target:
 
 
 def ranges(rng: random.Random) -> Iterator[tuple[int, int]]:
-    """Disjoint ranges in random order: the rest of the batch has the places between."""
+    """Disjoint ranges (begin, end) of bytes in random order, for operations that are in flight together."""
     unit = rng.choice((1, 1, 512, PAGE))
     span = rng.choice((200, 2000, 10000, SIZE // 4))
     cuts, at = [], rng.randrange(SIZE // 2) // unit * unit
@@ -48,7 +51,10 @@ def ranges(rng: random.Random) -> Iterator[tuple[int, int]]:
 
 
 def batch(rng: random.Random, target: Target) -> int:
-    """Operations in flight together, then a comparison of all that was read."""
+    """Have random operations in flight together, and then compare all that was read with `target.model`.
+
+    Returns the number of operations.
+    """
     shift = rng.choice((0, 0, 0, 1, 64, 512))
     reads: list[tuple[int, int]] = []
     futures: list[aio.Future] = []
@@ -67,13 +73,13 @@ def batch(rng: random.Random, target: Target) -> int:
             futures.append(target.store.sync())
     aio.wait_all(futures)
     for begin, end in reads:
-        # As bytes: a memoryview compares element by element.
+        # Compared as bytes, because a memoryview compares element by element.
         assert bytes(target.target[shift + begin : shift + end]) == target.model[begin:end], (begin, shift)
     return len(futures)
 
 
 def add_faults(rng: random.Random, faults: aio.Faults) -> None:
-    """Now and then what a kernel may do without losing anything."""
+    """In half of the calls, inject errors, short transfers and delays that must not lose any bytes."""
     faults.clear()
     if rng.random() < 0.5:
         faults.fail("any", rng.randint(1, 300), rng.choice((errno.EAGAIN, errno.EINTR)), times=2)
@@ -109,7 +115,7 @@ def drive(backend: str, seed: int, directory: Path, operations: int) -> None:
             for fault in faults:
                 add_faults(rng, fault)
             done += batch(rng, rng.choice(targets))
-        # Not through the engine: what is in the files now.
+        # Compare what is in the files now, without the engine.
         for name, target in zip(("file0", "file1"), targets, strict=False):
             assert (directory / name).read_bytes() == target.model
         whole = bytearray()

@@ -1,4 +1,4 @@
-"""The engine among threads, signals, forks and the end of the interpreter."""
+"""The I/O engine with several threads, signals, forks, and the end of the interpreter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from infinity.errors import ConfigError, StorageError
 
 @each_backend
 def test_waits_release_the_gil(backend: str, tmp_path: Path) -> None:
-    """While one thread waits, another runs Python: with the GIL held it could not count at all."""
+    """While a thread waits, another thread counts in Python, which it could not if the wait held the GIL."""
     path = make_file(tmp_path / "file", 4 * BLOCK)
     faults = aio.Faults()
     counted = 0
@@ -135,7 +135,7 @@ def test_signal_handlers_run_and_the_wait_goes_on(backend: str, tmp_path: Path) 
             faults.release()
 
     before = signal.signal(signal.SIGALRM, hear)
-    signal.siginterrupt(signal.SIGALRM, False)  # SA_RESTART: the kernel would go on sleeping by itself
+    signal.siginterrupt(signal.SIGALRM, False)  # SA_RESTART: the kernel resumes the sleep by itself
     try:
         with engine(path, backend, faults=faults) as e, e.open(str(path)) as file, held(faults, "read"):
             signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
@@ -152,7 +152,7 @@ def test_signal_handlers_run_and_the_wait_goes_on(backend: str, tmp_path: Path) 
 def test_close_cancels_what_is_queued(backend: str, tmp_path: Path) -> None:
     path = make_file(tmp_path / "file", 64 * PAGE)
     faults = aio.Faults()
-    faults.delay("any", 1, 30, times=None)  # held back on purpose: close does not wait for that
+    faults.delay("any", 1, 30, times=None)  # an injected delay, for which close does not wait
     e = engine(path, backend, depth=2, block_bytes=PAGE, faults=faults)
     file = e.open(str(path))
     futures = [file.read(memory(64 * PAGE), 0), file.write(memory(64 * PAGE), 0), file.sync()]

@@ -1,4 +1,4 @@
-"""Our libaio backend against independent bindings: `libaio` on PyPI, over the system's libaio.so.1."""
+"""The libaio backend against independent bindings: `libaio` on PyPI, over the system's libaio.so.1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ BLOCK = 64 << 10
 
 
 def reference_transfer(mode: Any, path: Path, memory: mmap.mmap, pieces: list[tuple[int, int]]) -> None:
-    """All pieces in flight at once, through O_DIRECT where the file system has it."""
+    """Transfer all pieces (offset, length) at once by the reference bindings, with O_DIRECT where possible.
+
+    mode: the direction, AIOBLOCK_MODE_READ or AIOBLOCK_MODE_WRITE. memory: holds the whole file's bytes.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)
@@ -86,7 +89,7 @@ def test_we_read_what_the_reference_wrote(file: aio.File) -> None:
 
 
 def test_both_at_once_on_neighbouring_places(file: aio.File) -> None:
-    """Interleaved pieces, half written by each, then read crosswise."""
+    """Both implementations write half of the interleaved pieces, and read the half that the other wrote."""
     content = mmap.mmap(-1, SIZE)
     content[:] = os.urandom(SIZE)
     whole = memoryview(content)

@@ -1,4 +1,4 @@
-"""Striping: the map is a format that manifests store, a volume is a file to its callers."""
+"""Striping: StripeMap is a format that manifests store, and a volume acts like one file to its callers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 def test_the_map_is_a_format() -> None:
-    """Golden: a manifest that stores weights and stripe size relies on exactly this."""
+    """The map has exactly these values, because a manifest stores only weights and stripe size."""
     stripes = aio.StripeMap([5, 2, 1], 100)
     assert stripes.period == (0, 1, 0, 0, 2, 0, 1, 0)
     assert stripes.weights == (5, 2, 1)

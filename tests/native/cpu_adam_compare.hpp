@@ -47,7 +47,7 @@ struct Page {
             first_code.push_back(static_cast<uint8_t>(random()));
             second_code.push_back(static_cast<uint8_t>(random()));
         }
-        // Blocks of every exponent, those of not a number and below the lowest too.
+        // Scales of every exponent, including those for NaN and those below the lowest.
         for (size_t i = 0; i < elements / kCodeBlock + 1; ++i) {
             const bool any = random() % 4 == 0;
             first_scale.push_back(static_cast<uint8_t>(any ? random() : 100 + random() % 40));
@@ -59,8 +59,7 @@ struct Page {
             if (random() % 2 == 0) std::memcpy(grad.data() + 4 * i, &g, 4);
         }
     }
-    // Half of the blocks without infinities and NaNs, so that codes are compared and not their
-    // lack.
+    // Removes infinities and NaNs from half of the blocks, so that these have codes to compare.
     void calm() {
         std::mt19937 random(7);
         for (size_t i = 0; i < acc.size(); ++i) {
@@ -153,7 +152,7 @@ inline void compare_formats(const KernelTable& a, const KernelTable& b, const Fo
     }
 }
 
-// `begin` counts for formats without blocks; those with blocks start at the next one.
+// Formats without blocks start at `begin`; formats with blocks start at the next block's border.
 inline void compare_updates(const KernelTable& a, const KernelTable& b, size_t elements,
                             size_t begin, size_t count) {
     uint32_t seed = 1;

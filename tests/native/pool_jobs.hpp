@@ -19,7 +19,7 @@ struct CountingJob : Job {
     std::atomic<int>& counter_;
 };
 
-// Reads and writes plain memory: wrong unless jobs over the same bytes run one after the other.
+// Reads and writes plain memory. The result is wrong unless jobs over the same bytes run in turn.
 struct AddJob : Job {
     AddJob(std::vector<long>& cells, long factor, long term)
         : Job(cells.size(), {range(cells)}), cells_(cells), factor_(factor), term_(term) {}
@@ -28,7 +28,7 @@ struct AddJob : Job {
         return {at, at + cells.size() * sizeof(long), true};
     }
     void run(size_t chunk) noexcept override {
-        // Not the own cell: a chunk depends on what the job before did everywhere.
+        // One chunk changes all cells, so that it depends on all that the job before has done.
         if (chunk == 0) {
             for (long& cell : cells_) cell = cell * factor_ + term_;
         }
@@ -44,7 +44,7 @@ struct HeldJob : Job {
         begun_ = true;
         while (!released_) usleep(100);
     }
-    // After this nobody who waits can take the job over.
+    // When this returns, a thread runs the job, so that no thread that waits can take it over.
     void await_begin() const {
         while (!begun_) usleep(100);
     }
@@ -53,7 +53,7 @@ struct HeldJob : Job {
     std::atomic<bool> released_{false};
 };
 
-// Each of its two chunks ends when the other has begun: not on one thread.
+// Each of the two chunks ends when the other has begun, so that one thread alone cannot run both.
 struct MeetingJob : Job {
     MeetingJob() : Job(2, {}) {}
     void run(size_t) noexcept override {
@@ -67,7 +67,7 @@ struct MeetingJob : Job {
 
 inline std::vector<int> unpinned(size_t threads) { return std::vector<int>(threads, -1); }
 
-// Says which thread ran it.
+// Records which thread ran each chunk.
 struct WhoJob : Job {
     explicit WhoJob(size_t chunks) : Job(chunks, {}), who(chunks) {}
     void run(size_t chunk) noexcept override { who[chunk] = std::this_thread::get_id(); }

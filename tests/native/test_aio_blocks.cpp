@@ -1,4 +1,4 @@
-// The pure parts: cutting requests into blocks, the deadline queue, striping.
+// The parts of csrc/aio without I/O: cutting requests into blocks, the deadline queue, striping.
 #include <memory>
 #include <numeric>
 #include <random>
@@ -35,7 +35,7 @@ void check_cut(Range range, const Alignment& alignment, uint32_t block_bytes) {
         range = {range.address + block.bytes, range.offset + block.bytes,
                  range.bytes - block.bytes};
     }
-    // No more goes through the page cache than the ends, unless the memory does not fit.
+    // Only the ends of a range go through the page cache, unless the memory is misaligned.
     CHECK(!alignment.direct || misaligned || buffered < 2 * page);
 }
 
@@ -78,7 +78,7 @@ void test_queue() {
 }
 
 void test_stripes() {
-    // The format: manifests rely on exactly these.
+    // Manifests rely on exactly these values.
     const StripeMap map({3, 1}, 10);
     CHECK(map.period() == (std::vector<uint32_t>{0, 0, 1, 0}));
     const std::vector<Extent> extents = map.extents(5, 45);
@@ -86,7 +86,7 @@ void test_stripes() {
     CHECK(extents[0].file == 0 && extents[0].offset == 5 && extents[0].bytes == 15);
     CHECK(extents[1].file == 1 && extents[1].offset == 0 && extents[1].bytes == 10);
     CHECK(extents[2].file == 0 && extents[2].offset == 20 && extents[2].bytes == 20);
-    // Every byte in one place of its own, without gaps.
+    // Every byte has one place of its own, and the files have no gaps.
     std::mt19937_64 random(3);
     for (int round = 0; round < 200; ++round) {
         std::vector<uint32_t> weights(1 + random() % 4);

@@ -43,7 +43,7 @@ void test_who_waits_works_too() {
     auto job = std::make_shared<MeetingJob>();
     CHECK(pool.submit(job).wait(-1));
     CHECK(!job->lonely_);
-    // But not for longer than asked for, and a chunk.
+    // But the caller works no longer than it would wait, apart from one chunk.
     std::atomic<int> counter{0};
     const auto first = std::make_shared<HeldJob>();
     const auto last = std::make_shared<HeldJob>();
@@ -69,7 +69,7 @@ void test_small_awaited_work_is_the_caller_s() {
         CHECK(job->began_ns() > 0 && job->began_ns() <= job->ended_ns());
     }
     CHECK(others < 30);  // of 300 chunks, by threads that were awake anyway: they have just begun
-    // What nobody waits for after all is done by the next thread that comes, or at the end.
+    // Work that nobody waits for after all is done by the next thread that comes, or at the end.
     std::atomic<int> counter{0};
     const auto count = [&] {
         return std::make_shared<CountingJob>(1, std::vector<ByteRange>{}, counter);

@@ -1,4 +1,4 @@
-// A pool whose callers have a team of threads: what it does, and what it leaves to the pool.
+// A pool whose callers have a team of threads: what the team does, and what it leaves to the pool.
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace infinity::cpu_adam {
 namespace {
 
-// An OpenMP runtime, as far as a pool knows one.
+// As much of an OpenMP runtime as a pool uses.
 std::vector<std::thread::id> team_ids;
 int team_threads = 0;
 
@@ -55,7 +55,8 @@ void test_a_team_helps_who_waits() {
     auto meeting = std::make_shared<MeetingJob>();
     CHECK(pool.submit(meeting, true).wait(-1));
     CHECK(!meeting->lonely_);
-    // What is not waited for is the pool's, and what nobody waits for after all is done at the end.
+    // The pool does jobs that are not to be waited for. Jobs that nobody waits for in spite of that
+    // are done at the end.
     std::atomic<int> counter{0};
     const auto count = [&](size_t chunks) {
         return std::make_shared<CountingJob>(chunks, std::vector<ByteRange>{}, counter);
@@ -81,7 +82,7 @@ void test_a_team_and_jobs_in_order() {
         for (const Ticket& ticket : tickets) CHECK(ticket.wait(-1));
     }
     for (const long cell : cells) CHECK(cell == expected);
-    // One that somebody waits for, behind one that a thread of the pool has.
+    // A job that is waited for, behind a job that a thread of the pool runs.
     const auto held = std::make_shared<HeldJob>();
     pool.submit(held);
     held->await_begin();

@@ -1,7 +1,7 @@
 // The kernels of a GPU's warp, compiled for the CPU, compute the scalar kernels' bits.
 #define INFINITY_HOST_KERNELS
 #include "vec_warp.hpp"
-// Needs Vec.
+// These files need Vec.
 #include "kernels.inl"
 #include "table.inl"
 // The rest.

@@ -1,5 +1,5 @@
-// The driver's handles over the test driver, from several threads, with streams as threads: what
-// events order the sanitizers find in order, and the checker with them.
+// The driver's handles over the test driver, from several threads, with streams as threads. The
+// sanitizers and the checker both find that accesses which events order are in order.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -47,7 +47,7 @@ void finish(const Event& event) {
 
 std::shared_ptr<Driver> open() { return std::make_shared<Driver>(load(INFINITY_TEST_DRIVER), 0); }
 
-// Bytes go around through memory that all streams share, each after the last one's event.
+// Each stream copies the bytes on, after the event of the stream before it.
 void a_chain_over_streams_carries_its_bytes(std::uint64_t seed, bool threads) {
     reset(seed, threads);
     const auto driver = open();
@@ -135,7 +135,7 @@ void streams_end_with_their_work_done(std::uint64_t seed, bool threads) {
 }
 
 void what_is_not_ordered_is_found(std::uint64_t seed) {
-    reset(seed, false);  // with threads it would be the data race that it is
+    reset(seed, false);  // with threads it would be a real data race
     const auto driver = open();
     std::vector<char> memory(300);
     const Stream first(driver, 0);
@@ -203,7 +203,7 @@ void a_mapping_that_fails_leaves_nothing() {
     CHECK(table.memory_map(address + 2 * chunk, chunk, 0, memory, 0) != success);  // beyond
     CHECK(table.memory_map(address, chunk, 0, memory, 0) == success);
     CHECK(table.memory_map(address, chunk, 0, memory, 0) != success);  // twice
-    CHECK(table.memory_fill(address, 1, chunk) != success);            // nobody may
+    CHECK(table.memory_fill(address, 1, chunk) != success);            // no access set
     CHECK(table.memory_unmap(address, 2 * chunk) != success);          // more than is mapped
     CHECK(table.address_free(address, 2 * chunk) != success);          // still mapped
     CHECK(table.memory_release(memory) == success);

@@ -1,5 +1,5 @@
-// The checker against the definition: of random programs, each byte's uses are compared one by one
-// with all that went before, by sets of what has happened instead of clocks.
+// The checker against the definition of order: in random programs each use is compared with all
+// uses before it, by sets of uses that an actor knows of instead of clocks.
 #include <algorithm>
 #include <cstdint>
 #include <random>
@@ -25,7 +25,7 @@ struct Use {
     bool writes;
 };
 
-// What has happened before an actor's next use, use by use.
+// The definition: for each actor, the set of the uses that have happened before its next use.
 class Definition {
   public:
     using Known = std::set<std::size_t>;
@@ -54,7 +54,8 @@ struct Event {
     Definition::Known known;
 };
 
-// Whether a program ended with a conflict, which both found at the same use.
+// Whether a program ended with a conflict. Checks that the checker and the definition find the
+// conflict at the same use.
 bool agree_on(unsigned seed) {
     std::mt19937 random(seed);
     const auto draw = [&](std::size_t below) { return random() % below; };
@@ -69,7 +70,7 @@ bool agree_on(unsigned seed) {
         if (draw(3) == 0) {
             events.push_back({checker.clock(actor), definition.known(actor)});
         } else if (!events.empty() && draw(2) == 0) {
-            // Late ones, or nobody would ever know of what is new.
+            // Recent events, or no actor would ever know of new uses.
             const Event& event =
                 events[events.size() - 1 - draw(std::min<std::size_t>(events.size(), 4))];
             checker.follow(actor, event.clock);

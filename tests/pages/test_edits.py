@@ -1,4 +1,4 @@
-"""Parameters that are edited by hand: what is kept of their masters, and what is refused."""
+"""Parameters that users edit: what is kept of the masters, and which edits are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients leave through the ring: hooks return, nothing is lost or counted twice, and no bit differs."""
+"""The ring, through which gradients leave the device: hooks wait for room but not for copies, and no
+gradient is lost, counted twice or changed in any bit.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,18 @@ from infinity.tiers import Tier
 from infinity.tiers import driver as driver_module
 
 WATCHDOG = 30
-"""Seconds after which what should not wait is let go, and found out."""
+"""Seconds after which held copies are let go and the test fails, because something has waited for them."""
 
 BIG = 4 * BLOCK
-"""Elements of four blocks of the smallest ring, and of two rings."""
+"""float32 elements of a gradient that fills four blocks, twice as many as the smallest ring has."""
 
 
 RING = 8 * BLOCK
-"""Bytes of the smallest ring: two blocks."""
+"""Bytes of the smallest ring, which has two blocks of BLOCK float32 elements."""
 
 
 class Layers(nn.Module):
-    """Weights that are a block of the smallest ring each, and biases that share one."""
+    """Linear layers whose weights have these numbers of elements. BLOCK elements fill a block of the ring."""
 
     def __init__(self, *sizes: int, bias: bool = True) -> None:
         super().__init__()
@@ -66,9 +68,9 @@ def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @contextlib.contextmanager
 def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> Iterator[Any]:
-    """A runtime with its parameters on the device, all else in RAM, and a ring of two blocks.
+    """The runtime of a model with parameters on the device, all else in RAM, and a ring of two blocks.
 
-    device: None for one that the CPU sees.
+    device: None for a device whose memory the CPU can read, which has no ring.
     """
     precision = options.pop("precision", infinity.Precision(compute="fp32"))
     budget = infinity.Budget(device=ROOMY, host=ROOMY)
@@ -90,8 +92,10 @@ def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> I
 
 @contextlib.contextmanager
 def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
-    """Copies down do not begin inside, nor before what is given is called; a watchdog asserts that nobody
-    waited for them."""
+    """Hold back copies from the device to the host in the block. Yields a function that lets them go on.
+
+    Asserts that nobody waited for the held copies: a watchdog would have let them go.
+    """
     down = runtime._components.store.link.streams["down"]
     late: list[str] = []
 
@@ -115,7 +119,7 @@ def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
 
 
 def finished(model: nn.Module, runtime: Any) -> dict[str, Any]:
-    """A step's rest, and what it has left."""
+    """Do what follows the backward in a step. Returns gradients, norm, parameters and optimizer states."""
     found: dict[str, Any] = {"gradients": [runtime.grad(each) for each in model.parameters()]}
     found["norm"] = float(runtime.clip_grad_norm_(0.5))
     runtime.optimizer.step()
@@ -132,7 +136,7 @@ def stepped(model: nn.Module, runtime: Any) -> dict[str, Any]:
 
 @functools.cache
 def expected(*sizes: int, bias: bool = True) -> dict[str, Any]:
-    """What one step leaves where the CPU sees the device."""
+    """The results of one step of Layers(*sizes) on a device whose memory the CPU can read."""
     model = Layers(*sizes, bias=bias)
     with mock.patch.object(driver_module._emulation, "now", None), opened(None, model) as runtime:
         return stepped(model, runtime)
@@ -191,7 +195,9 @@ def test_hooks_return_while_copies_are_held() -> None:
 
 
 def test_the_third_of_a_ring_of_two_waits_without_lock_and_gil() -> None:
-    """Also Ctrl-C lands, and the step can be repeated."""
+    """A hook that waits for room in the ring holds neither lock nor GIL. Ctrl-C ends the wait, and after
+    zero_grad() the step can be repeated.
+    """
     device, model = EmulatedDevice(2), Layers(*3 * [BLOCK], bias=False)
     with opened(device, model) as runtime:
         ring = runtime._components.gradients._ring
@@ -262,7 +268,7 @@ def test_a_runtime_closes_while_copies_are_held() -> None:
 
 @pytest.mark.parametrize("sizes", [(BLOCK, BLOCK // 2), (BIG, 64), (3 * BIG + 64, 2 * BIG)])
 def test_bytes_down_are_those_of_the_gradients(sizes: tuple[int, ...]) -> None:
-    """Per backward, exactly; nothing else comes down, and what goes up are the updated regions."""
+    """Each backward copies exactly the bytes of its gradients to the host, and nothing else comes down."""
     device, model = EmulatedDevice(5), Layers(*sizes)
     nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
     with opened(device, model) as runtime:

@@ -1,4 +1,4 @@
-"""What a plan has for the gradient ring: two blocks at least, where a device has memory of its own."""
+"""Room for the gradient ring in plans: two blocks at least where a device has its own memory, else none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
 RING = 8 * BLOCK
-"""Bytes of the smallest ring: two blocks."""
+"""Bytes of the smallest ring, which has two blocks of BLOCK float32 elements."""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Training through the gradient ring: every bit is that of gradients that do not leave."""
+"""Gradients that leave the device through the ring: training has the bits of training without the ring."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def budget_of(home: str, model: nn.Module, directory: Path, precision: Any) -> A
 
 
 class Mixed(nn.Module):
-    """Gradients of two dtypes, of odd sizes, of a weight that is used twice, and of one that is not dense."""
+    """A model with gradients of two dtypes and of odd sizes, and with a weight that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,11 @@ class Mixed(nn.Module):
 def trained(
     home: str, directory: Path, device: EmulatedDevice | None, *, compute: str, update: str, how: str
 ) -> dict[str, Any]:
-    """What three steps of three micro-batches leave. how: "plain", or by `accumulate`."""
+    """The losses, parameters and optimizer states of three steps of three micro-batches.
+
+    device: None for a device whose memory the CPU can read, which needs no ring. how: "plain" for a plain
+    loop, "accumulate" for runtime.accumulate.
+    """
     model = Mixed()
     precision = infinity.Precision(compute=compute, keep=("norm.*",))
     budget = budget_of(home, model, directory, precision)

@@ -1,4 +1,4 @@
-"""Moments in bf16 and int8, in whole runtimes: the same bits at every home, states out and in again."""
+"""Moments in bf16 and int8 in whole runtimes: bits are equal at every home, and states can be reloaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Run = dict[str, Any]
 
 
 class Odd(nn.Module):
-    """Parameters of every kind of length: one element, no whole block, one block and more, several chunks."""
+    """A model with parameters of one element, of less and more than a block of codes, of several chunks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,10 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 
 def train(directory: Path, home: str, precision: infinity.Precision, make: Any, *, seed: int = 5) -> Run:
-    """Losses, parameters and states of some steps with all pages at `home`, in as little room as will do."""
+    """The losses, parameters and optimizer states of four steps with all pages at `home`.
+
+    The budget is the smallest that will do. make: a function from parameters to a torch optimizer.
+    """
     torch.manual_seed(seed)
     model = Odd()
     optimizer = make(model.parameters())
@@ -93,7 +96,7 @@ def test_placement_changes_no_bit(tmp_path: Path, compute: str, states: str) -> 
         directory.mkdir()
         runs.append(train(directory, home, precision, RULES["adamw"]))
     assert all(same(runs[0], other) for other in runs[1:])
-    # The comparison is not of constants.
+    # Other initial values give another result, so the runs above are not equal for any reason.
     assert not same(runs[0], train(tmp_path, "unified", precision, RULES["adamw"], seed=6))
 
 
@@ -106,13 +109,13 @@ def test_training_is_near_that_with_fp32_states(tmp_path: Path, states: str, rul
     }
     full, small = runs["fp32"], runs[states]
     assert full["losses"] != small["losses"]
-    # Rules without roots move by as much as their moments do, the others by their share of lr a step.
+    # Rules without roots step in proportion to their moments, and the others by about lr.
     rtol = 0.02 if states == "bf16" else 0.1
     torch.testing.assert_close(small["losses"], full["losses"], rtol=rtol, atol=0)
 
 
 def is_held(values: Tensor, name: str, states: str) -> bool:
-    """Whether the format has these very values."""
+    """Whether the format `states` represents these values of the moment `name` exactly."""
     flat = values.flatten()
     if states == "bf16":
         return torch.equal(flat.bfloat16().float(), flat)
@@ -179,7 +182,7 @@ def test_loaded_fp32_moments_are_rounded_to_nearest(tmp_path: Path, states: str)
 
 
 def test_pages_shrink_by_what_the_formats_save() -> None:
-    """Bytes per parameter, without the bf16 parameter itself: 10, 6 and a little over 4."""
+    """States of a bf16 parameter take 10 bytes an element in fp32, 6 in bf16 and a little over 4 in int8."""
     with torch.device("meta"):
         model = nn.Linear(4096, 4096, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""Tensors that people keep over steps: they never show the bytes of another page, or of another time."""
+"""Tensors that users keep over steps: they show values of their own parameter, never another page's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where models come from, where copies go, and that nothing is left: the same on every device."""
+"""Devices of tensors: where models may come from, where copies go, and what memory closing gives back."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_copy_that_the_device_has_no_room_for_is_refused_by_name(
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_default_device_of_the_users_changes_nothing(compute: str, tmp_path: Path) -> None:
     results = []
-    for default in ("cpu", "meta"):  # no device has less memory to be found by accident
+    for default in ("cpu", "meta"):  # meta tensors have no memory that could be used by accident
         model = TIED.make()
         with torch.device("cpu"), opened(model, tmp_path, compute=compute) as runtime:
             inputs, targets = TIED.batch(0, 0)

@@ -1,4 +1,4 @@
-"""The prefetch engine and the loss scale in whole runtimes: what is read ahead, what a step says."""
+"""The prefetch engine and the loss scale in whole runtimes: what is read ahead, and a step's statistics."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from infinity.tiers.link import CpuLink
 WIDTH = 64
 UNITS = 6
 PAGE = 20480
-"""Bytes of a unit: a float32 matrix and a bias, in whole 4 KiB blocks."""
+"""Bytes of a unit, which is a float32 matrix and a bias, in whole 4 KiB blocks."""
 
 
 class Layers(nn.Module):
-    """Layers one after another; each is a unit. `order` says which are used, and when."""
+    """A model of layers, each of them a unit. A forward uses the layers whose numbers are in `order`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def opened(
     faults: Any = None,
     update: str = "auto",
 ) -> Iterator[tuple[Any, Any]]:
-    """(model, runtime) with all pages on disk and room for so many of them to be resident."""
+    """(model, runtime) with all pages on disk and room for `units` resident parameter pages."""
     torch.manual_seed(3)
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -83,14 +83,15 @@ def inputs() -> Tensor:
 
 
 def step(model: Any, runtime: Any) -> Any:
-    """One step; its Stats."""
+    """Train one step. Returns the step's Stats."""
     model(inputs()).float().square().mean().backward()
     runtime.optimizer.step()
     runtime.optimizer.zero_grad()
     return runtime.stats.last_step
 
 
-# With one slot and a device apart from it, an update due holds back the fetch of its page.
+# Where the device has its own memory and there is room for one page, an update that is due holds back the
+# fetch of its page.
 @pytest.mark.parametrize(
     ("home", "update"), [("unified-nvme", "sync"), ("unified-nvme", "lazy"), ("nvme", "sync")]
 )
@@ -98,7 +99,7 @@ def test_a_learned_step_has_no_misses(home: str, update: str, tmp_path: Path) ->
     faults = Faults()
     with opened(tmp_path, home=home, faults=faults, update=update) as (model, runtime):
         first = step(model, runtime)
-        assert first.misses >= 4  # each layer once at least: nothing is known before
+        assert first.misses >= 4  # each layer at least once, because no order is known yet
         faults.delay("read", 1, 0.002, times=None)
         for _ in range(3):
             later = step(model, runtime)
@@ -116,7 +117,7 @@ def test_with_room_for_one_unit_everything_is_a_miss_and_right(tmp_path: Path) -
                 found.append(model(inputs()).square().mean().item())
                 last = step(model, runtime)
             if units == 1:
-                # Only what the operation before left behind is there.
+                # Only the page that the operation before has used is resident.
                 assert last.misses >= last.accesses // 2
     assert losses[1] == losses[3]
 
@@ -127,7 +128,7 @@ def test_a_divergence_costs_its_new_units_and_is_learned(tmp_path: Path) -> None
             step(model, runtime)
         model.order = [0, 1, 4, 5]
         diverging = step(model, runtime)
-        # Units 4 and 5 in forward; backward may miss what the old order did not say of them.
+        # Units 4 and 5 are missed in the forward, and may be missed in the backward, too.
         assert 2 <= diverging.misses <= 4
         step(model, runtime)
         assert step(model, runtime).misses == 0
@@ -151,7 +152,7 @@ def test_with_two_hops_both_edges_carry_the_same_pages(tmp_path: Path) -> None:
         for _ in range(3):
             step(model, runtime)
         with torch.no_grad():
-            model(inputs())  # which ends the updates
+            model(inputs())  # this forward completes the updates
             runtime._components.prefetch_engine.land_all()
             before = runtime.stats.edges
             for _ in range(3):
@@ -209,7 +210,7 @@ def test_nothing_is_read_ahead_over_a_write_in_flight(
         faults.delay("write", 1, 0.01, times=None)
         for _ in range(2):
             step(model, runtime)
-        # An update ends with its writes; here one is under way while the engine looks ahead.
+        # No update leaves a write under way, so a write is started here, before the engine looks ahead.
         engine, store = runtime._components.prefetch_engine, runtime._components.store
         evict_all(engine)
         page = engine.pages[0]
@@ -323,7 +324,7 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
 
 
 def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """Losses and misses of steps over a link, in an order that changes."""
+    """(loss, misses) of each of six steps with this link to the device. The second step has another order."""
     monkeypatch.setattr("infinity.pages.store.open_link", lambda device: link)
     directory.mkdir()
     found = []
@@ -340,7 +341,7 @@ def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, *
 def test_copies_under_way_keep_no_page_from_its_room(
     update: str, units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An update's outcome is on its way into a resident page, which is to give way to another."""
+    """A resident page can give way to another page while an update's result is still copied into it."""
     held = HeldLink()
     found, expected = (
         with_link(link, tmp_path / type(link).__name__, monkeypatch, update=update, units=units)
@@ -348,14 +349,14 @@ def test_copies_under_way_keep_no_page_from_its_room(
     )
     assert held.asked
     assert [loss for loss, _ in found] == [loss for loss, _ in expected]
-    if update == "sync":  # lazily, what is begun when it is asked for depends on the disk
+    if update == "sync":  # with lazy updates, misses depend on the disk's speed
         assert found == expected
 
 
 def test_a_page_that_somebody_waits_for_overtakes_those_fetched_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One block of 4 KiB at a time, the first held: two pages queue up, and then one is demanded."""
+    """While the first block of 4 KiB is held, two pages queue up, and then a third page is demanded."""
     real_engine, real_read = nvme.open_engine, NvmeTier.read
     monkeypatch.setattr(
         nvme,

@@ -1,4 +1,4 @@
-"""The schedule fetches in order of use, evicts by next use, and never plans more than fits."""
+"""The schedule: it fetches units in order of use, evicts by next use, and never plans more than fits."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -137,7 +137,10 @@ def test_victims_free_what_is_needed_and_no_more(
 
 
 def fewest_misses(uses: Sequence[int], slots: int) -> int:
-    """The optimum over every choice of what to evict, by dynamic programming over sets of resident units."""
+    """The fewest misses that any choice of evictions allows, by dynamic programming over resident sets.
+
+    uses: units in order of use. slots: the number of units that fit.
+    """
 
     @cache
     def misses(at: int, resident: frozenset[int]) -> int:
@@ -171,7 +174,7 @@ def test_demand_paging_with_victims_misses_as_rarely_as_can_be(uses: list[int], 
 def test_following_the_schedule_has_each_unit_there_before_its_use(
     uses: list[int], sizes: list[int], more: int
 ) -> None:
-    """Where any two successive units fit together, every unit but the first is there one use ahead."""
+    """Where any two successive units fit together, every unit except the first is resident before its use."""
     capacity = more + max(total({a, b}, sizes) for a, b in zip(uses, uses[1:] + uses[-1:], strict=True))
     resident: set[int] = set()
     for at, unit in enumerate(uses):

@@ -1,4 +1,4 @@
-"""The trace learns a step's order and finds its place in it again after anything else came in between."""
+"""The trace: it learns a step's order of accesses, and finds its place again after others came between."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ def forward(*units: int) -> list[Access]:
 
 
 def training(units: int) -> list[Access]:
-    """One step: each unit's update, then its forward, then all backwards in reverse."""
+    """The accesses of one step: update and forward of each unit in turn, then all backwards in reverse."""
     ups = [Access(unit, kind) for unit in range(units) for kind in (U, F)]
     return ups + [Access(unit, B) for unit in reversed(range(units))]
 
