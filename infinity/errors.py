@@ -45,7 +45,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class UnsupportedOptimizer(InfinityError, TypeError):
-    """An optimizer, or one of its options, whose update has no equal here."""
+    """An optimizer, or one of its options, whose update is not implemented here."""
 
 
 class NonFiniteGradient(InfinityError, ArithmeticError):

@@ -62,13 +62,18 @@ class Runtime(Closing):
 
     @property
     def plan(self) -> Plan:
-        """The plan: homes of states, and the predicted time of a step (after a first step the measured)."""
+        """The plan: homes of states, and the predicted seconds of a step.
+
+        After the first step the measured seconds of the last step replace the predicted ones, and measured
+        activations those that no example inputs told.
+        """
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
-        if plan.activations is None and last is not None:
-            return replace(
-                plan, activations=self._components.pager.saved_bytes.peak, prediction=Prediction.of_step(last)
-            )
-        return plan
+        if last is None:
+            return plan
+        activations = (
+            self._components.pager.saved_bytes.peak if plan.activations is None else plan.activations
+        )
+        return replace(plan, activations=activations, prediction=Prediction.of_step(last))
 
     @property
     def optimizer(self) -> PagedOptimizer:

@@ -23,9 +23,8 @@ import infinity
 from infinity.prefetch import trace
 
 WARM = 24
-STEPS = 264
-FEW = 120
-MANY = 1032
+STEPS, FEW, MANY = 280, 120, 1048
+"""Numbers of steps. An interval has a multiple of 4 steps, the period of the tests' inputs."""
 INTERVALS = 8
 """Number of equal intervals into which the steps after WARM are divided. Memory is recorded after each."""
 BYTES_PER_STEP = 16

@@ -166,7 +166,12 @@ def test_example_inputs_make_the_plan_know(tmp_path: Path, monkeypatch: pytest.M
     ) as runtime:
         assert runtime.plan.activations is not None and runtime.plan.activations >= 8 * 256 * 4
         assert runtime.plan.prediction is not None and runtime.plan.prediction.seconds > 0
-        assert "predicted unknown" not in str(runtime.plan)
+        assert not runtime.plan.prediction.measured and "predicted unknown" not in str(runtime.plan)
+        activations = runtime.plan.activations
+        model(torch.randn(8, 64)).sum().backward()
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        assert runtime.plan.prediction.measured and runtime.plan.activations == activations
 
 
 def test_after_a_step_the_plan_knows(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Pure.
 The prediction is a roofline model. The lower end of the range assumes that all work overlaps that can
 overlap, and the upper end assumes that no work overlaps. The costs of hooks, of waits and of other
 processes are not modelled, and the range leaves room for them. A plan that was made without example inputs
-has no prediction, and shows the measured seconds of the last step instead.
+has no prediction. Once a runtime has finished a step, its plan shows the measured seconds instead.
 
 Predictions for CUDA can be too short, because each resource counts as if it never waited for another
 resource. Where host RAM has no room for mirrors (infinity/planning/mirror.py), each chunk of parameters on
