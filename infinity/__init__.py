@@ -1,10 +1,14 @@
-"""infinity: virtual memory for training."""
+"""infinity: virtual memory for training.
+
+Parameters, gradients and optimizer states are pages that live in device memory, host RAM and NVMe.
+"""
 
 import os
 
-# GNU's OpenMP reads this when torch loads it, so it helps only if this package is imported before torch, as
-# on the command line. Threads that spin for long at barriers keep cores from the threads of I/O and updates,
-# and a step takes up to 20 times as long while another process is busy. 5,000 spins cost no speed otherwise.
+# GNU's OpenMP reads this variable when torch loads it, so it helps only if this package is imported before
+# torch, as on the command line. Threads that spin for long at barriers keep cores from the threads of I/O and
+# updates, and a step takes up to 20 times as long while another process is busy. 5,000 spins cost no speed
+# otherwise.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 

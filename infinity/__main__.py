@@ -1,4 +1,4 @@
-"""`python -m infinity`: the same as the command `infinity`."""
+"""`python -m infinity`: runs the command `infinity`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Public calls: `plan`, which moves nothing, and `offload`."""
+"""Public calls: `plan` makes a plan and moves nothing; `offload` moves a model into pages."""
 
 from __future__ import annotations
 
@@ -36,24 +36,29 @@ def offload(
     update: str = "auto",
     accumulation: int | None = None,
 ) -> Runtime:
-    """Move the states of `model` into pages, and return the runtime that moves them from now on.
+    """Move the parameters, gradients and optimizer states of a model into pages; returns their runtime.
 
-    model: any nn.Module, changed in place; in RAM, on the device, or built under torch.device("meta"), in
-    which case its own initialisers fill it module by module. optimizer: torch.optim's AdamW, Adam, SGD or
-    Adagrad over its parameters, replaced by `Runtime.optimizer`; None: inference only. device: default "cuda"
-    if there is one, else "cpu". weights: a safetensors file, or a directory of them, that fills the model.
-    example_inputs: see infinity.plan. update: when step() updates: "sync", before it returns; "lazy", each
-    unit before its next use, while earlier units compute; "eager", each unit in the backward that brings its
-    last gradient (infinity/optim/eager.py says what that needs); "auto" chooses (lazy).
+    model: any nn.Module; it is changed in place. It may be in RAM, on the device, or built under
+    torch.device("meta"); in the last case the model's own initialisers fill it, module by module. optimizer:
+    AdamW, Adam, SGD or Adagrad of torch.optim over the model's parameters; `Runtime.optimizer` replaces it.
+    None: inference only. budget: bytes of each tier that the runtime may use. precision: the dtypes of
+    computation and states. device: where the model computes; by default "cuda" if there is a GPU, else "cpu".
+    weights: a safetensors file, or a directory of such files, from which the model is filled. example_inputs:
+    see infinity.plan.
 
-    accumulation: number of backwards in a step, if it is known. Eager updates need it; lazy ones use it to
-    read their first states during the last backward. With accumulation=1 the plan prefers optimizer states
-    to gradients for the nearer tiers, as gradients move less, and a gradient is stored in the dtype in which
-    it comes, its parameter's: results have the same bits, and a second gradient raises ConfigError.
+    update: the time when parameters are updated. "sync": before `step` returns. "lazy": each unit before its
+    next use, while earlier units compute. "eager": each unit in the backward that brings its last gradient;
+    infinity/optim/eager.py says what this needs. "auto": chosen by infinity, at present "lazy".
 
-    Raises BudgetError before anything is moved if a budget is too small (`needed`: one that is enough),
-    UnsupportedOptimizer, ConfigError for a model that cannot be paged, and what the tiers raise; model and
-    optimizer are then as they were.
+    accumulation: the number of backwards in a step; None: unknown. Eager updates need this number. Lazy
+    updates use it to read their first states during the last backward. With accumulation=1 gradients move
+    less, so the plan puts optimizer states before gradients into the nearer tiers. A gradient is then stored
+    in its parameter's dtype, with the same bits in the results, and a second gradient in a step raises
+    ConfigError.
+
+    Raises BudgetError before anything is moved if a budget is too small; its `needed` is a budget in bytes
+    that is enough. Raises UnsupportedOptimizer, ConfigError for a model that cannot be paged, and the errors
+    of the tiers (StorageError, StorageFull, DeviceError). Model and optimizer are then as they were.
     """
     budget, precision = check_kinds(budget, precision)
     _check(model, optimizer)
@@ -81,16 +86,16 @@ def plan(
     update: str = "auto",
     accumulation: int | None = None,
 ) -> Plan:
-    """The plan by which `offload` would move states with the same arguments; nothing is moved.
+    """Make the plan by which `offload` would move a model with the same arguments; nothing is moved.
 
-    model_or_config: a module on any device, meta included, or a transformers configuration. optimizer: None
-    for inference only. example_inputs: positional or keyword arguments of one forward; with them the plan
-    knows activations and predicts seconds per step: every distinct operation is timed on the device (2 s at
-    most), and bandwidths are probed and kept in the cache directory (2 s; those of a disk soon expire).
-    device: default "cuda" if there is one, else "cpu". update, accumulation: as in `offload`.
+    model_or_config: a module on any device, including meta, or a transformers configuration. optimizer: None
+    for inference only. example_inputs: positional or keyword arguments of one forward. With them the plan
+    knows the memory of activations and predicts the seconds of a step. For the prediction every distinct
+    operation is timed on the device in at most 2 s, and bandwidths are probed in about 2 s. Bandwidths are
+    kept in the cache directory, those of disks for a short time. All other arguments: as in `offload`.
 
-    Raises BudgetError (`needed`: bytes that are enough), ConfigError, UnsupportedOptimizer, and StorageError
-    for a directory that cannot be probed.
+    Raises BudgetError if a budget is too small; its `needed` is a budget in bytes that is enough. Raises
+    ConfigError, UnsupportedOptimizer, and StorageError for a directory that cannot be probed.
     """
     budget, precision = check_kinds(budget, precision)
     chosen = update_time(update, accumulation, precision)
@@ -115,7 +120,7 @@ def plan(
     )
     if estimate is None:
         return draft()
-    draft(activations=estimate.activations)  # raises before anything is measured if it cannot fit
+    draft(activations=estimate.activations)  # if the model cannot fit, this raises before any measurement
     speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype)
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
     compute = seconds_of(estimate.operations, roofline, target)
@@ -123,13 +128,13 @@ def plan(
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises ConfigError if the model cannot be paged, or the optimizer is not over its parameters."""
+    """Raises ConfigError if the model cannot be paged, or if the optimizer is not made for this model."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"The model is a {type(model).__name__}.", "Give an nn.Module.")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)):
         raise ConfigError(
             f"The model is a {type(model).__name__}, which handles its parameters by itself.",
-            "Give the plain module: infinity.offload partitions over ranks itself.",
+            "Give infinity.offload the plain module inside of it.",
         )
     known = set()
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Builder of a runtime by its plan: opens the tiers, fills the pages, and connects the components."""
+"""Builder: makes a runtime from a plan. It opens the tiers, fills the pages and connects the components."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
 
 _GUARD_MARGIN = 16 << 20
-"""Bytes below the budget at which holes in the heap are returned; at most a sixteenth of the budget. In a
-budget of 160 MiB, memory grew by 4 to 6 MiB between two checks."""
+"""Bytes by which the limit of the heap guard lies below the RAM budget; at most a sixteenth of the budget.
+
+With a budget of 160 MiB, memory grew by 4 to 6 MiB between two checks of the guard.
+"""
 
 
 def carry_out(
@@ -55,7 +57,10 @@ def carry_out(
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
 ) -> Runtime:
-    """The runtime that `offload` returns, by a plan made before for this model, optimizer and budget."""
+    """Move the states of `model` into pages as `plan` says; returns the runtime.
+
+    plan: a plan made for the same model, optimizer and budget. optimizer, weights: as in `infinity.offload`.
+    """
     heap = _guard(plan)
     with ExitStack() as cleanup:
         meter = Meter()
@@ -74,7 +79,7 @@ def carry_out(
 
 
 class _Builder:
-    """The state that is needed only while a runtime is built."""
+    """Builds a runtime in steps, and holds what is needed only between these steps."""
 
     def __init__(self, model: nn.Module, plan: Plan, store: Store) -> None:
         self.model = model
@@ -91,7 +96,11 @@ class _Builder:
         self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write every parameter page, and the masters beside it. heap: counts the values made meanwhile."""
+        """Write the initial values of all parameters to the homes of their pages, with their fp32 masters.
+
+        weights: the file or directory to load; None: the values that the parameters have, or get from their
+        initialisers. heap: the heap guard, which is told the bytes of each value that is made.
+        """
         states = self.states
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -113,7 +122,10 @@ class _Builder:
                     put(parameter, parameter)
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """`OptimizerCore.write_state` for a parameter that is not converted yet, after its page is filled."""
+        """Write a parameter's optimizer state to its page, before the parameter is converted.
+
+        Called after `fill`. state: tensors by name, as in OptimizerCore.write_state.
+        """
         assert self.states is not None
         unit, index = self.places[id(parameter)]
         layout = self.plan.layout.units[unit]
@@ -124,12 +136,12 @@ class _Builder:
             self.states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
 
     def dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype in its page of a parameter that is not converted yet."""
+        """The dtype that a parameter will have in its page."""
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
     def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
-        """Convert the parameters and connect all components. Needs no further tier memory."""
+        """Convert the parameters to paged parameters, and make and connect all components."""
         plan, store, states = self.plan, self.store, self.states
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
@@ -174,7 +186,11 @@ class _Builder:
         return Runtime(parts)
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
-        """The parameter pages, whose Parameters are paged from now on; permanent pages are resident."""
+        """Make the parameter pages, and put placeholders in place of the Parameters' own memory.
+
+        Permanent pages are resident afterwards. addresses: address of a resident page -> the page; filled
+        here and by later arrivals.
+        """
         placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [
             ParameterPage(
@@ -200,7 +216,7 @@ class _Builder:
         return pages
 
     def _stays(self, unit: int) -> bool:
-        """Whether a unit's page is permanent: its parameters are always where the model computes."""
+        """Whether a unit's parameter page is permanent: always in the memory where the model computes."""
         near = Tier.HOST if self.plan.unified else Tier.DEVICE
         return self.homes[unit].tier is near or unit in self.plan.mirrored
 
@@ -232,9 +248,10 @@ class _Builder:
 
 
 def _kept_by_others(model: nn.Module, device: torch.device) -> int:
-    """Bytes that torch has allocated on a CUDA device for neither the model's parameters nor its buffers.
+    """Bytes on a CUDA device that torch has allocated for neither parameters nor buffers of the model.
 
-    Parameters are replaced by pages, and the plan counts buffers.
+    Parameters are left out because pages replace them, and buffers because the plan counts them. Returns 0
+    for the CPU.
     """
     if device.type != "cuda":
         return 0
@@ -247,7 +264,11 @@ def _kept_by_others(model: nn.Module, device: torch.device) -> int:
 
 
 def _guard(plan: Plan) -> HeapGuard:
-    """The heap guard, with the budget as its limit if activations are in RAM, else without a limit."""
+    """The heap guard of a runtime.
+
+    If the model computes on the CPU, the limit is the process's present memory plus the RAM budget, less a
+    margin. Otherwise there is no limit.
+    """
     if plan.device.type != "cpu":
         return HeapGuard(None)
     budget = plan.ram_budget

@@ -1,4 +1,4 @@
-"""Components: the parts of one runtime, which `infinity.offload` makes and connects."""
+"""Components: the parts of one runtime, as `infinity.offload` has made and connected them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infinity.telemetry.meter import Meter
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The parts of one runtime, connected. `gradients`, `states` and `updater` are None for inference."""
+    """The connected parts of one runtime. `gradients`, `states` and `updater` are None for inference."""
 
     model: nn.Module
     plan: Plan

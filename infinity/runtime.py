@@ -29,16 +29,19 @@ from infinity.training_step import TrainingStep
 
 
 class Runtime(Closing):
-    """A model whose states are pages. Made by `infinity.offload`; a context manager that closes itself."""
+    """A model whose parameters, gradients and optimizer states are in pages. `infinity.offload` makes it.
+
+    As a context manager, the runtime closes itself at the end.
+    """
 
     def __init__(self, parts: Components) -> None:
         self._components = parts
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
-        """The accumulator that gradients go through; None before the first `accumulate`."""
+        """The object that orders gradients of micro-batches; None before the first call of `accumulate`."""
         self._optimizer: PagedOptimizer | None = None
         self.training_step: TrainingStep | None = None
-        """The core of `runtime.optimizer`; None for inference."""
+        """The part of the runtime that `runtime.optimizer` calls; None for inference."""
         self._hooks = ModuleHooks(
             parts.model,
             parts.pager,
@@ -58,14 +61,14 @@ class Runtime(Closing):
             if page.layout.parameters[index].trainable
         ]
 
-    # --- the public surface ----------------------------------------------------------------------------
+    # --- public ----------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The plan: homes of states, and the predicted seconds of a step.
+        """The plan by which the runtime works: the home of each page, and the predicted seconds of a step.
 
-        After the first step the measured seconds of the last step replace the predicted ones, and measured
-        activations those that no example inputs told.
+        After the first step the measured seconds of the last step replace the predicted seconds. If the planner
+        did not know the activations, the measured bytes of activations stand in their place.
         """
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
         if last is None:
@@ -77,7 +80,10 @@ class Runtime(Closing):
 
     @property
     def optimizer(self) -> PagedOptimizer:
-        """The optimizer to step, save, load and give to schedulers. Raises ConfigError without one."""
+        """The optimizer of the model, to be used instead of the one that was given to `infinity.offload`.
+
+        Raises ConfigError if the model was offloaded without an optimizer.
+        """
         if self.training_step is None:
             raise ConfigError(
                 "The model was offloaded without an optimizer.",
@@ -87,12 +93,17 @@ class Runtime(Closing):
         return self._optimizer
 
     def take(self, optimizer: PagedOptimizer) -> None:
-        """Set the optimizer that `optimizer` returns. Called once, by `offload`."""
+        """Set the optimizer that the property `optimizer` returns. Called once, by `infinity.offload`."""
         self._optimizer = optimizer
 
     @property
     def stats(self) -> Stats:
-        """Bytes moved per tier edge, stalls, peaks, hit rate, and what limited the last step."""
+        """Measurements of the run so far and of its last step.
+
+        They include bytes moved between tiers, seconds of waiting, the most bytes used of each pool, the
+        share of uses for which the page was present or on its way, and the resource that limited the last
+        step.
+        """
         store = self._components.store
         for name, pool in store.pools.items():
             self._components.meter.peak(name, pool.counters.peak)
@@ -100,11 +111,12 @@ class Runtime(Closing):
 
     @contextmanager
     def timeline(self, to: str | os.PathLike[str] | Timeline) -> Iterator[Timeline]:
-        """Context in which the runtime's work is recorded for Perfetto, in a file of that path or a Timeline.
+        """Context in which the runtime's work is recorded as a timeline for Perfetto; yields the Timeline.
 
-        infinity/telemetry/timeline.py says what is shown; `Timeline.annotate(loss=...)` adds to the last
-        step. Raises StorageError or StorageFull if the file cannot be written, ConfigError inside of another
-        such context.
+        to: the path of the file to write, or a Timeline. `Timeline.annotate(loss=...)` adds figures to the
+        last step. infinity/telemetry/timeline.py says what a timeline shows. Raises StorageError or
+        StorageFull if the file cannot be written, and ConfigError if another timeline of the runtime is
+        being recorded.
         """
         with ExitStack() as inside:
             timeline = to if isinstance(to, Timeline) else inside.enter_context(Timeline(to))
@@ -120,14 +132,15 @@ class Runtime(Closing):
         together: int | None = None,
         recompute: bool = False,
     ) -> list[torch.Tensor]:
-        """`for batch in batches: loss_fn(batch).backward()`, page by page instead of batch by batch.
+        """Run forward and backward of all micro-batches together, page by page; returns the detached losses.
 
-        Parameters cross the link once for all micro-batches, and gradients have the bits of the plain loop's.
-        loss_fn(batch): calls the model and returns the scalar loss, already divided by the number of
-        micro-batches. together: number of micro-batches under way at one time, with their activations; None:
-        as many as the budget has room for. recompute: blocks keep only their inputs and run again in
-        backward. Returns the detached losses. See infinity.accumulation.vertical.Accumulator.run for details
-        and warnings.
+        The gradients have the same bits as after `for batch in batches: loss_fn(batch).backward()`, but each
+        page is fetched once for all micro-batches. loss_fn: function that takes a batch, calls the model and
+        returns the scalar loss, already divided by the number of micro-batches. together: the most
+        micro-batches that run together; None: as many as the budget has room for. The activations of these
+        micro-batches are in memory at the same time. recompute: each repeated block of the model keeps only
+        its inputs, and runs again in backward. infinity.accumulation.vertical.Accumulator.run describes
+        details and warnings.
         """
         training_step, parts = self._training(), self._components
         with parts.pager.lock:
@@ -140,19 +153,20 @@ class Runtime(Closing):
         return self._accumulator.run(batches, loss_fn, together=together, recompute=recompute)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the earlier norm.
 
-        The norm (float32 scalar) is summed in float64; the factor is max_norm / (norm + 1e-6), as
-        in torch.nn.utils.clip_grad_norm_. A norm that is not finite scales nothing: `step` decides.
-        Raises ConfigError with eager updates.
+        The norm is a float32 scalar on the CPU, summed in float64. The factor is max_norm / (norm + 1e-6),
+        as in torch.nn.utils.clip_grad_norm_, and at most 1. If the norm is not finite, no gradient is
+        scaled, and `step` treats the gradients as not finite. Raises ConfigError if updates are eager.
         """
         norm = self._training().clip(float(max_norm))
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy of a parameter's gradient, unscaled and clipped, in host RAM; None if there is none.
+        """A copy in host RAM of a parameter's gradient, unscaled and clipped; None if there is no gradient.
 
-        Shape and strides are the parameter's, the dtype is the accumulation's (`Precision.accumulate`).
+        The copy has the parameter's shape and strides, and the dtype in which gradients are accumulated
+        (`Precision.accumulate`).
         """
         return self._training().gradient(parameter)
 
@@ -160,7 +174,8 @@ class Runtime(Closing):
     def full_parameters(self, module: nn.Module) -> Iterator[None]:
         """Context in which all parameters of `module` are resident, to be read or edited in place.
 
-        Edits reach the fp32 masters. Raises BudgetError if they do not fit together (`needed`).
+        Edits change the fp32 masters, too. Raises BudgetError if the parameters do not fit together; its
+        `needed` is a budget in bytes that is enough.
         """
         units = {
             parameter._place.page.index
@@ -173,21 +188,22 @@ class Runtime(Closing):
     def save(self, path: str | None = None, *, state: Mapping[str, Any] | None = None) -> NoReturn:
         """Raises ConfigError always: checkpoints of a run cannot be written yet."""
         raise ConfigError(
-            "Durable commits are not there yet.",
+            "Checkpoints of a run cannot be written yet.",
             "Save model.state_dict() and runtime.optimizer.state_dict() with torch.save, if they fit in RAM.",
         )
 
     def load(self, path: str | None = None) -> NoReturn:
-        """Raises ConfigError: commits do not exist yet."""
+        """Raises ConfigError always: checkpoints of a run cannot be loaded yet."""
         raise ConfigError(
-            "Durable commits are not there yet.",
+            "Checkpoints of a run cannot be loaded yet.",
             "Load with model.load_state_dict() and runtime.optimizer.load_state_dict().",
         )
 
     def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
-        """Write the model to the directory `path` in Hugging Face's layout.
+        """Write the model to the directory `path` as safetensors files in Hugging Face's layout.
 
-        See infinity.checkpoint.export.export.
+        dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters. shard: the
+        most bytes of tensors in a file. infinity.checkpoint.export.export describes files and errors.
         """
         parts, compute = self._components, self._components.plan.precision.compute_dtype
         with parts.pager.lock:
@@ -199,9 +215,10 @@ class Runtime(Closing):
             export(source, path, dtype=dtype, shard=shard)
 
     def close(self) -> None:
-        """Wait for what is under way, and give all memory and files back. A second call does nothing.
+        """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.
 
-        The model's parameters cannot be used afterwards: copy its state_dict() before, if it is needed.
+        The model's parameters cannot be used afterwards. If they are needed, copy the model's state_dict()
+        before.
         """
         parts = self._components
         with parts.pager.lock:
@@ -209,7 +226,7 @@ class Runtime(Closing):
                 return
             parts.health.closed = True
             parts.pager.forwards.prune()
-            with ExitStack() as ends:  # run from the last to the first, each even if another is interrupted
+            with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
                 ends.callback(parts.store.close)
                 ends.callback(parts.threads.close)
                 if parts.gradients is not None:
@@ -224,7 +241,7 @@ class Runtime(Closing):
                     ends.callback(handle.remove)
                 ends.callback(self._hooks.remove)
 
-    # --- what hooks call -------------------------------------------------------------------------------
+    # --- called by hooks -------------------------------------------------------------------------------
 
     def _gradient_arrived(self, parameter: torch.Tensor) -> None:
         self._training().gradient_arrived(parameter, self._accumulator)
@@ -237,16 +254,17 @@ class Runtime(Closing):
     def _check_copy(self, module: nn.Module) -> None:
         self._check_capacity(sum(each.numel() * each.element_size() for each in module.parameters()))
 
-    # --- inside ----------------------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------------
 
     def _check_capacity(self, nbytes: int) -> None:
-        """See OptimizerCore."""
+        """Raises BudgetError if a copy of `nbytes` bytes does not fit in free RAM."""
         self._refuse()
         usable = machine.memory().usable
         if nbytes > usable:
             raise BudgetError(
                 f"A copy of {format_size(nbytes)} was asked for, and {format_size(usable)} of RAM are free.",
-                "Read single ones instead (runtime.optimizer.state[p], runtime.full_parameters(module)).",
+                "Read single parameters and states instead (runtime.full_parameters(module), "
+                "runtime.optimizer.state[p]).",
                 needed=nbytes,
             )
 

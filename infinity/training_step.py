@@ -1,5 +1,7 @@
-"""Training step: the core of `runtime.optimizer`, which takes gradients, makes steps, and reads and writes
-states of single parameters."""
+"""Training step: takes gradients from autograd, updates parameters, and reads and writes optimizer states.
+
+`runtime.optimizer` calls it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from infinity.tiers import Tier
 
 
 class TrainingStep:
-    """The training half of a runtime; it implements OptimizerCore."""
+    """The part of a runtime that only training needs; it implements OptimizerCore for `runtime.optimizer`."""
 
     def __init__(self, parts: Components, check_capacity: Callable[[int], None]) -> None:
-        """check_capacity: see OptimizerCore."""
+        """check_capacity: raises BudgetError if a copy of this many bytes does not fit in RAM."""
         assert parts.gradients is not None and parts.states is not None and parts.updater is not None
         self.check_capacity = check_capacity
         self._components = parts
@@ -37,12 +39,16 @@ class TrainingStep:
         self._states = parts.states
         self._updater = parts.updater
         self._param_groups: Sequence[Mapping[str, Any]] = ()
-        """The optimizer's own list, so that changes to it are seen."""
+        """The param groups of the user's optimizer. The list is not a copy, so later changes take effect."""
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
         self._last_step = time.perf_counter()
         self._knows_activations = parts.plan.activations is not None or parts.plan.device.type != "cpu"
-        """Whether the plan knew activations, or a cap keeps them within the budget, as on CUDA."""
+        """Whether the first step's activations need no check against the budget.
+
+        True if the plan knew the activations, and on CUDA, where a limit of torch's allocator enforces the
+        budget. Otherwise the check sets it to True.
+        """
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
             assert parts.plan.accumulation is not None
@@ -54,20 +60,23 @@ class TrainingStep:
             )
 
     def attach(self, param_groups: Sequence[Mapping[str, Any]], groups: dict[tuple[int, int], int]) -> None:
-        """Set the param groups. Called once, by `offload`.
+        """Set the param groups of the user's optimizer. Called once, by `infinity.offload`.
 
-        groups: (unit, parameter) -> index of its param group.
+        groups: (unit, parameter) -> index of the parameter's group in `param_groups`.
         """
         self._param_groups = param_groups
         self._groups = groups
 
     def clip(self, max_norm: float) -> float:
-        """See Runtime.clip_grad_norm_. Raises ConfigError with eager updates."""
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the earlier norm.
+
+        Raises ConfigError if updates are eager. Runtime.clip_grad_norm_ says more.
+        """
         with self._pager.lock:
             self._refuse()
             if self._eager is not None:
                 raise ConfigError(
-                    "clip_grad_norm_ was called, but eager updates have used the gradients to measure.",
+                    "clip_grad_norm_ was called, but eager updates have used the gradients that it measures.",
                     'Offload with update="lazy" to clip.',
                 )
             norm = self._gradients.norm()
@@ -75,19 +84,23 @@ class TrainingStep:
         return norm
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """See Runtime.grad."""
+        """A copy of a parameter's gradient in RAM, unscaled and clipped; None if there is no gradient."""
         place = self._place(parameter)
         with self._pager.lock:
             self._refuse()
             return self._gradients.read(place.page.index, place.index)
 
     def step(self) -> None:
-        """See PagedOptimizer.step. Raises ConfigError without a gradient, NonFiniteGradient."""
+        """Update every parameter that has a gradient.
+
+        Raises ConfigError if no parameter has a gradient. If a gradient is infinite or NaN, the update is
+        skipped with a dynamic loss scale; otherwise NonFiniteGradient is raised.
+        """
         parts, gradients = self._components, self._gradients
         with self._pager.lock:
             self._refuse()
             parts.meter.entered(Phase.STEP)
-            parts.store.settle()  # raises here if a gradient was not written home: only this step is lost
+            parts.store.settle()  # raises if a gradient was not written home; only this step is lost
             if not gradients.any:
                 raise ConfigError(
                     "step() was called and no parameter has a gradient.",
@@ -120,7 +133,7 @@ class TrainingStep:
             self._check_activations()
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Forget the gradients of all parameters."""
         with self._pager.lock:
             self._refuse()
             self._pager.forwards.prune()
@@ -129,7 +142,7 @@ class TrainingStep:
                 self._eager.clear()
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """See OptimizerCore."""
+        """Whether the parameter has an optimizer state that `read_state` would return; reads no page."""
         place = self._place(parameter)
         states = self._states
         page = states.pages.get(place.page.index)
@@ -143,7 +156,10 @@ class TrainingStep:
         )
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See OptimizerCore."""
+        """Copies on the CPU of the parameter's optimizer state, by name; {} if it was never updated.
+
+        OptimizerCore says which names a state has.
+        """
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
@@ -157,7 +173,10 @@ class TrainingStep:
             return found
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """See OptimizerCore."""
+        """Replace the parameter's optimizer state; with {} the next update is the parameter's first.
+
+        state: tensors by name, as `read_state` returns them.
+        """
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
@@ -166,18 +185,23 @@ class TrainingStep:
             if "master" in state and parameter.dtype != torch.float32:
                 states.restore(place.page.index, place.index, self._values(place), state["master"])
 
-    # --- what hooks call -------------------------------------------------------------------------------
+    # --- called by hooks -------------------------------------------------------------------------------
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a new gradient to a parameter's; an eager step's last one for a unit updates the unit."""
+        """Add a new gradient to the stored gradient of a parameter.
+
+        unit: the unit's index. parameter: the parameter's index in the unit. With eager updates, the last
+        gradient of a unit in a step begins the unit's update.
+        """
         self._updater.accumulate(unit, parameter, gradient)
         if self._eager is not None:
             self._update_early(unit)
 
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
-        """Take a parameter's complete gradient from autograd.
+        """Take the gradient that autograd has computed for a parameter, and add it to the stored gradient.
 
-        accumulator: the one through which it goes, which orders gradients of micro-batches; None: none.
+        accumulator: the object that first orders the gradients of micro-batches; None: add the gradient at
+        once.
         """
         gradient = take_gradient(parameter)
         place = self._place(parameter)
@@ -202,10 +226,10 @@ class TrainingStep:
             self._gradients.staged.finish()
             self._components.meter.entered(Phase.BETWEEN)
 
-    # --- inside ----------------------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------------
 
     def _check_activations(self) -> None:
-        """Warn if the activations of the first step exceed the budget, which the plan filled with pages."""
+        """Warn if the activations of the first step take more memory than the plan has left in the budget."""
         plan, saved = self._components.plan, self._pager.saved_bytes.peak
         beyond = plan.shortfall(saved)
         if beyond:
@@ -219,7 +243,7 @@ class TrainingStep:
             )
 
     def _update(self) -> None:
-        """Update all units that are not updated eagerly."""
+        """Update all units that no eager update has updated in this step."""
         parts = self._components
         if not parts.store.device.shares_host:
             parts.prefetch_engine.land_all()  # a page that arrives now would miss the update
@@ -231,7 +255,7 @@ class TrainingStep:
         parts.prefetch_engine.look_ahead()
 
     def _update_early(self, unit: int) -> None:
-        """Update a unit if it has all gradients of the step."""
+        """Begin the eager update of a unit, if the unit has all gradients of the step."""
         eager, parts = self._eager, self._components
         assert eager is not None
         if not eager.admits(unit):
@@ -246,7 +270,10 @@ class TrainingStep:
 
     @contextmanager
     def _all_or_poisoned(self) -> Iterator[None]:
-        """Context of an update, which loses the runtime if it fails: it cannot be undone or repeated."""
+        """Context of an update. If the update fails, the runtime refuses every further use.
+
+        A failed update can be neither undone nor repeated.
+        """
         try:
             yield
         except BaseException as error:
@@ -260,7 +287,10 @@ class TrainingStep:
             raise
 
     def _group_of(self, groups: Sequence[Mapping[str, Any]]) -> GroupOf:
-        """The function from (unit, parameter) to its group. groups: the optimizer's, or copies of them."""
+        """A function from (unit, parameter) to the parameter's param group, or to None if it is in no group.
+
+        groups: the param groups of the user's optimizer, or copies of these groups.
+        """
 
         def group_of(unit: int, parameter: int) -> Mapping[str, Any] | None:
             index = self._groups.get((unit, parameter))
@@ -269,7 +299,7 @@ class TrainingStep:
         return group_of
 
     def _values(self, place: Place) -> torch.Tensor:
-        """A parameter's values in RAM, (numel,) in memory order."""
+        """A copy in RAM of a parameter's values, (numel,) in memory order, in the dtype of the page."""
         page = place.page
         self._edits.write_back(page)
         layout = page.layout.parameters[place.index]

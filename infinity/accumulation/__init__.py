@@ -1,1 +1,1 @@
-"""Accumulation: all micro-batches of a step take a page before the next page is fetched."""
+"""Accumulation: all micro-batches of a step use a page before the next page is fetched."""

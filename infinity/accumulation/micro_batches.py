@@ -1,24 +1,25 @@
-"""Micro-batches that are under way together: where they stop, which goes on, whose gradient is added next.
+"""Micro-batches: a group of micro-batches that go through the model together, and the order of their work.
 
 [Note: the same bits]
-Micro-batches are only stopped, not changed: each runs the user's own forward, and autograd its own backward
-over one uncut graph. So every value, whatever the model is made of (residual streams, skips, tied weights),
-is the plain loop's. A model whose order of units cannot be foreseen costs time, not correctness. A
-parameter's gradients are added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain
-loop: of the micro-batches that are equally far, the first goes on first. If the order depends on data
-(experts), a later micro-batch can reach a parameter before an earlier one: its gradient then waits for the
-earlier one's.
+Micro-batches are stopped and continued, and not changed otherwise. Each runs the user's own forward, and
+autograd runs one whole backward over an uncut graph. So every value is the same as in the plain loop, which
+runs one micro-batch after the other, whatever the model is made of (residual streams, skips, tied weights).
+A model whose order of units cannot be foreseen costs time, not correctness. A parameter's gradients are
+added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop, because the first of
+the micro-batches that have come equally far goes on first. If the order of units depends on data (experts),
+a later micro-batch can reach a parameter before an earlier micro-batch does. Its gradient then waits until
+the gradient of the earlier micro-batch is added.
 
 [Note: where a backward stops]
 A backward stops at the tensors that entered a module with pages of its own. The gradient of such a tensor is
-complete when the backward of that module, and of all after it, is done. Recomputation in a backward does not
-stop.
+complete when the backward of this module, and of all modules after it, is done. Recomputation in a backward
+does not stop.
 
 [Note: what micro-batches must not share]
-While one micro-batch stops, another runs the same modules. A module that keeps something on itself in its
-forward for later use (an auxiliary loss) would mix them up. So before the first backward the modules'
-attributes are compared with those before the first forward, and no loss may lie on a graph of another
-micro-batch.
+While one micro-batch is stopped, another runs the same modules. A module that stores something in an
+attribute in its forward for later use (an auxiliary loss) would mix the micro-batches up. So two checks are
+made. Before the first backward, the modules' attributes are compared with their values before the first
+forward. And no loss may be computed from the graph of another micro-batch.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Pager
 
 LossFunction = Callable[[Any], torch.Tensor]
-"""Function of one micro-batch that calls the model, and returns the scalar loss."""
+"""Function that takes one micro-batch, calls the model, and returns the scalar loss."""
 
 AddGradient = Callable[[int, int, torch.Tensor], None]
-"""Function that adds a new gradient to that of (unit, parameter)."""
+"""Function (unit, parameter, gradient) that adds a new gradient to the stored gradient of a parameter.
+
+unit: the unit's index. parameter: the parameter's index in the unit.
+"""
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -54,26 +58,33 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class Mixed(Exception):
-    """This model, or loss function, does not let its micro-batches run together; str() says why."""
+    """Raised if micro-batches cannot run together because they share state.
+
+    The model or the loss function keeps this state; the message says what is kept.
+    """
 
 
 @dataclass(eq=False)
 class _MicroBatch:
-    """One micro-batch under way."""
+    """One micro-batch, and how far it has come through the model."""
 
     number: int
     position: tuple[int, int] = (_FORWARD, -1)
-    """Progress, which grows: (_FORWARD, stage), later (_BACKWARD, -stage)."""
+    """Progress of the micro-batch: (_FORWARD, stage), later (_BACKWARD, -stage).
+
+    Stages number the parts of the model in the order of the forward. A micro-batch that has come further has
+    a greater position.
+    """
     units: frozenset[int] = frozenset()
-    """The units that the micro-batch uses now."""
+    """The units that the forward of the micro-batch uses at present."""
     loss: torch.Tensor | None = None
     expected: set[tuple[int, int]] | None = None
-    """(unit, parameter) of the gradients that its backward has yet to bring; None before it has a loss."""
+    """(unit, parameter) of each gradient that the backward has yet to compute; None in the forward."""
     task: Task = field(init=False)
 
 
 class Group:
-    """Micro-batches that go through the model together."""
+    """A group of micro-batches that go through the model together, page by page."""
 
     def __init__(
         self,
@@ -87,20 +98,29 @@ class Group:
     ) -> None:
         self.backward_began = False
         self._in_recomputed = False
-        """Whether the model itself recomputes a part of its forward in backward."""
+        """Whether the model itself recomputes parts of its forward in backward (torch.utils.checkpoint)."""
         self._model = model
         self._pager = pager
         self._gradients = gradients
         self._add = add
         self._loss_fn = loss_fn
         self._course: list[frozenset[int]] = []
-        """The units of every stage."""
+        """The units of each stage of the forward, in order.
+
+        A stage begins where the forward enters a module with units that it did not use just before.
+        """
         self._makers: dict[torch.autograd.graph.Node, int] = {}
-        """Node that made a tensor at which a backward stops -> the number of the tensor's micro-batch."""
+        """Autograd node -> number of a micro-batch.
+
+        The nodes are those that computed the tensors at which a backward stops.
+        """
         self._attributes = _attributes(model)
         self._here = threading.local()
         self._held: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """(unit, parameter) -> number of a micro-batch -> its gradient, which waits for earlier ones."""
+        """(unit, parameter) -> number of a micro-batch -> gradient that this micro-batch has computed.
+
+        The gradient waits until the gradients of earlier micro-batches are added.
+        """
         surroundings = Surroundings()
         self._outer_hooks = surroundings.saved_tensor_hooks
         self._micro_batches = [_MicroBatch(number) for number in range(len(batches))]
@@ -108,7 +128,10 @@ class Group:
             micro.task = Task(functools.partial(self._work, micro, batch), surroundings)
 
     def futility(self) -> str | None:
-        """Why parameters moved as often as in the plain loop, as a sentence; None if they moved less."""
+        """The reason why running together has not saved transfers of parameters, as a sentence.
+
+        None if transfers were saved.
+        """
         if self._in_recomputed:
             return (
                 "The model recomputes its blocks in backward (torch.utils.checkpoint): turn that off, and "
@@ -119,7 +142,10 @@ class Group:
         return None
 
     def run(self) -> list[torch.Tensor]:
-        """Run forward and backward of all; returns the losses. Raises what one of them raises, and Mixed."""
+        """Run forward and backward of all micro-batches; returns their losses, detached, in order.
+
+        Raises the exception of a micro-batch that fails, and Mixed if micro-batches share state.
+        """
         gradients, last = self._gradients, self._micro_batches[-1]
         chosen = self._micro_batches[0]
         try:
@@ -128,7 +154,7 @@ class Group:
                 gradients.staged.more_to_come = chosen is not last
                 chosen.task.proceed()
         except BaseException:
-            # End the one that ran first, because after Ctrl-C it may still be running.
+            # Begin with the micro-batch that ran, because after Ctrl-C it may still be running.
             for each in sorted(self._micro_batches, key=lambda each: each is not chosen):
                 each.task.break_off()
             if self.backward_began:
@@ -159,7 +185,10 @@ class Group:
                 self._release(unit, parameter)
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
-        """Take a gradient from a backward; returns False if it is of none of these micro-batches."""
+        """Take a new gradient of a parameter from the backward that runs in this thread.
+
+        Returns False, and takes nothing, if this is not the backward of a micro-batch of the group.
+        """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or micro.expected is None:
             return False
@@ -172,7 +201,7 @@ class Group:
         return True
 
     def _release(self, unit: int, parameter: int) -> None:
-        """Add the gradients of a parameter that need not wait any more."""
+        """Add the waiting gradients of a parameter for which no earlier micro-batch's gradient is missing."""
         waiting = self._held[unit, parameter]
         for micro in self._micro_batches:
             if micro.number in waiting:
@@ -185,14 +214,17 @@ class Group:
     # --- inside of a forward or backward ---------------------------------------------------------------
 
     def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Stop this thread's micro-batch before a module with other units. units: those of the module."""
+        """Stop the micro-batch of this thread before a module whose units it does not use yet.
+
+        Called by a forward pre-hook of `module`, with its arguments. units: the units of the module.
+        """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
             return
         if units <= micro.units:
             return
         if self._recomputes():
-            # A stop here would let others draw random numbers that recomputation expects to draw again.
+            # A stop here would let other micro-batches draw random numbers that recomputation has to repeat.
             self._in_recomputed = True
             return
         micro.units = units
@@ -204,18 +236,24 @@ class Group:
                 self._makers[tensor.grad_fn] = micro.number
                 tensor.register_hook(functools.partial(self._return, micro, stage))
         micro.position = (_FORWARD, stage)
-        if stage:  # before its first unit a micro-batch has nothing to wait for
+        if stage:  # at the first stage a micro-batch has nothing to wait for
             micro.task.pause()
 
     def _return(self, micro: _MicroBatch, stage: int, _: torch.Tensor) -> None:
-        """Stop a micro-batch whose backward of this stage, and of all after it, is done."""
-        # Without a loss this is a backward inside of the forward, which computes a gradient by itself.
+        """Stop a micro-batch when its backward has done this stage of the model and all later stages.
+
+        Called as a tensor hook; the last argument is the gradient.
+        """
+        # Without a loss this is a backward inside of the forward, such as a model uses to compute a gradient.
         if micro.loss is not None and micro.position < (_BACKWARD, -stage):
             micro.position = (_BACKWARD, -stage)
             micro.task.pause()
 
     def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
-        """The number of the stage that starts now; None if not all micro-batches come to it."""
+        """The number of the stage (part of the model) that begins where `micro` enters a module with `units`.
+
+        None if the stages that earlier micro-batches went through have no such stage ahead.
+        """
         now = micro.position[1]
         if now == len(self._course) - 1:
             self._course.append(units)
@@ -232,9 +270,9 @@ class Group:
         return self._outer_hooks is None or top[0] is not self._outer_hooks[0]
 
     def _check(self, micro: _MicroBatch, loss: torch.Tensor) -> None:
-        """Check that micro-batches share nothing, and find the gradients to expect. Raises Mixed.
+        """Check that `micro` shares nothing with other micro-batches, and find the gradients to expect of it.
 
-        See [Note: what micro-batches must not share].
+        Raises Mixed if something is shared; see [Note: what micro-batches must not share].
         """
         if not self.backward_began:
             name = _changed(self._model, self._attributes)
@@ -251,8 +289,8 @@ class Group:
                 continue
             if self._makers.get(node, micro.number) != micro.number:
                 raise Mixed(
-                    "The loss of one micro-batch was computed from tensors of another: something keeps them "
-                    "from one call of the model to the next."
+                    "The loss of one micro-batch was computed from tensors of another: the model or loss_fn "
+                    "keeps tensors from one call to the next."
                 )
             seen.add(node)
             variable = getattr(node, "variable", None)
@@ -263,7 +301,10 @@ class Group:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """The modules' attributes by name, without parameters and those of torch."""
+    """All attributes and buffers of the model's modules, by dotted name, except parameters.
+
+    The attributes that torch itself keeps on every module are left out, too.
+    """
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in itertools.chain(module.__dict__.items(), module._buffers.items()):
@@ -273,7 +314,10 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _changed(model: nn.Module, before: dict[str, Any]) -> str | None:
-    """The name of the first attribute with another value; None if there is none. Ignores edits in place."""
+    """The name of the first attribute that is new or has another value than in `before`; None without one.
+
+    before: attributes as `_attributes` returned them. Edits of a value in place are not noticed.
+    """
     for name, value in _attributes(model).items():
         if name not in before:
             return name

@@ -1,8 +1,9 @@
-"""Task threads: functions that can stop anywhere and go on later, only one of which runs at a time.
+"""Task threads: threads that take turns, so that their functions can stop anywhere and go on later.
 
-A generator cannot stop inside of another module's forward, nor in the middle of autograd's backward; a thread
-can. So a task is a thread that runs only while its owner waits for it. Torch keeps much of its state for each
-thread: a task starts with its owner's, and its changes (an autocast region, for one) stay its own.
+A generator cannot stop inside of another module's forward, nor in the middle of autograd's backward. A
+thread can. So a task is a thread that runs only while its owner waits, and only one thread runs at a time.
+Torch keeps much of its state per thread, for example whether autocast is on. A task starts with a copy of
+its owner's state. Changes that the task makes to this state affect no other thread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch.utils._device import DeviceContext
 
 
 class BrokenOff(BaseException):
-    """Ends a task from inside. Not an Exception, so that handlers in the task's own functions miss it."""
+    """Raised inside a task to end it.
+
+    The class is not an Exception, so that `except Exception` in the task's function does not catch it.
+    """
 
 
 class Surroundings:
@@ -29,7 +33,7 @@ class Surroundings:
         self._inference = torch.is_inference_mode_enabled()
         self._default_device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
         self.saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        """(pack, unpack): the hooks in force; None without any."""
+        """The saved-tensor hooks (pack, unpack) that are active in the thread; None without hooks."""
         self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.is_initialized()
         self._device = torch.cuda.current_device() if self._cuda else -1
@@ -43,7 +47,7 @@ class Surroundings:
 
     @staticmethod
     def obstacle() -> str | None:
-        """Why this thread's state cannot be given to a task, as a sentence; None if it can."""
+        """The reason why this thread's state cannot be copied to a task, as a sentence; None if it can be."""
         if torch._C._len_torch_dispatch_stack():
             return "A TorchDispatchMode is in force, which sees the operations of one thread only."
         depth = torch._C._len_torch_function_stack()
@@ -62,14 +66,14 @@ class Surroundings:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        # OpenMP keeps the number of threads for each thread. Torch would set it in its first parallel loop
-        # here, but a matrix product may run earlier, and some have other bits with another number.
+        # OpenMP keeps a number of threads per thread. Torch would set this number in its first parallel loop
+        # here, but a matrix product may run earlier, and its bits can depend on the number.
         torch.set_num_threads(self._threads)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            # Backward runs in the task's own thread also on CUDA. Autograd's own thread is one for a device,
-            # and a task that stops in it would stop every other task's backward.
+            # Backward runs in the task's own thread, also on CUDA. Autograd has only one thread for each
+            # device: a task that stopped there would stop the backwards of all other tasks.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self._cuda:
                 stack.enter_context(torch.cuda.device(self._device))
@@ -84,11 +88,14 @@ class Surroundings:
 
 
 class Task:
-    """A function in its own thread. The owner calls `proceed` and `break_off`, the function calls `pause`."""
+    """A function that runs in its own thread, and only while its owner waits.
+
+    The owner calls `proceed` and `break_off`; the function itself calls `pause`.
+    """
 
     def __init__(self, function: Callable[[], None], surroundings: Surroundings) -> None:
         self.done = False
-        """Whether the function has returned, or raised."""
+        """Whether the function has ended, by a return or an exception."""
         self._function: Callable[[], None] | None = function
         self._surroundings = surroundings
         self._go = threading.Semaphore(0)
@@ -98,7 +105,7 @@ class Task:
         self._broken = False
 
     def proceed(self) -> None:
-        """Let the function run to its next `pause` or its end. Raises what it raises."""
+        """Let the function run to its next `pause` or its end. Raises the exceptions of the function."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-task", daemon=True)
             self._thread.start()
@@ -116,16 +123,16 @@ class Task:
 
     def pause(self) -> None:
         """Wait for the next `proceed`; called by the function itself. Raises BrokenOff after `break_off`."""
-        if not self._broken:  # else the owner waits for the task's end, not for its pause
+        if not self._broken:  # after `break_off` the owner waits for the task's end, not for a pause
             self._back.release()
             self._go.acquire()
         if self._broken:
             raise BrokenOff
 
     def break_off(self) -> None:
-        """End the function where it pauses, or at its next pause if it runs, and wait for its end.
+        """End the function at its present pause, or at its next pause if it is running; wait for its end.
 
-        Ctrl-C does not end the wait, because the task would go on without its owner.
+        Ctrl-C does not end the wait, because the task would then go on without its owner.
         """
         self._broken = True
         self._go.release()
@@ -137,7 +144,7 @@ class Task:
         self._error = None
 
     def _run(self) -> None:
-        function, self._function = self._function, None  # it refers to its owner, and so to the task
+        function, self._function = self._function, None  # the function refers to the owner, so to the task
         assert function is not None
         try:
             self._surroundings.run(function)

@@ -1,10 +1,11 @@
 """Vertical accumulation: all micro-batches of a step go through the model together, page by page.
 
-The plain loop runs the micro-batches one after the other, and a model that does not fit is fetched once for
-each. Here each micro-batch is a task that stops wherever its forward, or its backward, is about to go from
-one unit to the next, and goes on when all others are equally far. So a resident page serves all of them
-before it leaves (the layer-major order of GreedySnake, arXiv 2512.17570).
-infinity/accumulation/micro_batches.py runs the tasks; this module decides between them and the plain loop.
+The plain loop runs the micro-batches one after the other, and fetches a model that does not fit once for
+each micro-batch. In vertical accumulation, a micro-batch stops wherever its forward or backward is about to
+go from one unit to the next. It goes on when all other micro-batches have come equally far. So a resident
+page serves all micro-batches before it leaves (the layer-major order of GreedySnake, arXiv 2512.17570).
+infinity/accumulation/micro_batches.py runs the micro-batches; this module decides whether they run together
+or in the plain loop.
 """
 
 from __future__ import annotations
@@ -38,44 +39,47 @@ class Accumulator:
     def __init__(
         self, model: nn.Module, plan: Plan, pager: Pager, gradients: Gradients, add: AddGradient
     ) -> None:
-        """add: function that takes the gradients, in the order of the micro-batches."""
+        """add: function that adds a gradient; it is called in the order of the micro-batches."""
         self.model = model
         self.plan = plan
         self.pager = pager
         self.gradients = gradients
         self._add = add
         self._group: Group | None = None
-        """The group of micro-batches under way."""
+        """The group of micro-batches that is running; None if none is."""
         self._reason: str | None = None
-        """Why the plain loop runs from now on, as a sentence; None if it does not."""
+        """The reason to run micro-batches one after the other from now on, as a sentence; None: no reason."""
         self._mixed_before = False
         self._told: set[str] = set()
 
     def run(
         self, batches: Iterable[Any], loss_fn: LossFunction, *, together: int | None, recompute: bool
     ) -> list[torch.Tensor]:
-        """Forward and backward of `loss_fn(batch)` for every batch; see Runtime.accumulate.
+        """Run forward and backward of `loss_fn(batch)` for every batch; returns the detached losses.
 
-        The gradients have the bits of the plain loop's, `for batch in batches: loss_fn(batch).backward()`;
-        see [Note: the same bits] in infinity/accumulation/micro_batches.py. Random numbers that are drawn
-        before a forward reaches its second unit are the plain loop's, too; dropout inside of blocks draws
-        others, the same ones each time.
+        The plain loop is `for batch in batches: loss_fn(batch).backward()`. The gradients have the same bits
+        as in the plain loop; see [Note: the same bits] in infinity/accumulation/micro_batches.py. Random
+        numbers are the same, too, if they are drawn before a forward reaches its second unit. Dropout inside
+        of blocks draws other random numbers than in the plain loop, but the same numbers in every run.
 
-        The activations of all micro-batches are kept at the same time, except those of the head, whose
-        backward follows at once. Without `together`, as many micro-batches go together as the budget has room
-        for. All go together if the plan does not know activations, or with `recompute`: then a block keeps
-        only its inputs and runs again in backward, as with torch.utils.checkpoint, with the same bits. Views
-        of pages that it makes are kept meanwhile, so BudgetError is raised if a block's pages do not fit
-        together.
+        together: the most micro-batches that run together; None: as many as the budget has room for, or all
+        if the plan does not know the size of activations. The activations of all these micro-batches are in
+        memory at the same time, except activations of the model's head, whose backward follows at once.
 
-        The plain loop runs if all pages are permanent, or for one micro-batch. It also runs, with a warning
-        that says why, if the budget has no room for two, if the model recomputes by itself or keeps something
-        on itself from one call to the next, if there are no blocks to recompute, and under a
-        TorchFunctionMode or TorchDispatchMode. If such a reason shows while micro-batches are under way, they
-        start again in the plain loop; from the first backward on, ConfigError is raised instead.
+        recompute: each block keeps only its inputs and runs again in backward, as with
+        torch.utils.checkpoint, with the same bits. Without `together`, all micro-batches then run together.
+        Views of pages that a block makes are kept while the block runs, so BudgetError is raised if the
+        pages of a block do not fit together.
 
-        An exception of one micro-batch ends all. If backwards had begun, `step` raises ConfigError until
-        `zero_grad`, because only some gradients of the step are there.
+        The plain loop runs for a single micro-batch, and if all pages fit in memory at the same time. It
+        runs with a warning if the budget has no room for two micro-batches, if the model recomputes by
+        itself, if it keeps state from one call to the next, if it has no blocks to recompute, if its forward
+        does not go from one module with pages to another, or if a TorchFunctionMode or TorchDispatchMode is
+        active. If such a reason is noticed while micro-batches run together, they start again in the plain
+        loop. After the first backward has begun, ConfigError is raised instead.
+
+        An exception in one micro-batch ends all of them. If backwards had begun, `step` raises ConfigError
+        until `zero_grad` is called, because some gradients of the step are missing.
         """
         if together is not None and together < 1:
             raise ConfigError(f"together={together} was asked for.", "Give at least 1, or None.")
@@ -89,8 +93,8 @@ class Accumulator:
             together = self._room()
             if together == 1:
                 reason = reason or (
-                    "The budget has room for the activations of one micro-batch: give a larger one, or "
-                    "together= to go beyond it, or recompute=True."
+                    "The budget has room for the activations of one micro-batch only: give a larger budget, "
+                    "or together= to exceed it, or recompute=True."
                 )
         if reason is not None:
             self._tell(reason, 4)
@@ -102,17 +106,20 @@ class Accumulator:
         return losses
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take a new gradient; it is added in the order of the micro-batches."""
+        """Take a new gradient of a parameter, to be added in the order of the micro-batches.
+
+        unit: the unit's index. parameter: the parameter's index in the unit.
+        """
         if self._group is None or not self._group.add(unit, parameter, gradient):
             self._add(unit, parameter, gradient)
 
     def _pays(self) -> bool:
-        """Whether some pages do not stay resident."""
+        """Whether running together saves transfers: the parameter pages do not all fit in memory at once."""
         moving = sum(page.nbytes for page in self.pager.pages if not page.permanent)
         return moving > self.plan.resident_bytes
 
     def _room(self) -> int | None:
-        """Number of micro-batches whose activations the budget has room for; None if unknown."""
+        """The number of micro-batches whose activations fit in the budget together; None if unknown."""
         if not self.plan.activations:
             return None
         computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
@@ -123,7 +130,7 @@ class Accumulator:
     def _run_group(
         self, batches: Sequence[Any], loss_fn: LossFunction, blocks: list[nn.Module]
     ) -> list[torch.Tensor]:
-        if self._reason is not None:  # an earlier group found it
+        if self._reason is not None:  # found by an earlier group of this call
             return _plain(batches, loss_fn)
         devices = [self.plan.device] if self.plan.device.type == "cuda" else []
         random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
@@ -148,10 +155,12 @@ class Accumulator:
         return _plain(batches, loss_fn)
 
     def _mixed(self, reason: str, *, lost: bool) -> None:
-        """Note that micro-batches were mixed up. From the second time on, the plain loop runs.
+        """Note that micro-batches which ran together shared state, so that their results cannot be used.
 
-        The first time may be a cache that a module makes at its first call. lost: whether a backward had
-        begun; raises ConfigError then, and the plain loop runs from now on.
+        From the second time on, micro-batches run one after the other. The first time may be due to a cache
+        that a module fills in its first call. reason: the cause as a sentence. lost: whether a backward had
+        begun, so that the gradients of the step are lost. If so, micro-batches run one after the other from
+        now on, and ConfigError is raised.
         """
         if lost or self._mixed_before:
             self._reason = reason
@@ -167,7 +176,7 @@ class Accumulator:
 
     @contextmanager
     def _hooked(self, group: Group, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Context in which the group's micro-batches stop at modules, and `blocks` are recomputed."""
+        """Context in which micro-batches of `group` stop before modules, and backward recomputes `blocks`."""
         with ExitStack() as stack:
             for module, units in self._stops(blocks).items():
                 hook = Hook(functools.partial(group.arrive, units))
@@ -178,9 +187,11 @@ class Accumulator:
             yield
 
     def _stops(self, blocks: Sequence[nn.Module]) -> dict[nn.Module, frozenset[int]]:
-        """Module -> the units of its pages that are not permanent; modules without such are left out.
+        """The modules before which micro-batches stop, each with the units whose pages the module uses.
 
-        The units are those of all its modules for one of `blocks`, of its own parameters for any other.
+        A module in `blocks` uses the units of all its parameters; any other module uses the units of the
+        parameters that it holds itself. Units whose pages are permanent are left out, and so are modules
+        without other units.
         """
         units: dict[nn.Module, set[int]] = {}
         modules = dict(self.model.named_modules(remove_duplicate=False))
@@ -204,7 +215,8 @@ class Accumulator:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks that the model repeats, in order.
 
-    They are the outermost modules that are in a list with others of their type, and have modules inside.
+    A block is an element of an nn.ModuleList, nn.Sequential or nn.ModuleDict that has modules inside, where
+    another such element has the same type. Modules inside of a block are no blocks themselves.
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -222,7 +234,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _recomputed(block: nn.Module) -> Iterator[None]:
-    """Context in which a block keeps only its inputs for its backward, which runs it again."""
+    """Context in which a block keeps only its inputs for backward, and backward runs the block again."""
     before = block.__dict__.get("forward")
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     try:

@@ -1,1 +1,1 @@
-"""Activations: the tensors that autograd saves, and the heap where they lie."""
+"""Activations: the tensors that autograd saves for backward, and the heap in which they are allocated."""

@@ -1,9 +1,10 @@
-"""Heap of the C library, where the CPU's activations live: holes in it are returned when memory is short.
+"""Heap: the C library's heap, which holds activations on the CPU, and the return of its holes to the kernel.
 
 Saved activations and temporaries of a forward alternate in the heap, and later allocations split the holes
-that temporaries leave: resident memory grows up to a third above the memory in use. One rule keeps it within
-the budget: when memory has grown to the budget, holes are returned to the kernel. To return every freed block
-at once (a low mmap threshold) would cost a page fault per 4 KiB of every temporary.
+that temporaries leave. So resident memory grows up to a third above the memory in use. When resident memory
+has grown to the budget, holes are returned to the kernel, which keeps resident memory within the budget. If
+every freed block were returned at once (a low mmap threshold), each 4 KiB of every temporary would cost a
+page fault.
 """
 
 from __future__ import annotations
@@ -14,29 +15,34 @@ from collections.abc import Callable
 from infinity.system import machine
 
 _SLACK = 8 << 20
-"""Bytes by which memory must grow after an unsuccessful trim before the next trim."""
+"""Bytes by which resident memory must grow after an unsuccessful trim before the heap is trimmed again."""
 
 _BETWEEN_LOOKS = 2 << 20
+"""The least bytes of new allocations between two checks of resident memory."""
 _LOOKS = 128
-"""At most this many checks are made while the limit's bytes are allocated: one takes 4 to 50 us."""
+"""The most checks of resident memory during `limit` bytes of new allocations. A check takes 4 to 50 us."""
 
 
 def malloc_trim() -> Callable[[int], int] | None:
-    """The C library's function that returns holes in the heap to the kernel; None if it is not glibc."""
+    """The C library's function that returns holes in the heap to the kernel; None if it is missing."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class HeapGuard:
-    """Keeps this process's memory within a limit, as far as returning holes in the heap is enough.
+    """Keeps the resident memory of this process within a limit by returning holes in the heap to the kernel.
 
-    It does nothing if the C library cannot return holes (it is not glibc).
+    Memory in use is not reduced, so the limit can still be exceeded. The guard does nothing if the C library
+    cannot return holes (no glibc).
     """
 
     def __init__(self, limit: int | None) -> None:
-        """limit: bytes of resident memory of the whole process. None: no limit, and nothing is done."""
+        """limit: bytes of resident memory of the whole process. None: the guard does nothing."""
         self._limit = limit or 0
         self._next = self._limit
-        """Bytes of resident memory above which the heap is trimmed; above the limit after a vain trim."""
+        """Bytes of resident memory above which the heap is trimmed.
+
+        Equal to the limit, or larger after a trim that did not bring resident memory below the limit.
+        """
         self._between = max(_BETWEEN_LOOKS, self._limit // _LOOKS)
         self._allocated = 0
         self._trim: Callable[[int], int] | None = None
@@ -44,14 +50,14 @@ class HeapGuard:
             self._trim = malloc_trim()
 
     def allocated(self, nbytes: int) -> None:
-        """Count `nbytes` of new allocations; every few MiB, resident memory is checked."""
+        """Count `nbytes` bytes of new allocations, and call `check` after every few MiB of allocations."""
         self._allocated += nbytes
         if self._allocated >= self._between:
             self._allocated = 0
             self.check()
 
     def check(self) -> None:
-        """Return holes to the kernel if resident memory is above the limit."""
+        """Return holes in the heap to the kernel if resident memory is above the limit."""
         if self._trim is None:
             return
         resident = machine.resident_bytes()

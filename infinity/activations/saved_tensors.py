@@ -1,15 +1,16 @@
-"""Saved tensors: the hooks with which autograd saves references to pages, and aliases of all other tensors.
+"""Saved tensors: the hooks through which autograd saves references to pages instead of views of pages.
 
 [Note: saved tensors are references]
-A view of a page in a graph would pin the page from forward to backward. So a saved tensor whose storage is a
-page's is replaced by (page, place in it, shape, strides, version), and unpacking fetches the page. PyTorch's
-own check that no saved tensor was edited in place does not see through hooks, so both kinds carry the version
-at which they were saved. Other tensors go to the hooks that were in force before these: the user's own, or
-those of torch.utils.checkpoint, which rely on seeing the same tensors in forward and in recomputation.
-Without such hooks they are packed as a detached alias, because the tensor itself would keep its graph alive.
+If autograd's graph had a view of a page, the page would have to stay in memory from forward to backward. So a
+saved tensor whose storage is a page's is packed as a reference: page, position in the page, shape, strides
+and version. Unpacking a reference fetches the page. Any other tensor goes to the saved-tensor hooks that were
+active before: the user's own, or those of torch.utils.checkpoint, which rely on seeing the same tensors in
+forward and in recomputation. Without such hooks the tensor is packed as a detached alias, because the tensor
+itself would keep its graph alive. PyTorch's own check that no saved tensor was edited in place does not work
+through hooks. So references and aliases carry the version at which the tensor was saved.
 
-The hooks are in force in the root module's forward, because ordinary operations there save views (`w.t()`),
-and around every single operation that takes a paged parameter; nowhere else.
+The hooks are active in the root module's forward, because ordinary operations there save views (`w.t()`).
+They are also active around every single operation that takes a paged parameter, and nowhere else.
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ Unpack = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PageReference:
-    """A tensor that lies in a parameter page."""
+    """A reference that stands for a saved tensor whose storage is a parameter page."""
 
     page: ParameterPage
     index: int
-    """Index of the parameter that the tensor is a view of."""
+    """Index, in the page's unit, of the parameter that the tensor is a view of."""
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """Elements of `dtype` from the start of the page."""
+    """Elements of `dtype` from the start of the page to the tensor's first element."""
     version: int | None
-    """Version of the parameter; None if the view had a version counter of its own."""
+    """The parameter's version counter when the tensor was saved.
+
+    None if the tensor was a view that had its own version counter.
+    """
     conjugate: bool
+    """Whether the tensor is a lazily conjugated view (torch.Tensor.is_conj)."""
     negative: bool
-    """Whether the tensor is a lazy negative of its bytes; `conjugate`: a lazy conjugate."""
+    """Whether the tensor is a lazily negated view (torch.Tensor.is_neg)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A tensor that is not in a page, and the version at which it was saved."""
+    """A saved tensor that is not in a page, and its version counter when it was saved."""
 
     tensor: torch.Tensor
     version: int
@@ -57,19 +62,19 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """The result of the hooks that were in force before these, and their unpack function."""
+    """A saved tensor packed by another pair of hooks, which was active before, with that pair's `unpack`."""
 
     packed: Any
     unpack: Unpack
 
 
 class SavedBytes:
-    """Counter of the bytes of storages that autograd saves in a forward for backward, without pages."""
+    """Counts the bytes of the storages, other than pages, that autograd saves in a forward for backward."""
 
     def __init__(self, heap: HeapGuard) -> None:
         self._heap = heap
         self.peak = 0
-        """Most bytes that any forward so far has saved."""
+        """The most bytes that any one forward has saved so far."""
         self._seen: dict[int, int] = {}
 
     def forward_begins(self) -> None:
@@ -81,7 +86,10 @@ class SavedBytes:
         self._heap.allocated(storage.nbytes())
 
     def unpacked(self, tensor: torch.Tensor) -> None:
-        """Count the gradient that backward makes next, which is about as large; no hook sees it."""
+        """Count the gradient that backward makes after it has unpacked `tensor`.
+
+        No hook sees this gradient. It has about as many bytes as `tensor`.
+        """
         self._heap.allocated(tensor.untyped_storage().nbytes())
 
     def forward_ends(self) -> None:
@@ -96,7 +104,7 @@ Fetch = Callable[[PageReference], torch.Tensor]
 
 
 class SavedTensors:
-    """The pair of hooks; one object for each time that they come into force."""
+    """A pair of saved-tensor hooks: `pack` and `unpack`. Each activation of the hooks makes a new object."""
 
     def __init__(
         self, find: Find, fetch: Fetch, tally: SavedBytes, outer: tuple[Pack, Unpack] | None
@@ -134,7 +142,11 @@ class SavedTensors:
 
 
 def check_version(name: str, saved: int, now: int) -> None:
-    """Raises RuntimeError, as PyTorch does, if a saved tensor was edited before its backward."""
+    """Raises RuntimeError, as PyTorch does, if a saved tensor was edited in place before its backward.
+
+    name: how to name the tensor in the message. saved, now: the tensor's version counter when it was
+    saved, and its version counter now.
+    """
     if saved != now:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -144,7 +156,12 @@ def check_version(name: str, saved: int, now: int) -> None:
 
 @contextlib.contextmanager
 def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
-    """Context in which the hooks are in force, in this thread. Does nothing if they are already."""
+    """Context in which this thread packs saved tensors with a pair of SavedTensors hooks.
+
+    find: function that returns the reference for a tensor in a page, and None for any other tensor. fetch:
+    function that returns the tensor of a reference. tally: counts the bytes saved. Does nothing if hooks with
+    the same `find` are active already.
+    """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     around = None if outer is None else getattr(outer[0], "__self__", None)
     if isinstance(around, SavedTensors) and around.find == find:
@@ -156,5 +173,5 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
         yield
     finally:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is not None and getattr(top[0], "__self__", None) is hooks:  # else closed out of order
+        if top is not None and getattr(top[0], "__self__", None) is hooks:  # not so if closed out of order
             torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -1,1 +1,1 @@
-"""The model: hooks, parameters that fault, and how it is filled."""
+"""The model: hooks, parameters that fetch their pages when they are used, and initialisation."""

@@ -1,7 +1,7 @@
-"""Module hooks: those that the runtime adds to a model's modules, and how a copy of the model stays without.
+"""Module hooks: the hooks that the runtime puts on a model's modules, which copies of the model do not get.
 
-Hooks live in the modules' own dictionaries, which deepcopy and pickle follow. So each hook is an object whose
-copy is a function that does nothing: a copied model is a plain one.
+Hooks live in the modules' own dictionaries, which deepcopy and pickle copy too. So each hook is an object
+whose copy is a function that does nothing, and a copied model is a plain model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from infinity.model.pager import Pager
 
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """Have torch.compile break its graphs where this package is called, and never trace or compile it.
+    """Make torch.compile break its graphs where this package is called, and never trace this package.
 
-    A traced graph would run without the hooks and page faults, and use wrong data. Once a process is enough:
-    torch compiles a regular expression of all such names each time, which takes 80 ms.
+    A traced graph would run without hooks and page faults, and compute with wrong data. The function is
+    cached and does its work once per process, because torch takes 80 ms to compile its regular expression of
+    excluded packages.
     """
     import torch._dynamo.trace_rules as rules  # torch loads it late, when the first optimizer is made
 
@@ -40,7 +41,7 @@ def inert(*_: Any, **__: Any) -> None:
 
 
 class Hook:
-    """A callable that copies as `inert`."""
+    """A hook that calls `function`. A copy of this object, by deepcopy or pickle, is `inert`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -60,12 +61,15 @@ def _inert() -> Callable[..., None]:
 
 
 class RefuseDDP:
-    """The list of parameters for DistributedDataParallel to ignore; reading it raises ConfigError."""
+    """A substitute for the list of parameters that DistributedDataParallel is to ignore.
+
+    Iterating over it raises ConfigError, so that DistributedDataParallel refuses an offloaded model.
+    """
 
     def __iter__(self) -> Any:
         raise ConfigError(
             "DistributedDataParallel was given an offloaded model, whose parameters are in pages.",
-            "Use the model as it is: infinity.offload partitions over ranks itself.",
+            "Use the model that was given to infinity.offload, without DistributedDataParallel.",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[str]:
@@ -76,7 +80,7 @@ class RefuseDDP:
 
 
 class ModuleHooks:
-    """All hooks of one model. `remove` takes them out again."""
+    """All hooks that the runtime adds to the modules of one model; `remove` takes the hooks out again."""
 
     def __init__(
         self,
@@ -89,9 +93,11 @@ class ModuleHooks:
         check_copy: Callable[[nn.Module], None],
         forward_done: Callable[[], None],
     ) -> None:
-        """check_copy: raises if a module's state_dict does not fit in RAM.
+        """Add the hooks to the model.
 
-        forward_done: called after each forward of the model.
+        module_units: path of a module -> the units of its own parameters. compute_dtype: the dtype to which
+        the model's floating-point inputs are cast. check_copy: function that raises an error if a module's
+        state_dict does not fit in RAM. forward_done: function that is called after each forward of the model.
         """
         keep_out_of_graphs()
         self._model = model
@@ -108,15 +114,15 @@ class ModuleHooks:
         self._before(model, Hook(self._enter), with_kwargs=True)
         self._handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         for module in model.modules():
-            # Never removed, so that loading into a closed model raises that it is closed, instead of an error
-            # that lists every parameter.
+            # This hook is never removed, so that loading into a closed model raises the error that it is
+            # closed, instead of an error that lists every parameter.
             module.register_load_state_dict_pre_hook(Hook(self._before_loading))
             self._handles.append(module.register_state_dict_pre_hook(Hook(self._start_copying)))
             self._handles.append(module.register_state_dict_post_hook(Hook(self._stop_copying)))
         model._ddp_params_and_buffers_to_ignore = RefuseDDP()  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Take every hook out of the model."""
+        """Take the hooks out of the model, except those that make loading into a closed model an error."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -166,12 +172,12 @@ class ModuleHooks:
 
 
 def _caller() -> FrameType:
-    """The frame of torch that called the hook, seen from the hook's function."""
+    """The frame of torch's code that called the running hook; to be called by the hook's function itself."""
     return sys._getframe(3)
 
 
 def _tree(model: nn.Module) -> list[int]:
-    """The identities of all parameters, in the order of the modules."""
+    """The id() of every parameter of the model, in the order of model.modules()."""
     return [
         id(parameter)
         for module in model.modules()
@@ -181,7 +187,10 @@ def _tree(model: nn.Module) -> list[int]:
 
 
 def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """`method` as a hook that does not keep its object alive: gc cannot see torch's hooks on gradients."""
+    """A function that calls `method` while the method's object lives, without keeping the object alive.
+
+    Hooks on gradients need this, because the garbage collector cannot see the references in torch's hooks.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(parameter: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Materialization of models built under torch.device("meta"): their values are made one module at a time.
+"""Materialization: gives models built under torch.device("meta") their initial values, module by module.
 
-First each initialiser runs while everything is still on the meta device, to find out which tensors it writes.
-So an error names the tensors that no initialiser fills before any is filled, and a module's values are handed
-over as soon as no later initialiser will write them.
+First each initialiser runs with all tensors on the meta device, to find out which tensors it writes. So
+tensors that no initialiser fills are reported before any tensor is filled. The values of a tensor are handed
+over as soon as no later initialiser will write to the tensor.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from infinity.errors import ConfigError
 Fill = Callable[[nn.Parameter, torch.Tensor], None]
 
 _NAMED = 5
-"""Most names that an error lists."""
+"""The most names of tensors that an error message lists."""
 
 
 @dataclass(eq=False)
 class Registered:
-    """A parameter or buffer, and every place where it is registered."""
+    """A parameter or buffer of a model, and every place where it is registered."""
 
     tensor: torch.Tensor
     places: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
-    """The `_parameters` or `_buffers` of a module, and the key there. More than one: tied."""
+    """For each place the `_parameters` or `_buffers` dictionary of a module, and the tensor's key in it.
+
+    A tied tensor has several places.
+    """
     names: list[str] = field(default_factory=list)
-    """Its names in state_dict(); the first is the canonical one."""
+    """The tensor's names in state_dict(); the first is the canonical name."""
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Set every place to `tensor`.
+        """Register `tensor` in every place, instead of the tensor that is there now.
 
-        Module.__setattr__ is bypassed: nn.LSTM's would rebuild what it keeps beside its parameters.
+        Module.__setattr__ is bypassed, because nn.LSTM's would rebuild the LSTM's list of flat weights.
         """
         for place, key in self.places:
             place[key] = tensor
 
 
 def registered(model: nn.Module) -> dict[int, Registered]:
-    """Everything registered in `model`, by id() of the tensor, in order of named_modules()."""
+    """All parameters and buffers of `model`, by id() of the tensor, in the order of named_modules()."""
     found: dict[int, Registered] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for place in (module._parameters, module._buffers):
@@ -64,23 +67,24 @@ def registered(model: nn.Module) -> dict[int, Registered]:
 def materialize(
     model: nn.Module, device: torch.device, fill: Fill, *, only: Iterable[torch.Tensor] | None = None
 ) -> None:
-    """Initialise what is on the meta device in `model`, as constructing it on the CPU would have.
+    """Initialise the parameters and buffers of `model` that are on the meta device.
 
-    Each module's `reset_parameters` (`_reset_parameters`), or `_init_weights(module)` of the nearest model
-    around it that has one (transformers), runs on real tensors on the CPU. Children come before their
-    parents, in order of registration, which is the order of construction: with the same seed, a stack of
-    torch.nn modules gets the same bits as on the CPU. At any time RAM holds one module's own tensors, and
-    those of its descendants that its initialiser writes as well (out_proj of nn.MultiheadAttention; all of
+    The values are those that construction on the CPU would have given. Each module's initialiser runs on real
+    tensors on the CPU: its `reset_parameters` or `_reset_parameters`, or the `_init_weights(module)` of the
+    nearest enclosing model that has this method (transformers). Children come before their parents, in the
+    order of registration, which is the order of construction. So with the same seed, a stack of torch.nn
+    modules gets the same bits as on the CPU. At any time RAM holds one module's own tensors, and the tensors
+    of its descendants that its initialiser writes as well (out_proj of nn.MultiheadAttention; all of
     nn.Transformer).
 
-    `fill(parameter, values)` is called once for each parameter that is on the meta device, tied or not. It
-    gets the Parameter itself, which stays registered and on the meta device (though while `fill` runs, a
-    substitute is in its place), and a tensor of its shape, strides and dtype that is dropped afterwards.
-    Buffers on the meta device are replaced by real ones on `device`. Real tensors keep their values.
-    only: the tensors to do this for; None: all.
+    fill: function (parameter, values), called once for each parameter on the meta device, tied or not.
+    `parameter` is the model's Parameter, which stays on the meta device. While `fill` runs, a substitute is
+    registered in the parameter's place. `values` has the parameter's shape, strides and dtype, and is dropped
+    after the call. device: where the buffers that replace buffers on the meta device are made. only: the
+    tensors to initialise; None: all. Tensors that are not on the meta device keep their values.
 
-    Raises ConfigError before the first `fill` if no initialiser writes some tensors, which it names, and
-    later if an initialiser fails.
+    Raises ConfigError before the first call of `fill` if no initialiser writes some of the tensors; the
+    message names them. Raises ConfigError later if an initialiser fails.
     """
     tensors = registered(model)
     chosen = tensors.keys() if only is None else {id(tensor) for tensor in only}
@@ -106,10 +110,10 @@ def materialize(
 
 
 class _Substitutes:
-    """Substitutes for the model's tensors, which initialisers may write, until `clear`.
+    """Substitutes for a model's tensors, which initialisers write; registered in the model until `clear`.
 
-    They are on the meta device, where writing costs nothing and is lost, except for those that `open` made
-    real.
+    A substitute is on the meta device, where a write costs nothing and is lost, unless `open` made it real.
+    Each substitute has a key, the id() of the model's own tensor.
     """
 
     def __init__(self, tensors: dict[int, Registered]) -> None:
@@ -120,30 +124,36 @@ class _Substitutes:
             self.shut(key)
 
     def open(self, key: int) -> None:
-        """Make the substitute for `key` real; filled with NaN if its dtype has it, so that omissions show."""
+        """Replace the substitute for tensor `key` by a real tensor in RAM.
+
+        A floating-point tensor is filled with NaN, so that elements that no initialiser writes are noticed.
+        """
         self._place(key, "cpu")
         tensor = self._placed[key][0]
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
 
     def shut(self, key: int) -> None:
-        """Put the substitute for `key` on the meta device again."""
+        """Replace the substitute for tensor `key` by a tensor on the meta device, without values."""
         self._place(key, "meta")
 
     def clear(self) -> None:
-        """Give the model its own tensors back."""
+        """Register the model's own tensors in the model again."""
         for entry in self.tensors.values():
             entry.put(entry.tensor)
 
     def run(self, call: Callable[[], Any], own: Iterable[int]) -> set[int]:
-        """Run an initialiser; returns the keys of the tensors that it wrote, or, among `own`, replaced."""
+        """Run the initialiser `call`, and return the keys of the tensors that it wrote to.
+
+        A key in `own` is also returned if the initialiser put another tensor in the place of the tensor.
+        """
         with _Writes() as writes:
             call()
         written = {self._keys[storage] for storage in writes.storages & self._keys.keys()}
         return written | {key for key in own if self._replaced(key)}
 
     def values(self, key: int) -> torch.Tensor:
-        """The values that initialisers left for `key`, in its original shape, strides and dtype."""
+        """The values that initialisers gave tensor `key`, with its original shape, strides and dtype."""
         placed = self._placed[key][0]
         for place, name in self.tensors[key].places:
             left = place[name]
@@ -171,7 +181,7 @@ class _Substitutes:
 
 
 class _Writes(TorchDispatchMode):
-    """Records which storages are written, through whichever alias (`.data`, views)."""
+    """A mode that records the storages to which operations write, directly or through views and `.data`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -192,7 +202,10 @@ class _Writes(TorchDispatchMode):
 
 
 class _AsIfReal(TorchFunctionMode):
-    """Makes `is_meta` False, because trunc_normal_ and others of torch.nn.init do nothing if it is True."""
+    """A mode in which `is_meta` of every tensor is False.
+
+    If `is_meta` is True, trunc_normal_ and other functions of torch.nn.init do nothing.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -206,23 +219,23 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage; unlike its data's address it exists on the meta device too."""
+    """A number that identifies a tensor's storage, also on the meta device, where data has no address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass
 class _Step:
-    """The initialisers that one module needs, in the order in which construction runs them."""
+    """The initialisers of one module, in the order in which the module's construction runs them."""
 
     name: str
     own: set[int]
     calls: list[Callable[[], Any]]
     writes: set[int]
-    """Keys of the tensors that the calls write, also of other modules."""
+    """Keys of the tensors that `calls` write, including tensors of other modules."""
 
 
 def _steps(model: nn.Module, substitutes: _Substitutes, wanted: set[int]) -> list[_Step]:
-    """The steps that write `wanted`, in the order to run them."""
+    """The initialisers of all modules that write tensors with keys in `wanted`, in the order to run them."""
     owned: dict[int, set[int]] = {}
     for key in wanted:
         for place, _ in substitutes.tensors[key].places:
@@ -240,9 +253,11 @@ def _steps(model: nn.Module, substitutes: _Substitutes, wanted: set[int]) -> lis
 def _children_first(
     name: str, module: nn.Module, scope: nn.Module | None, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """(name, module, the nearest module from it upwards that has an `_init_weights(module)`), once each.
+    """Yield (name, module, scope) once for `module` and for each of its descendants, children before parents.
 
-    Children come before their parents.
+    The scope of a module is the module itself or the nearest ancestor that has a method
+    `_init_weights(module)`; None without such an ancestor. scope: the scope of `module`'s parent. seen:
+    modules to leave out; every visited module is added.
     """
     if module in seen:
         return
@@ -274,9 +289,9 @@ def _step_of(
         step.writes |= _dry_run(step.calls[0], own, substitutes)
         if own <= step.writes:
             return step
-    # The method that construction itself ran. A parent without tensors of its own need not have run
-    # reset_parameters, which is often there for users to start over; _reset_parameters (nn.Transformer) is
-    # only ever run by construction.
+    # Call the method that construction would have run. reset_parameters of a parent without tensors of its
+    # own is left out, because construction need not run it: it is often there for users to start over.
+    # _reset_parameters (nn.Transformer) is only ever run by construction.
     method = getattr(module, "_reset_parameters", None)
     if method is None and own:
         method = getattr(module, "reset_parameters", None)
@@ -287,15 +302,20 @@ def _step_of(
 
 
 def _dry_run(call: Callable[[], Any], own: set[int], substitutes: _Substitutes) -> set[int]:
-    """The keys of the tensors that `call` would write. No tensor is real, and the RNG's state is restored."""
+    """Run `call` with all tensors on the meta device; returns the keys of the tensors that it would write.
+
+    If `call` needs real values, it is assumed to write the tensors with keys `own`. The state of the random
+    number generator is restored.
+    """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with _AsIfReal():
                 return substitutes.run(call, own)
         except Exception:
-            # Not every initialiser runs without values (item() does not). It is assumed to write its module's
-            # own tensors; the real run shows whether it does, and why it fails if it fails there too.
+            # Not every initialiser runs without values (item() does not). Such an initialiser is assumed to
+            # write its module's own tensors. The real run shows whether it does so, and its error if it fails
+            # there too.
             return set(own)
         finally:
             for key in own:
@@ -322,7 +342,7 @@ def _unwritten(names: list[str]) -> ConfigError:
 
 
 def listed(names: list[str]) -> str:
-    """The first five of `names`, and how many more there are, for an error."""
+    """The first five of `names` and the number of the remaining names, as text for an error message."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + rest
 
@@ -330,7 +350,10 @@ def listed(names: list[str]) -> str:
 def _run(
     steps: list[_Step], substitutes: _Substitutes, wanted: set[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Run the steps; yields each key of `wanted` with its values after the last step that writes it."""
+    """Run the initialisers in `steps`; yields (key, values) of a tensor after the last step that writes it.
+
+    wanted: keys of the tensors to yield.
+    """
     last = {key: index for index, step in enumerate(steps) for key in step.writes}
     order = {key: index for index, key in enumerate(substitutes.tensors)}
     written: set[int] = set()

@@ -1,6 +1,7 @@
-"""Open calls: calls whose beginning a hook saw, and whose end it may miss.
+"""Open calls: the calls (forwards, state_dicts) that have begun in each thread and have not ended.
 
-torch calls no hook when Ctrl-C interrupts a forward, nor when a state_dict raises.
+Hooks note the beginning and the end of a call. An end can be missed, because torch calls no hook when Ctrl-C
+interrupts a forward or when a state_dict raises an error.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from types import FrameType
 
 
 class OpenCalls:
-    """The calls that each thread is in, innermost last, each with a context to leave at its end.
+    """A list for each thread of the calls that the thread is in, innermost last.
 
-    Each is kept with the frame that made the call. Once that frame is off the thread's stack the call is
-    over, whether its end was seen or not.
+    Each call has a context manager, which is exited at the end of the call, and the frame that made the call.
+    Once this frame has left the thread's stack the call is over, even if no hook has noted its end.
     """
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def begin(self, caller: FrameType, inside: AbstractContextManager[None] | None = None) -> None:
-        """Note the beginning of a call by the frame `caller`; `inside` is a context entered until its end."""
+        """Note the beginning of a call.
+
+        caller: the frame that made the call. inside: a context manager to enter now and exit when the call
+        ends.
+        """
         self.prune()
         stack = ExitStack()
         if inside is not None:
@@ -31,12 +36,12 @@ class OpenCalls:
         self._calls.append((caller, stack))
 
     def end(self) -> None:
-        """Note the end of the innermost call; does nothing if none is open."""
+        """Note the end of this thread's innermost call, and exit its context; does nothing without a call."""
         if self._calls:
             self._calls.pop()[1].close()
 
     def prune(self) -> None:
-        """End the calls whose end was not seen."""
+        """End the calls of this thread that are over without a hook having noted their end."""
         calls = self._calls
         if not calls:
             return
@@ -45,7 +50,10 @@ class OpenCalls:
             self.end()
 
     def __bool__(self) -> bool:
-        """Whether this thread is in a call whose end was not seen; `prune` first ends those that are over."""
+        """Whether this thread has an open call.
+
+        Call `prune` first to leave out calls that are over without a hook having noted their end.
+        """
         return bool(self._calls)
 
     @property
@@ -57,10 +65,10 @@ class OpenCalls:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """This frame and its callers.
+    """Yield `frame`, its caller, the caller of that frame, and so on.
 
-    Pass the frame of your caller, not your own: a function whose list holds its own frame is a reference
-    cycle, which keeps all of its variables alive.
+    A function should pass its caller's frame. If it passes its own and keeps the result in a variable, frame
+    and result form a reference cycle, which keeps all variables of the function alive.
     """
     while frame is not None:
         yield frame

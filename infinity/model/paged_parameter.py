@@ -1,8 +1,10 @@
-"""Paged parameter: a Parameter whose page is fetched before any operation on it, but not for its metadata.
+"""Paged parameter: a Parameter whose page is fetched before any operation that needs its values.
 
-A Parameter is converted in place (`adopt`), because optimizers, tied weights and nn.LSTM's list of flat
-weights hold its identity. An operation reaches `__torch_function__` with its arguments, also those inside of
-lists. The pages of all paged ones are fetched together; then the operation runs as if they were plain.
+Operations that need only metadata, such as the shape, fetch no page. `adopt` converts a Parameter in place,
+because optimizers, tied weights and nn.LSTM's list of flat weights refer to the Parameter object itself.
+torch calls `__torch_function__` with each operation on a paged parameter and with its arguments, which may
+be nested in lists, tuples and dictionaries. The pages of all paged parameters among the arguments are
+fetched together. Then the operation runs as if these parameters were plain.
 """
 
 from __future__ import annotations
@@ -19,25 +21,28 @@ from infinity.pages.parameter_page import ParameterPage
 
 
 class Pager(Protocol):
-    """The part of the runtime that a paged parameter calls."""
+    """The interface of the runtime that paged parameters call."""
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run an operation with the pages of `places` present."""
+        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result."""
 
     def copy(self, place: Place) -> torch.Tensor:
-        """A copy of the parameter's values, in its own memory."""
+        """A copy of the parameter's values in new memory."""
 
     def lend_data(self, place: Place) -> torch.Tensor:
-        """A view with a version counter of its own (`p.data`), whose edits are seen nevertheless."""
+        """The value of `p.data`: a view of the parameter that has its own version counter.
+
+        The runtime notices edits through this view, too.
+        """
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
-        """Copy other values into the parameter (`p.data = value`)."""
+        """Carry out `p.data = value` by copying `value` into the parameter's page."""
 
     def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient divided by the loss scale."""
 
     def has_gradient(self, place: Place) -> bool:
-        """Whether the parameter has a gradient in its page."""
+        """Whether the parameter has a gradient in a gradient page."""
 
     def drop_gradient(self, place: Place) -> None:
         """Forget the parameter's gradient."""
@@ -45,7 +50,7 @@ class Pager(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """The place of a parameter: its pager, its page, and its index there."""
+    """The place of a parameter: the pager, the page that has its values, and its index in the page's unit."""
 
     pager: Pager
     page: ParameterPage
@@ -58,7 +63,7 @@ class Place:
 
 
 _TENSOR: Any = torch.Tensor
-"""torch.Tensor, untyped: for its descriptors, which its type stubs do not have."""
+"""torch.Tensor with the static type Any, for access to descriptors that torch's type stubs do not declare."""
 
 
 _ATTRIBUTES = (
@@ -82,7 +87,7 @@ _METADATA: frozenset[Any] = frozenset(
     + [getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name)]
     + [_TENSOR._backward_hooks.__set__]
 )
-"""Functions for which a placeholder gives the same result as the parameter."""
+"""Functions that read no values of a parameter, so that their results are right without its page."""
 
 _GET_DATA = _TENSOR.data.__get__
 _SET_DATA = _TENSOR.data.__set__
@@ -91,7 +96,7 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad_
 
 
 class PagedParameter(nn.Parameter):
-    """A Parameter whose bytes are in a page. Only `adopt` makes one."""
+    """A Parameter whose values are in a page. Only `adopt` makes objects of this class."""
 
     _place: Place
 
@@ -116,12 +121,18 @@ class PagedParameter(nn.Parameter):
         return pager.run(func, taken, args, kwargs)
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ConfigError. Not in `_SPECIAL`, because torch does not call __torch_function__ for it."""
+        """Raises ConfigError: a paged parameter cannot be given another storage.
+
+        The method is defined here because torch does not call __torch_function__ for `set_`.
+        """
         _no_other_storage(self)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient: None before a backward; after one it is in a page, and this raises ConfigError."""
+        """The gradient, which is None before a backward.
+
+        After a backward the gradient is in a page, and reading this property raises ConfigError.
+        """
         place = self._place
         if place.pager.has_gradient(place):
             raise ConfigError(
@@ -146,33 +157,36 @@ class PagedParameter(nn.Parameter):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain Parameter with a copy of the values."""
+        """Copy the parameter as a plain Parameter with a copy of the values."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self._place.pager.copy(self._place), self.requires_grad)
         copy: nn.Parameter = memo[id(self)]
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain Parameter with a copy of the values."""
+        """Pickle the parameter as a plain Parameter with a copy of the values."""
         plain: Any = nn.Parameter(self._place.pager.copy(self._place), self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
 
 def adopt(parameter: nn.Parameter, place: Place) -> None:
-    """Convert a Parameter to a PagedParameter, in place."""
+    """Convert a Parameter to a PagedParameter, in place.
+
+    place: the pager, page and index of the parameter's values.
+    """
     parameter.__class__ = PagedParameter
     parameter._place = place  # type: ignore[attr-defined]
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd itself keeps in `.grad`."""
+    """The gradient that autograd keeps for the tensor; None without one. Gradient pages are not looked at."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         return gradient
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """`raw_gradient`, taken away from autograd."""
+    """Return the gradient that autograd keeps for the tensor, and remove it there; None without one."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         _TENSOR.grad.__set__(parameter, None)
@@ -190,8 +204,8 @@ def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
 
 
 def _run_in_all(function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-    """Run an operation on parameters of several runtimes, with their `run` calls nested."""
-    pager = min((place.pager for place in places), key=id)  # always in the same order, as each takes a lock
+    """Run an operation on parameters of several runtimes, by nested calls of the `run` of each runtime."""
+    pager = min((place.pager for place in places), key=id)  # a fixed order, because each `run` takes a lock
     others = [place for place in places if place.pager is not pager]
 
     def inside(*args: Any, **kwargs: Any) -> Any:
@@ -218,9 +232,11 @@ def _set_data(parameter: PagedParameter, value: torch.Tensor) -> None:
 
 
 def _can_be_replaced(parameter: torch.Tensor, other: torch.Tensor) -> bool:
-    """The check of Module.to and its like before they put another tensor in the parameter's place.
+    """Return True if torch can put the data of `other` into `parameter`; raise ConfigError if it cannot.
 
-    Raises ConfigError if they would.
+    At least one of the two is a paged parameter. Module.to and similar methods call this function through
+    torch._has_compatible_shallow_copy_type. With False as the answer, they would replace the paged parameter
+    by a new Parameter.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if not torch._has_compatible_shallow_copy_type(parameter, other):
@@ -235,7 +251,7 @@ def _no_conversion(parameter: PagedParameter, value: torch.Tensor) -> ConfigErro
         f"The parameter {parameter._place.name} ({list(parameter.shape)}, {parameter.dtype}, "
         f"{parameter.device}) cannot become {list(value.shape)}, {value.dtype}, {value.device} while "
         "its model is offloaded.",
-        "Convert the model before infinity.offload; precision= says what it computes in, device= where.",
+        "Convert the model before infinity.offload, whose precision= and device= set dtype and device.",
     )
 
 
@@ -253,7 +269,7 @@ def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedPa
 
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad, see _roots."""
+    """torch.autograd.grad with paged parameters among `outputs` or `inputs`; its gradients are unscaled."""
     found = torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
     return tuple(
         each._place.pager.unscale(gradient)
@@ -264,29 +280,30 @@ def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """torch.autograd.backward, see _roots."""
+    """torch.autograd.backward with paged parameters among `tensors` or the keyword argument `inputs`."""
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _edges(kwargs["inputs"])
     torch.autograd.backward(_roots(tensors), *args, **kwargs)
 
 
 def _backward(parameter: PagedParameter, *args: Any, **kwargs: Any) -> None:
-    """Tensor.backward, see _roots."""
+    """Tensor.backward of a paged parameter."""
     _roots(parameter)[0].backward(*args, **kwargs)
 
 
 def _roots(outputs: Any) -> list[Any]:
-    """`outputs` to start a backward from, with plain views in place of paged parameters.
+    """The list of `outputs` to start a backward from, with a plain view in place of each paged parameter.
 
-    A backward needs none of their pages. It must not run as one operation, because hooks and recomputation,
-    which it calls in other threads, have to fetch pages.
+    So torch does not hand the backward to __torch_function__. The backward does not need the pages of these
+    parameters. It must not run through `Pager.run`, which holds the runtime's lock, because hooks and
+    recomputation that the backward calls in other threads have to fetch pages.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [each.view_as(each) if isinstance(each, PagedParameter) else each for each in _listed(outputs)]
 
 
 def _edges(inputs: Any) -> list[Any]:
-    """`inputs` of a backward with edges in place of paged parameters."""
+    """The list of `inputs` of a backward, with a GradientEdge in place of each paged parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             torch.autograd.graph.get_gradient_edge(each) if isinstance(each, PagedParameter) else each
@@ -295,7 +312,7 @@ def _edges(inputs: Any) -> list[Any]:
 
 
 def _listed(values: Any) -> list[Any]:
-    # A GradientEdge is a tuple.
+    # A GradientEdge is a tuple, but stands for a single value.
     alone = isinstance(values, (torch.Tensor, torch.autograd.graph.GradientEdge))
     return [values] if alone else list(values)
 
@@ -311,7 +328,10 @@ def _no_other_storage(parameter: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
 
 
 def _keep_weights_apart(*_: Any, **__: Any) -> None:
-    """Leave weights where they are; nn.LSTM would move its weights into one storage to save cuDNN a copy."""
+    """Do nothing, in place of torch._cudnn_rnn_flatten_weight.
+
+    nn.LSTM calls that function to move its weights into one storage, which saves cuDNN a copy.
+    """
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Pager: fetches parameter pages before operations and modules use them, and notes the views it gives out."""
+"""Pager: fetches parameter pages before modules and operations use them, and tracks the views given out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from infinity.telemetry.stats import Phase
 
 
 class Pager:
-    """The parameter pages of one runtime. One lock orders all changes of where they are."""
+    """Gives modules, operations and autograd access to the parameter pages of one runtime.
+
+    A single lock guards every movement of a page.
+    """
 
     def __init__(
         self,
@@ -42,32 +45,46 @@ class Pager:
         health: Health,
         heap: HeapGuard,
     ) -> None:
-        """gradients: None for inference. scale: the loss scale of the gradients that arrive at parameters."""
+        """addresses: address of the memory where a page is resident -> the page. edits: writes edits of
+        parameters home. gradients: the gradient pages; None for inference. scale: the loss scale of the
+        gradients that arrive at parameters. health: raises an error once the runtime is closed or lost.
+        heap: counts the bytes of saved activations.
+        """
         self.pages = pages
         self.addresses = addresses
-        """Address of a residency -> its page. Entries of freed memory are overwritten, not removed."""
+        """Address of the memory where a page is resident -> the page.
+
+        The entry of freed memory stays until another page becomes resident at this address.
+        """
         self.prefetch_engine = prefetch_engine
         self.edits = edits
         self.lock = threading.RLock()
         self.saved_bytes = SavedBytes(heap)
         self.forwards = OpenCalls()
-        """The open forwards of the root module."""
+        """The calls of the root module's forward that have begun and not ended."""
         self.copies = OpenCalls()
-        """The open calls of state_dict; inside, `p.detach()` returns a copy in RAM."""
+        """The calls of state_dict that have begun and not ended.
+
+        In such a call `p.detach()` of a paged parameter returns a copy in RAM.
+        """
         self.scale = scale
         self.refuse = health.check
         self._gradients = gradients
 
-    # --- what modules and operations ask for -----------------------------------------------------------
+    # --- called by modules and operations --------------------------------------------------------------
 
     def access(self, units: Sequence[int]) -> None:
-        """Fetch the pages of a module's own parameters, before it runs."""
+        """Fetch the pages of `units`, which a module that is about to run will use."""
         with self.lock:
             self.refuse()
             self.prefetch_engine.demand(units, _kind_now())
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run an operation with the pages of `places` present. See infinity.model.paged_parameter.Pager."""
+        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result.
+
+        If the result is a view of a page, later edits through the view are noticed, too. Raises BudgetError
+        if the pages do not fit together, and StorageError if a page cannot be read.
+        """
         with self.lock:
             self.refuse()
             units = list(dict.fromkeys(place.page.index for place in places))
@@ -92,19 +109,19 @@ class Pager:
 
     @property
     def copying(self) -> bool:
-        """Whether this thread is in a state_dict."""
+        """Whether this thread is in a call of state_dict."""
         self.copies.prune()
         return bool(self.copies)
 
     def begin_forward(self, caller: FrameType) -> None:
-        """Note the beginning of a forward of the root module, called by the frame `caller`."""
+        """Note the beginning of a forward of the root module. caller: the frame that called the forward."""
         if not self.forwards:
             self.saved_bytes.forward_begins()
             self.prefetch_engine.meter.entered(Phase.FORWARD)
         self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes))
 
     def end_forward(self) -> None:
-        """Note the end of the innermost forward of the root module."""
+        """Note the end of this thread's innermost forward of the root module."""
         self.forwards.end()
         if not self.forwards:
             self.saved_bytes.forward_ends()
@@ -112,9 +129,11 @@ class Pager:
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
-        """Context in which all `units` stay present; edits are written home at its end.
+        """Context in which the pages of all `units` stay present.
 
-        The lock is not held inside, because threads that are waited for there, as autograd's, take pages too.
+        At the end of the context, edits of their parameters are written to the pages' homes. The runtime's
+        lock is not held in the context, because autograd's threads, for which code in the context may wait,
+        have to fetch pages too.
         """
         with self.lock:
             self.refuse()
@@ -129,9 +148,10 @@ class Pager:
                 self.prefetch_engine.let_go(units)
 
     def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
-        """A copy of a parameter's values, with its shape and strides; by default on its device.
+        """A copy of a parameter's values, with the parameter's shape and strides.
 
-        Raises BudgetError if a CUDA device has no room for it.
+        device: where the copy is made; None: on the parameter's device. Raises BudgetError if a CUDA device
+        has no room for the copy.
         """
         with self.lock:
             self.refuse()
@@ -152,7 +172,10 @@ class Pager:
                 return copy.copy_(view)
 
     def lend_data(self, place: Place) -> torch.Tensor:
-        """`p.data`: a view with a version counter of its own."""
+        """The value of `p.data`: a view of the parameter that has its own version counter.
+
+        In a call of state_dict, the value is a copy in RAM instead.
+        """
         with self.lock:
             self.refuse()
             if self.copying:
@@ -164,7 +187,7 @@ class Pager:
             return data
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
-        """`p.data = value`: the values are copied, and the storage stays."""
+        """Carry out `p.data = value` by copying `value` into the page; the parameter keeps its storage."""
         with self.lock:
             self.refuse()
             page = place.page
@@ -188,7 +211,11 @@ class Pager:
             self._gradients.drop(place.page.index, place.index)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
-        """Keep loans of results that are views of pages; in a state_dict, return a copy instead."""
+        """Return the result of an operation, and keep an alias of each view of a page in this result.
+
+        The alias (a loan) shows later edits through the view. In a call of state_dict, a copy of the
+        parameter in RAM is returned instead of a view.
+        """
         for place in places:
             base = place.page.residency
             if base is None:
@@ -205,7 +232,7 @@ class Pager:
         return result
 
     def forget(self) -> None:
-        """Drop every alias."""
+        """Drop all aliases of views that user code has, and all addresses of pages."""
         self.edits.forget()
         self.addresses.clear()
 

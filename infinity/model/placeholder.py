@@ -1,7 +1,8 @@
 """Placeholder: the tensor that a parameter points at while its page is away, which takes almost no memory.
 
-One chunk of bytes 0xff is mapped repeatedly over a range of addresses. Every element can be read (as NaN, so
-that a wrong use shows), every shape and stride works, and only the chunk takes memory.
+One small chunk of memory, filled with bytes 0xff, is mapped again and again over a range of addresses. Only
+this chunk takes memory. Tensors of any shape and strides can lie in the range. Every element can be read, and
+reads as NaN, so that a wrong use is noticed.
 """
 
 from __future__ import annotations
@@ -21,24 +22,28 @@ from infinity.tiers.driver import Driver, current, driver_of
 from infinity.tiers.region import adopt, tensor_over
 
 _NAN_BYTE = 0xFF
-"""All bits one: repeated, it is a NaN in every IEEE-like float type, bfloat16 and OCP's float8 included."""
+"""A byte of eight one bits. Repeated, it reads as NaN in all IEEE-like types, bfloat16 and OCP float8 too."""
 
 _CPU_CHUNK = 1 << 20
-"""Bytes of RAM that the placeholders on the CPU take."""
+"""Bytes of the smallest repeated chunk of RAM on the CPU; larger chunks are multiples of this size."""
 
 _MOST_MAPPINGS = 4096
-"""Most mappings for placeholders; larger ones get a larger chunk. Linux allows a process some 65,000."""
+"""The most mappings of one chunk of memory; a longer range of addresses gets a larger chunk instead.
+
+Linux allows a process some 65,000 mappings.
+"""
 
 
 class Placeholders:
-    """Tensors for evicted parameters, all over one storage.
+    """Makes the tensors that evicted parameters point at; all of them are views of one storage.
 
-    device: the CPU or the CUDA device that they are on. largest: the most bytes that the elements of one of
-    them span. The memory is unmapped once this object and the last tensor are gone. A stray write is lost: on
-    the CPU it changes only the 4 KiB pages written, on CUDA every repetition of the chunk.
+    The storage is one small chunk of memory, mapped again and again over a range of addresses. device: the
+    CPU or the CUDA device of the tensors. largest: the most bytes that the elements of one tensor span. The
+    memory is unmapped once this object and the last tensor are gone. A stray write to a tensor is lost: on
+    the CPU it changes the written 4 KiB of addresses only, on CUDA it changes every repetition of the chunk.
 
-    Raises BudgetError if there is no memory for the chunk, and InfinityError (from the CUDA driver
-    DeviceError) if the kernel or the driver refuses the mapping.
+    Raises BudgetError if there is no memory for the chunk. Raises InfinityError if the kernel refuses the
+    mapping, and DeviceError if the CUDA driver does.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
@@ -57,15 +62,15 @@ class Placeholders:
         region = adopt(mapping.address, mapping.nbytes, self.device, mapping)
         self._storage = tensor_over(region).untyped_storage()
         self.nbytes = mapping.nbytes
-        """Bytes of the range of addresses; at least `largest`."""
+        """Bytes of addresses that the storage spans; at least `largest`."""
         self.held = mapping.chunk
-        """Bytes of memory that the range takes: the chunk's."""
+        """Bytes of memory that the storage takes, which is the size of the repeated chunk."""
 
     def of(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of exactly this shape, these strides (elements, none negative) and this dtype.
+        """A placeholder tensor of this shape, these strides (in elements, none negative) and this dtype.
 
-        Its elements read as NaN in the float types, as all bits one in the others. They may span at most
-        `largest` bytes.
+        In floating-point types its elements read as NaN; in other types all their bits are one. The elements
+        may span at most `largest` bytes.
         """
         # param.data refuses a tensor that was made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -75,14 +80,19 @@ class Placeholders:
 
 
 def _chunk_bytes(largest: int, granule: int) -> int:
-    """Bytes of the chunk, a multiple of `granule`: as small as the number of mappings allows."""
+    """Bytes of the chunk of memory to map again and again over `largest` bytes of addresses.
+
+    The result is the smallest multiple of `granule` (bytes) for which _MOST_MAPPINGS mappings are enough.
+    """
     return max(1, -(-largest // (_MOST_MAPPINGS * granule))) * granule
 
 
 class CpuMapping:
-    """One memfd of bytes 0xff, mapped privately again and again over `nbytes` of addresses.
+    """A range of addresses over which one memory file (memfd) of bytes 0xff is mapped again and again.
 
-    nbytes: whole chunks, at least `largest`.
+    largest: the least bytes of the range. The mappings are private. Attributes: `chunk`, the bytes of the
+    file; `nbytes`, the bytes of the range, a multiple of `chunk`; `release`, the function that unmaps the
+    range.
     """
 
     def __init__(self, largest: int) -> None:
@@ -97,7 +107,7 @@ class CpuMapping:
         except OSError as error:
             self.release()
             raise InfinityError(
-                f"The kernel gives no memory file for evicted parameters: {error.strerror}.",
+                f"The kernel refuses a memory file (memfd) for evicted parameters: {error.strerror}.",
                 "Raise the limit of open files (ulimit -n), or free memory.",
             ) from error
         except BaseException:
@@ -105,7 +115,8 @@ class CpuMapping:
             raise
 
     def _fill(self, libc: ctypes.CDLL) -> None:
-        # Private, so that a stray write gets a page of its own: it neither crashes nor reaches the chunk.
+        # The mapping is private, so that a stray write goes to a copy of the 4 KiB that it hits. The write
+        # neither crashes nor reaches the chunk.
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         with os.fdopen(os.memfd_create("infinity-standin", os.MFD_CLOEXEC), "wb") as file:
@@ -143,9 +154,11 @@ def _mapped(address: int | None, nbytes: int) -> int:
 
 
 class DeviceMapping:
-    """One allocation of device memory of bytes 0xff, mapped again and again over `nbytes` of addresses.
+    """A range of addresses over which one allocation of device memory is mapped again and again.
 
-    nbytes: whole chunks, at least `largest`. No queued work may use it when `release` is called.
+    largest: the least bytes of the range. The memory is filled with bytes 0xff. Attributes: `chunk`, the
+    bytes of the allocation; `nbytes`, the bytes of the range, a multiple of `chunk`; `release`, the function
+    that unmaps the range, to be called when no queued work uses the range any more.
     """
 
     def __init__(self, driver: Driver, largest: int) -> None:
@@ -165,7 +178,7 @@ class DeviceMapping:
 
 
 def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapping:
-    """A mapping on a device, whose memory is freed with its last reference."""
+    """Make a mapping on a device. Its memory is freed when the last reference to the mapping is gone."""
     with current(device):
         # Earlier failures are raised here, so that they are not blamed on the mapping.
         driver.synchronize()
@@ -178,10 +191,11 @@ def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapp
 
 def _release(device: torch.device, driver: Driver, release: Callable[[], None]) -> None:
     with current(device):
-        driver.synchronize()  # kernels in flight may still read it
+        driver.synchronize()  # kernels in flight may still read the memory
         release()
 
 
 def _with_the_last(mapping: object, release: Callable[[], object]) -> None:
-    # Not at exit, when the kernel or the driver unmaps: tensors that are freed later still need their memory.
+    # The finalizer does not run at exit, because tensors that are freed later still need their memory. The
+    # kernel or the driver unmaps the memory then.
     weakref.finalize(mapping, release).atexit = False

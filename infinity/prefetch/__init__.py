@@ -1,4 +1,4 @@
-"""Prefetch: the order in which units are used, and which pages to fetch and evict for it."""
+"""Prefetch: the order in which a step uses its units, and the pages to fetch and evict for this order."""
 
 from infinity.prefetch.schedule import Schedule, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace

@@ -1,16 +1,17 @@
 """Arrival: the transfer of a parameter page from its home to the memory where the model computes.
 
 [Note: what is due when]
-The disk takes requests by deadline. A demanded page gets a deadline in the past: its reads go before all that
-is queued, also before pages that were fetched ahead long ago. Pages that are fetched ahead have deadlines in
-the order of their use, earlier than those of writes of the same moment, which no caller waits for. All pieces
-of a page have its deadline, whenever they are requested. Requests that are queued already keep theirs.
+The disk takes requests in the order of their deadlines. A demanded page gets a deadline in the past, so its
+reads go before all queued requests, even before reads of pages that were fetched ahead long ago. Pages that
+are fetched ahead have deadlines in the order of their use. A write that is requested at the same moment has a
+later deadline, because no caller waits for a write. Every piece of a page is requested with the page's
+deadline. A request that is already queued keeps its deadline when the page becomes more urgent.
 
 [Note: two hops]
-If the device has memory of its own, a page at home on NVMe comes through transit buffers: disk to host,
-host to device. An `Arrival` is that pipeline. `advance` moves it on without blocking, so the second hop
-of one page overlaps the first of the next whenever the engine is called. On unified memory, and from
-homes in host RAM, there is one hop.
+If the device has memory of its own, a page at home on NVMe takes two hops through transit buffers: from disk
+to host, and from host to device. An `Arrival` is the pipeline of these hops. `advance` moves the pipeline on
+without blocking, so that the second hop of one page overlaps the first hop of the next page whenever the
+engine is called. On unified memory, and from a home in host RAM, there is only one hop.
 """
 
 from __future__ import annotations
@@ -29,28 +30,34 @@ from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Lane, Transfer
 
 _OVERDUE = -60.0
-"""Deadline of a demanded page, in seconds from now."""
+"""Seconds from the request of a demanded page to its deadline; negative, so the deadline is in the past."""
 _APART, _MOST = 1e-3, 50
-"""Seconds between the deadlines of pages that are fetched ahead, and the most such intervals. Together they
-are less than half of the time that infinity.aio.Engine gives writes."""
+"""_APART: seconds between the deadlines of successive pages that are fetched ahead. _MOST: the most such
+intervals; all later pages share the last deadline. The product, 0.05 seconds, is half of the `write_slack`
+that infinity.aio.Engine adds to the deadline of a write.
+"""
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Page bytes [start, start + memory.nbytes) under way."""
+    """A transit buffer that carries the page's bytes from `start` to `start + memory.nbytes`."""
 
     start: int
     memory: torch.Tensor
     transfer: Transfer
     up: bool = False
-    """Whether the transfer is the second hop."""
+    """Whether `transfer` is the copy from host to device; if not, it is the read from disk to host."""
 
 
 class Arrival:
-    """A parameter page on its way from its home to leased device bytes."""
+    """The transfer of one parameter page from its home to leased device memory."""
 
     def __init__(self, page: ParameterPage, lease: Lease, store: Store, *, ahead: int | None = None) -> None:
-        """ahead: number of fetches that are more urgent, for a page that is fetched ahead; None: a demand."""
+        """lease: the device memory for the page; the arrival keeps this memory from now on.
+
+        ahead: for a page that is fetched ahead, the number of fetches that are more urgent; None: the page
+        was demanded.
+        """
         self.page = page
         self._deadline = time.monotonic() + (_OVERDUE if ahead is None else min(ahead, _MOST) * _APART)
         self.residency = lease.residency()
@@ -60,9 +67,9 @@ class Arrival:
         self._todo = deque(range(0, page.nbytes, store.transit_buffer_bytes))
         self._buffers: deque[_Buffer] = deque()
         self.final: Transfer | None = None
-        """The last transfer into the residency."""
+        """The latest transfer into the page's device memory; None before the first."""
         self._failure: InfinityError | None = None
-        """The error of a failed transfer, which `finish` raises."""
+        """The error of a failed transfer, to be raised by `finish`; None while no transfer has failed."""
         if store.device.shares_host:
             self._todo.clear()
             self.final = store.read(page.home, 0, self.residency, deadline=self._deadline)
@@ -72,15 +79,18 @@ class Arrival:
 
     @property
     def edge(self) -> Edge:
-        """The edge (pair of tiers) that the page waits for now."""
+        """The edge (direction between two tiers) over which the page has to move next."""
         reading = self._todo or any(not each.up for each in self._buffers)
         if reading or (self._store.device.shares_host and self.page.home.tier is Tier.NVME):
             return Edge.NVME_TO_HOST
         return Edge.HOST_TO_DEVICE
 
     def advance(self, *, block: bool) -> bool:
-        """Move the page's buffers to their next hop; with `block`, wait for one. Returns whether transit came
-        free."""
+        """Begin the second hop of every buffer that was read, and read more while transit buffers are free.
+
+        block: wait until the oldest buffer has made both hops. Returns whether a transit buffer came free.
+        If a transfer fails, True is returned and the error is kept for `finish` to raise.
+        """
         try:
             return self._advance(block)
         except InfinityError as error:
@@ -114,9 +124,10 @@ class Arrival:
 
     @property
     def stuck(self) -> bool:
-        """Whether the page needs a transit buffer, has none under way, and none is free now.
+        """Whether the page cannot move on because it has no transit buffer and none is free.
 
-        Reading this makes the page as urgent as a demanded one.
+        Reading this property gives the page the deadline of a demanded page. If a transit buffer is free, the
+        page takes the buffer.
         """
         self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
         if self._todo and not self._buffers:
@@ -124,9 +135,9 @@ class Arrival:
         return bool(self._todo) and not self._buffers
 
     def finish(self) -> torch.Tensor:
-        """Wait until compute may use the page; returns the residency. Not while `stuck`.
+        """Wait until the model may compute with the page; returns its device memory, uint8 (page.nbytes,).
 
-        Raises StorageError.
+        Must not be called while `stuck` is true. Raises the error of a failed transfer, such as StorageError.
         """
         while self._todo or self._buffers:
             self.advance(block=True)
@@ -139,14 +150,17 @@ class Arrival:
         return self.residency
 
     def abandon(self) -> None:
-        """Drop what has not begun, and wait until nothing writes to the bytes. Failures are ignored."""
+        """Give the page up: begin no more transfers, and wait until none writes to the page's device memory.
+
+        Errors of these transfers are ignored.
+        """
         self._todo.clear()
         transfers = [each.transfer for each in self._buffers]
         for transfer in (*transfers, *([self.final] if self.final is not None else [])):
             try:
                 transfer.wait()
             except InfinityError:
-                continue  # these bytes will not be read
+                continue  # the page's memory will not be read, so the error does not matter
         self._buffers.clear()
 
     def _read(self, memory: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """Prefetch engine: brings parameter pages to the device before they are used, within the budget.
 
-A demand names the units that one operation or module needs. The engine records each in the trace, starts to
-fetch the missing ones, starts to fetch those that the trace expects next as far as the budget allows, and
-waits for the missing ones only. Pages stay until their room is needed; the schedule chooses those to evict.
+A demand names the units that one operation or module needs. The engine records these units in the trace and
+starts to fetch the missing pages. Then it starts to fetch the pages that the trace expects next, as far as
+the budget allows. It waits for the missing pages only. A page stays on the device until its room is needed.
+The schedule chooses the pages to evict.
 """
 
 from __future__ import annotations
@@ -25,29 +26,38 @@ from infinity.tiers.link import User
 
 
 class Updates(Protocol):
-    """The updates of parameters between their uses: infinity.optim.updater.Updater, or NoUpdates."""
+    """The interface through which the engine finishes optimizer updates before their parameters are used.
+
+    Implemented by infinity.optim.updater.Updater, and by NoUpdates for a model that is not trained.
+    """
 
     def pending(self, unit: int) -> bool:
-        """Whether the unit must be completed before it is used."""
+        """Whether the unit has an optimizer update that was decided by `step` and is not finished."""
 
     def begun(self, unit: int) -> bool:
-        """Whether the unit's pending update has begun."""
+        """Whether the unit has a pending update, and a part of this update is under way."""
 
     def complete(self, unit: int) -> None:
-        """End the unit's update, so that its parameters are current. Raises StorageError."""
+        """Finish the unit's pending update, so that its parameters have their new values.
+
+        Raises StorageError.
+        """
 
     def release(self, unit: int) -> None:
-        """Wait until no update and no copy uses the unit's present bytes, which another page needs."""
+        """Wait until no update and no copy uses the device memory of the unit's page.
+
+        Called before the page leaves this memory, and before it arrives in new memory.
+        """
 
     def finish_copies(self) -> None:
-        """Wait for copies into residencies."""
+        """Wait for all copies of updated parameters into the device memory of their pages."""
 
     def advance(self) -> None:
-        """Advance what needs no waiting."""
+        """Take pending updates as far as they can go without waiting."""
 
 
 class NoUpdates:
-    """The updates of a model that is not trained: none."""
+    """The implementation of `Updates` for a model that is not trained: no unit ever has an update."""
 
     def pending(self, unit: int) -> bool:
         return False
@@ -69,7 +79,10 @@ class NoUpdates:
 
 
 class PrefetchEngine:
-    """Decides which parameter pages are resident, and moves them. Called under the runtime's lock."""
+    """Decides which parameter pages are resident, and moves pages from their homes to the device.
+
+    Its methods are called under the runtime's lock.
+    """
 
     def __init__(
         self,
@@ -87,24 +100,28 @@ class PrefetchEngine:
         self.meter = meter
         self._sizes = [0 if page.permanent else page.nbytes for page in pages]
         self._moves = any(self._sizes)
-        """Whether any page is not permanent."""
+        """Whether the engine has pages to move: at least one page is not permanently on the device."""
         self._resident: dict[int, None] = {}
-        """Units that are PRESENT or ARRIVING and could leave, least recently used first."""
+        """Units whose pages are PRESENT or ARRIVING and can be evicted, least recently used first.
+
+        An ordered set: the dictionary's values are None.
+        """
         self._arrivals: dict[int, Arrival] = {}
         self._held: dict[int, int] = {}
-        """Unit -> number of its holds."""
+        """Unit -> number of calls of `hold` that `let_go` has not ended yet."""
         self._current: tuple[int, ...] = ()
-        """The units and kind of the last demand."""
+        """The units of the step's last demand, followed by its AccessKind; empty before the first demand."""
         self._deferred = False
-        """Whether a page waits to be fetched until its home is up to date."""
+        """Whether a page was not fetched ahead because its home was not up to date at the last attempt."""
         self.updates = updates
         self._edits = edits
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
-        """Make all `units` PRESENT together, and look ahead.
+        """Make the pages of all `units` PRESENT at the same time, and begin to fetch the next pages.
 
-        Raises BudgetError if they do not fit together (`needed`: the device budget that is enough), and
-        StorageError if a page cannot be read; the pages that are missing then stay AWAY.
+        kind: the purpose of the use, for the trace. Raises BudgetError if the pages do not fit together; its
+        `needed` is a budget in bytes that is enough. Raises StorageError if a page cannot be read. A page
+        that has no room or cannot be read is AWAY afterwards.
         """
         if self._current == (*units, kind) and self.present(units):
             if self._deferred:
@@ -120,7 +137,7 @@ class PrefetchEngine:
             self._touch(unit)
             self.meter.accessed(self.pages[unit].presence is not Presence.AWAY or self.updates.begun(unit))
         pinned = {*units, *self._held}
-        for _ in range(2):  # again, because making room for the last one may have evicted the first
+        for _ in range(2):  # twice, because making room for the last unit may have evicted the first
             for unit in units:
                 if self.pages[unit].presence is Presence.AWAY:
                     with self.meter.faulting():
@@ -135,14 +152,19 @@ class PrefetchEngine:
             self._note_use(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
-        """Make all `units` PRESENT together, and keep them so until `let_go`. Raises as `demand`."""
+        """Make the pages of all `units` PRESENT at the same time, and evict them last until `let_go`.
+
+        A held page leaves only if another demand has no room otherwise. Edits of it are written home then, and
+        the next operation on it brings it back. kind: the purpose of the use, for the trace. Raises the errors
+        of `demand`.
+        """
         self.demand(units, kind)
         for unit in units:
             self._held[unit] = self._held.get(unit, 0) + 1
             self.pages[unit].holds += 1
 
     def let_go(self, units: Sequence[int]) -> None:
-        """End one `hold` of these units."""
+        """End one earlier call of `hold` for each of these units."""
         for unit in units:
             self._held[unit] -= 1
             self.pages[unit].holds -= 1
@@ -150,33 +172,33 @@ class PrefetchEngine:
                 del self._held[unit]
 
     def present(self, units: Sequence[int]) -> bool:
-        """Whether all `units` are PRESENT and have no pending update."""
+        """Whether the pages of all `units` are PRESENT and none of these units has a pending update."""
         return all(
             self.pages[unit].presence is Presence.PRESENT and not self.updates.pending(unit) for unit in units
         )
 
     def land_all(self) -> None:
-        """Wait for every arrival. Raises as `demand`."""
+        """Wait until every page that is ARRIVING is PRESENT. Raises StorageError if a page cannot be read."""
         for unit in list(self._arrivals):
             self.land(unit)
 
     def step_done(self) -> None:
-        """End the step: restart the trace, and look ahead from its start."""
+        """End the step: set the trace back to its start, and begin to fetch pages for the next step."""
         self.next_step()
         self.look_ahead()
 
     def next_step(self) -> list[int]:
-        """Restart the trace; returns the units in the expected order of their first use."""
+        """Set the trace back to its start; returns the units in the order of their expected first use."""
         self.trace.step_done()
         self._current = ()
         return list(dict.fromkeys(access.unit for access in self.trace.learned))
 
     def look_ahead(self) -> None:
-        """Start to fetch the units that are expected next."""
+        """Start to fetch the pages that the trace expects next, as far as the budget allows."""
         self._look_ahead((), set(self._held))
 
     def abandon(self) -> None:
-        """Give up every arrival, and wait until nothing is under way."""
+        """Give up every page that is ARRIVING, and wait until no transfer to the device is under way."""
         for unit in list(self._arrivals):
             self._turn_back(unit)
 
@@ -186,7 +208,12 @@ class PrefetchEngine:
             self._resident[unit] = None
 
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
-        """AWAY -> ARRIVING (PRESENT from a ghost); evicts pages for its room. ahead: see Arrival."""
+        """Start to fetch the page of a unit that is AWAY, evicting other pages if there is no room.
+
+        The page is ARRIVING afterwards. It is PRESENT at once if views still keep its earlier device memory
+        alive, which is then used again. pinned: units to evict last. ahead: for a page that is fetched ahead,
+        the number of fetches that are more urgent; None: the page was demanded.
+        """
         page = self.pages[unit]
         if self.store.device.shares_host:
             self.updates.release(unit)
@@ -211,16 +238,17 @@ class PrefetchEngine:
             raise
 
     def land(self, unit: int, *, for_host: bool = False) -> None:
-        """Wait for a unit, if it is arriving. Raises StorageError.
+        """Wait until the unit's page is PRESENT, if it is ARRIVING; else do nothing. Raises StorageError.
 
-        for_host: wait until the copy from its home is over, too, so that the host may write to the home.
+        for_host: also block the CPU until the copy from the page's home has ended, so that the CPU may write
+        to the home.
         """
         arrival = self._arrivals.get(unit)
         if arrival is None:
             return
         try:
             with self.meter.stalling(arrival.edge):
-                while arrival.stuck:  # other arrivals have all pieces of transit
+                while arrival.stuck:  # other arrivals have all transit buffers
                     next(each for each in self._arrivals.values() if each.advance(block=True))
                 residency = arrival.finish()
                 if for_host and arrival.final is not None:
@@ -251,7 +279,10 @@ class PrefetchEngine:
             page.leave()
 
     def _note_use(self, unit: int) -> None:
-        """Note for a checker that computation reads a page: called at its demand and when it leaves."""
+        """Tell a checker of memory accesses, which only tests have, that computation reads a unit's page.
+
+        Called when the page is demanded and when it leaves.
+        """
         residency = self.pages[unit].residency
         if residency is not None:
             self.store.link.uses(User.COMPUTE, residency, writes=False, label="page")
@@ -282,7 +313,7 @@ class PrefetchEngine:
                 self._deferred = True
                 continue
             if page.living() is None and pool.largest_free < page.nbytes:
-                break  # views or fragmentation take the room: only a demand may evict more
+                break  # views or fragmentation take the room, and only a demand may evict more pages
             if page.home.failure is None:
                 self._start(unit, pinned, ahead=place)
 
@@ -292,7 +323,11 @@ class PrefetchEngine:
         self.updates.advance()
 
     def _lease(self, unit: int, pinned: set[int]) -> Lease:
-        """Room for a page, made in steps: evict by the schedule, then all others, at last the pinned ones."""
+        """Lease device memory for the unit's page, making room step by step.
+
+        The pages that the schedule chooses are evicted first, then all other pages that are not pinned, at
+        last the pinned pages. Raises BudgetError if there is no room even then.
+        """
         pool, nbytes = self.store.resident, self.pages[unit].nbytes
         if pool.largest_free < nbytes:
             free = pool.nbytes - pool.leased
@@ -321,8 +356,8 @@ class PrefetchEngine:
                 self._evict(unit)
 
     def _settle_transfers(self, pinned: set[int]) -> None:
-        self.store.settle()  # writes from a residency hold its bytes
-        self.updates.finish_copies()  # and so do copies into one
+        self.store.settle()  # a write to a home keeps the memory that it reads from
+        self.updates.finish_copies()  # a copy to the device keeps the memory that it writes to
 
     def _reclaim(self, pinned: set[int]) -> None:
         self._edits.reclaim()
@@ -332,7 +367,10 @@ class PrefetchEngine:
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
-        """Evict the demand's own pages, to place them anew: their positions leave no gap for the last one."""
+        """Evict the pinned pages too, so that all pages of the demand can be placed again from the start.
+
+        Where the pinned pages lie now, no gap beside them is large enough for the missing page.
+        """
         for unit in [each for each in self._resident if each in pinned]:
             self._evict(unit)
 

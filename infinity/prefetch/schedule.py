@@ -1,9 +1,9 @@
-"""Schedule: which units to fetch and which to evict, given the order of coming uses. Pure; units are numbers.
+"""Schedule: the units to fetch and the units to evict, given the order of coming uses.
 
-The rules are those under which prefetching is near-optimal (Cao, Felten, Karlin, Li: A Study of Integrated
-Prefetching and Caching Strategies, 1995): fetch in the order of use, evict the unit that is used furthest in
-the future (Belady, 1966), never evict one that is used before the fetched unit, and do each as soon as these
-rules allow.
+The functions are pure, and a unit is a number. Prefetching is near-optimal under four rules (Cao, Felten,
+Karlin, Li: A Study of Integrated Prefetching and Caching Strategies, 1995). Fetch units in the order of their
+use. Evict the unit whose next use is furthest in the future (Belady, 1966). Never evict a unit that is used
+before the fetched unit. Do each fetch and each eviction as soon as the other rules allow.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 LOOKAHEAD = 256
-"""Most coming uses from which one window is built."""
+"""The most coming uses among which `schedule` looks for units to fetch."""
 
 HORIZON = 1024
-"""Most coming uses that are searched for the next use of a unit; one used later counts as never used."""
+"""The most coming uses that are searched for the next use of a unit.
+
+A unit whose next use is later counts as never used.
+"""
 
 
 class Schedule(NamedTuple):
@@ -38,16 +41,18 @@ def schedule(
     *,
     reserve: int = 0,
 ) -> Schedule:
-    """The fetches for the coming uses that fit, and the evictions that these fetches need.
+    """The units to fetch for the coming uses, as many as fit, and the units to evict for these fetches.
 
-    upcoming: units in the order of use, the current one first, repeats allowed; consumed as far as needed.
-    sizes: bytes of each unit; 0 for a permanent one, which is neither fetched nor evicted. resident: units
-    that are there or in flight, each once, least recently used first. pinned: units that may not be evicted.
-    capacity: bytes that all may take together, of which prefetch leaves `reserve` free.
+    upcoming: units in the order of their use, beginning with the current unit. A unit may occur several
+    times; the iterable is consumed as far as needed. sizes: bytes of each unit's page; 0 for a permanent
+    page, which is neither fetched nor evicted. resident: units whose pages are present or arriving, each
+    once, least recently used first. pinned: units that may not be evicted. capacity: bytes that all pages
+    may take together. reserve: bytes of `capacity` to leave free.
 
-    The window is the longest prefix of `upcoming` that fits beside the pinned units; its units are never
-    evicted. Without a fetch nothing is evicted. Given hashed collections (sets, dicts) this takes time linear
-    in `resident` and in the uses searched, at most HORIZON and LOOKAHEAD.
+    The units to fetch are the missing units in the longest prefix of `upcoming` that fits beside the pinned
+    units. No unit of this prefix is evicted. If no unit is missing, nothing is evicted. With sets or
+    dictionaries for `resident` and `pinned`, the time is linear in the length of `resident` and in the
+    number of uses that are searched, at most HORIZON + LOOKAHEAD.
     """
     uses = iter(upcoming)
     limit = capacity - reserve
@@ -83,9 +88,9 @@ def victims(
 ) -> tuple[int, ...]:
     """The units to evict, in order, to free `needed` bytes for a unit that is needed now.
 
-    Units that are not in `upcoming` come first, in the order of `resident`, least recently used first; then
-    the others, furthest next use first. If not enough may leave, all that may. Other arguments as in
-    `schedule`.
+    Units that do not occur in `upcoming` come first, in the order of `resident`. Then come the units that do
+    occur, furthest next use first. If the units that may be evicted have fewer bytes than `needed`, all of
+    them are returned. upcoming, sizes, resident, pinned: as in `schedule`.
     """
     if needed <= 0:
         return ()
@@ -106,7 +111,10 @@ def _furthest_first(units: Iterable[int], uses: Iterator[int]) -> Iterator[int]:
 
 
 def _free(needed: int, candidates: Iterator[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first of `candidates` that free `needed` bytes, without those that later ones make unnecessary."""
+    """The first `candidates` that together free `needed` bytes.
+
+    A candidate is left out again if the other chosen candidates free enough bytes without it.
+    """
     chosen: list[int] = []
     excess = -needed
     for unit in candidates:

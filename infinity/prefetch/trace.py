@@ -1,6 +1,6 @@
-"""Trace: the order in which a step uses its units, recorded while it runs and expected of the next step.
+"""Trace: the order in which a step uses its units, recorded in one step and expected of the next step.
 
-It is only a hint: a wrong expectation costs time, never correctness.
+The trace is only a hint: a wrong expectation costs time, never correctness.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from itertools import chain
 from typing import NamedTuple
 
 MOST_ACCESSES = 1 << 18
-"""Accesses after which a step ends by itself, so that a loop that never steps takes bounded memory."""
+"""Number of recorded accesses at which the trace ends the step by itself.
+
+This bounds the memory that the trace takes in a loop that never calls `step`.
+"""
 
 
 class AccessKind(IntEnum):
-    """The purpose of an access. An IntEnum, because accesses are hashed often and Enum hashes slowly."""
+    """The purpose for which a unit is used.
+
+    The class is an IntEnum because its members are hashed often, and members of an Enum hash slowly.
+    """
 
     FORWARD = 0
     BACKWARD = 1
@@ -25,14 +31,14 @@ class AccessKind(IntEnum):
 
 
 class Access(NamedTuple):
-    """One use of one unit."""
+    """One use of one unit, with the purpose of the use."""
 
     unit: int
     kind: AccessKind
 
 
 class _Sequence:
-    """Accesses in order, with an index of where each one, and each pair of neighbours, occurs."""
+    """A list of accesses, with an index of the positions of each access and of each pair of neighbours."""
 
     def __init__(self) -> None:
         self.entries: list[Access] = []
@@ -52,11 +58,18 @@ class _Sequence:
         self.trains = self.trains or access.kind != AccessKind.FORWARD
 
     def find(self, access: Access, start: int) -> int | None:
-        """The first place of `access` from `start` on, wrapping around; None if it does not occur."""
+        """The first position of `access` at or after index `start`, wrapping around to the first of all.
+
+        None if the access does not occur.
+        """
         return _at_or_after(self._places.get(access), start)
 
     def find_after(self, previous: Access | None, access: Access, start: int) -> int | None:
-        """`find` for an `access` that directly follows `previous` (None: that begins the step)."""
+        """The first position at or after index `start` at which `access` directly follows `previous`.
+
+        The search wraps around to the first of all positions. previous: None looks for an access that begins
+        the step. Returns None if the two accesses never follow each other.
+        """
         return _at_or_after(self._places_after.get((previous, access)), start)
 
 
@@ -68,13 +81,14 @@ def _at_or_after(places: list[int] | None, start: int) -> int | None:
 
 
 class Trace:
-    """Records the step that runs now and follows it along the learned order of an earlier one.
+    """Records the accesses of the running step, and follows the step along the order of an earlier step.
 
-    One thread records; `upcoming` may be read meanwhile, for a learned order never changes in place.
+    Only one thread may record. Other threads may iterate over `upcoming` meanwhile, because a learned order
+    never changes in place.
     """
 
     def __init__(self, *, window: int = 8) -> None:
-        """window: number of learned accesses that may be left out without a divergence."""
+        """window: the most accesses that a step may skip at once and still follow the expected order."""
         assert window >= 0
         self._window = window
         self._recorded = _Sequence()
@@ -84,17 +98,19 @@ class Trace:
 
     @property
     def learned(self) -> Sequence[Access]:
-        """The order expected of this step; empty during the first one. Not to be changed."""
+        """The accesses expected of this step, in order; empty in the first step. Must not be changed."""
         return self._learned.entries
 
     def record(self, access: Access) -> bool:
-        """Notes that `access` happens now; returns whether it was expected here.
+        """Record that `access` happens now; returns whether it was expected here.
 
-        These are expected: the next learned access, one of the `window` after it (those between are skipped),
-        one that was skipped just before and comes late, and an immediate repeat. Anything else is a
-        divergence: the trace then moves to the next place, wrapping around, where the same two accesses
-        follow each other, else to the next place of this one, and stays if there is none. Amortised
-        O(log length).
+        Accesses are expected in the learned order, which is the order of an earlier step. Four kinds of
+        accesses are expected: the next access of the learned order; one of the `window` accesses after the
+        next, if the accesses between are skipped; an access that was skipped just before and comes late; a
+        repeat of the previous access. Any other access is a divergence. The trace then goes on after the
+        next place of the learned order where the same two accesses follow each other. Without such a place
+        it goes on after the next place of `access`. If `access` does not occur at all, the trace stays where
+        it is. The search wraps around from the end to the start. The amortised time is O(log length).
         """
         previous = self._recorded.last
         if access == previous:
@@ -105,10 +121,11 @@ class Trace:
         return self._follow(previous, access)
 
     def step_done(self) -> None:
-        """Ends the step: the recorded order is expected from now on, from its start.
+        """End the step: the recorded order becomes the learned order, which is followed from its start.
 
-        A recording with neither a backward nor an update (an evaluation between steps, nothing at all) does
-        not replace one that has them: the forwards of the learned step predict evaluations as well.
+        A recording without any backward or update, such as an evaluation between steps, does not replace a
+        learned order that has one. The forwards in the learned order predict evaluations as well. An empty
+        recording replaces nothing.
         """
         if self._recorded.entries and (self._recorded.trains or not self._learned.trains):
             self._learned = self._recorded
@@ -117,7 +134,10 @@ class Trace:
         self._skipped.clear()
 
     def upcoming(self, limit: int) -> Iterator[Access]:
-        """The accesses expected from now on, into the next step; at most `limit`, and at most one cycle."""
+        """The accesses that are expected next, continued into the next step.
+
+        There are at most `limit` accesses, and at most as many as the learned order has.
+        """
         entries, cursor = self._learned.entries, self._cursor
         stop = cursor + min(limit, len(entries))
         places = chain(range(cursor, min(stop, len(entries))), range(stop - len(entries)))
@@ -130,7 +150,7 @@ class Trace:
             return False
         length = len(learned.entries)
         distance = (place - cursor) % length
-        # A place more than half a cycle ahead is nearer behind: it is not a skip, however short the cycle.
+        # A place more than half a cycle ahead counts as a place behind, not as a skip, even in a short cycle.
         if distance <= min(self._window, (length - 1) // 2):
             self._skipped.extend(learned.entries[(cursor + step) % length] for step in range(distance))
         elif access in self._skipped:
