@@ -67,8 +67,8 @@ class Runtime(Closing):
     def plan(self) -> Plan:
         """The plan by which the runtime works: the home of each page, and the predicted seconds of a step.
 
-        After the first step the measured seconds of the last step replace the predicted seconds. If the planner
-        did not know the activations, the measured bytes of activations stand in their place.
+        After the first step the measured seconds of the last step replace the predicted seconds. If the
+        planner did not know the activations, the measured bytes of activations stand in their place.
         """
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
         if last is None:

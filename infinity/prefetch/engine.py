@@ -154,9 +154,9 @@ class PrefetchEngine:
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
         """Make the pages of all `units` PRESENT at the same time, and evict them last until `let_go`.
 
-        A held page leaves only if another demand has no room otherwise. Edits of it are written home then, and
-        the next operation on it brings it back. kind: the purpose of the use, for the trace. Raises the errors
-        of `demand`.
+        A held page leaves only if another demand has no room otherwise. Edits of it are written home then,
+        and the next operation on it brings it back. kind: the purpose of the use, for the trace. Raises the
+        errors of `demand`.
         """
         self.demand(units, kind)
         for unit in units:
