@@ -1,4 +1,6 @@
-"""Tiers: where pages live (device memory, a host arena, slab files on NVMe), and the leases over them."""
+"""Tiers: the places where pages live (device memory, a host arena, slab files on NVMe), and leases of bytes
+there.
+"""
 
 from infinity.tiers.arena import HostArena
 from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device

@@ -1,4 +1,6 @@
-"""Slabs: preallocated files, one per path and rank, in which NVMe pages live. Ownership only; no I/O."""
+"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This file locks and
+removes them, but does no I/O on them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,19 @@ from infinity.system.directory import check_directory, preallocate
 
 
 class Slab(Closing):
-    """A file of `nbytes` bytes, `directory`/infinity-rank<rank>.slab: preallocated, locked, removed on close.
+    """A file of `nbytes` bytes on disk, which is preallocated, locked, and removed on close.
 
-    Its room on the file system is taken at once, so that a full disk shows before training and not hours
-    into it. It belongs to this process for as long as it is open (flock); the file that a dead process
-    left behind is not locked and is reclaimed. Mode 0600. A context manager.
+    Its path is `directory`/infinity-rank<rank>.slab and its mode 0600. The file's room on the file system
+    is taken at once, so that a full disk shows before training and not hours into it. The file is locked
+    (flock) for as long as this process has it open. A file that a dead process left behind is not locked,
+    and is reclaimed. A context manager.
 
-    directory: must exist, be writable, and not be RAM. nbytes: bytes, rounded up to whole 4 KiB blocks.
+    directory: must exist, be writable, and not be in RAM. nbytes: rounded up to whole 4 KiB blocks.
 
-    Raises StorageFull where the file system has not that much room (nothing is left behind), StorageError
-    (path, errno) for everything else: a missing, read-only or RAM-backed directory, a slab in use (EBUSY,
-    naming the process that has it); ConfigError for no bytes.
+    Raises StorageFull where the file system does not have that much room; no file is left behind then.
+    Raises StorageError (with path and errno) for a directory that is missing, read-only or in RAM, and for
+    a slab in use (EBUSY, naming the process that has it). Raises ConfigError where `nbytes` is not
+    positive.
     """
 
     def __init__(self, directory: str | os.PathLike[str], nbytes: int, *, rank: int = 0) -> None:
@@ -45,17 +49,18 @@ class Slab(Closing):
         self._descriptor = descriptor
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the file (or, with `keep`, leave it) and give up its lock. Calling it again does nothing.
+        """Remove the file and release its lock. A second call does nothing.
 
-        A slab that is dropped, or still open at the end of the process, is closed so. In a forked child it
-        only closes the child's descriptor: the slab is the parent's.
+        keep: True leaves the file in place. A slab that is dropped, or still open at the end of the
+        process, is removed too. In a forked child this method only closes the child's descriptor, because
+        the slab belongs to the parent.
         """
         if keep and self._finalizer.detach() is not None:
             os.close(self._descriptor)
         self._finalizer()
 
     def _open_locked(self) -> int:
-        """A descriptor of the file that is at `path` now, with its lock held."""
+        """Open the file at `path`, which is created if it is missing, and lock it. Returns the descriptor."""
         while True:
             with storage_errors("create", self.path):
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -94,7 +99,7 @@ def _remove(descriptor: int, path: Path, owner: int) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether `path` names the file that `descriptor` has open."""
+    """Whether `path` names the file that is open as `descriptor`."""
     try:
         there = os.lstat(path)
     except FileNotFoundError:
@@ -104,7 +109,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """The holder of an open file's flock, as text for people."""
+    """A text for users that names the process which holds the lock (flock) of an open file."""
     inode = os.fstat(descriptor).st_ino
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
