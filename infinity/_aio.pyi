@@ -39,7 +39,7 @@ class Future:
 
     @property
     def timing(self) -> Timing:
-        """The times at which the request began and ended. They do not depend on when `wait` is called."""
+        """The times at which the request began and ended, which do not depend on when `wait` is called."""
 
     def done(self) -> bool:
         """Whether the request has ended, successfully or with an error.
@@ -88,14 +88,14 @@ class File:
     def write(self, buffer: Bytes, offset: int, deadline: float | None = None) -> Future:
         """Start to write `buffer` at byte `offset` of the file.
 
-        Parameters and errors are otherwise those of `read`. deadline: by default now plus the engine's
-        `write_slack`. Also raises ConfigError for a file opened for reading only.
+        deadline: a time.monotonic() time in seconds, by default now plus the engine's `write_slack`. Raises
+        the errors of `read`, and ConfigError for a file that was opened for reading only.
         """
 
     def sync(self, deadline: float | None = None) -> Future:
         """Start an fdatasync, which makes durable all writes whose futures are done now.
 
-        It is not repeated after EIO.
+        A sync that fails with EIO is not repeated.
         """
 
     def close(self) -> None: ...
@@ -119,7 +119,7 @@ class File:
 
     @property
     def memory_alignment(self) -> int:
-        """Number of bytes.
+        """Alignment of memory in bytes that O_DIRECT needs.
 
         A buffer avoids the page cache if its address and its file offset leave the same remainder when
         divided by this number.
@@ -127,16 +127,19 @@ class File:
 
     @property
     def offset_alignment(self) -> int:
-        """Number of bytes. Offsets and lengths that are multiples of this number avoid the page cache."""
+        """Alignment of offsets and lengths in bytes that O_DIRECT needs.
+
+        Aligned requests avoid the page cache.
+        """
 
 class Faults:
-    """Rules by which an engine's I/O is made to fail or wait, for tests, and counts of the transfers seen.
+    """Rules that make transfers of an engine fail, stay short or wait, and counts of transfers; for tests.
 
-    One object can serve several engines, and is thread-safe. Each method that adds a rule takes these
-    parameters. kind: the transfers that the rule is for, "read", "write", "sync" or "any". A transfer is
-    one block handed to the kernel, and counts again when submitted again. nth, times: the rule acts on
-    `times` transfers of its kind from the `nth` on, counted from 1 since the rule was added. times=None
-    means all transfers from the `nth` on.
+    One object can serve several engines, and is thread-safe. A transfer is one block that is handed to the
+    kernel, and counts again when it is submitted again. Each method that adds a rule has these parameters.
+    kind: "read", "write", "sync" or "any", the transfers that the rule is for. nth, times: the rule acts on
+    `times` transfers of its kind from the `nth` on. Transfers are counted from 1, since the rule was added.
+    times=None means all transfers from the `nth` on.
     """
 
     def __init__(self) -> None: ...
@@ -150,12 +153,15 @@ class Faults:
         """
 
     def delay(self, kind: str, nth: int, seconds: float, times: int | None = 1) -> None:
-        """Add a rule by which a transfer starts `seconds` seconds later. Other transfers may overtake it."""
+        """Add a rule by which a transfer starts `seconds` seconds later.
+
+        Other transfers may overtake the delayed transfer.
+        """
 
     def hold(self, kind: str, nth: int, times: int | None = 1) -> None:
-        """Add a rule by which a transfer does not start until `release` is called or its engine closes.
+        """Add a rule by which a transfer does not start until `release` is called or the engine closes.
 
-        Other transfers may overtake it.
+        Other transfers may overtake the held transfer.
         """
 
     def release(self) -> None:
@@ -184,10 +190,10 @@ class Engine:
     ) -> None: ...
     def open(self, path: str, write: bool = True) -> File: ...
     def register_buffer(self, address: int, nbytes: int) -> bool:
-        """Have the kernel pin memory once, instead of at each request whose buffer lies in it.
+        """Have the kernel pin a range of memory once, instead of at each request with a buffer in it.
 
-        Returns False where the kernel does not pin it, with the reason in `facts.registration_failure`.
-        Requests work either way. The memory stays pinned until `close`.
+        Returns False where the kernel does not pin the memory. `facts.registration_failure` gives the
+        reason then. Requests work either way. The memory stays pinned until `close`.
         """
 
     def close(self) -> None:
@@ -203,9 +209,10 @@ class Engine:
     def _facts(self) -> dict[str, Any]: ...
 
 class StripeMap:
-    """A function from the bytes of a volume to the places in its files.
+    """The places of a volume's bytes in the volume's files.
 
-    It depends on (weights, stripe_bytes) alone.
+    They depend on `weights` and `stripe_bytes` alone. weights: number of stripes of each file in one
+    period. stripe_bytes: bytes of a stripe.
     """
 
     def __init__(self, weights: Sequence[int], stripe_bytes: int) -> None: ...

@@ -1,6 +1,4 @@
-"""A device, driven through a table of CUDA driver calls (csrc/driver/bindings.cpp). Use
-infinity.tiers.driver.
-"""
+"""A device, driven by a table of CUDA driver calls (csrc/driver/bindings.cpp). Use infinity.tiers.driver."""
 
 from __future__ import annotations
 
@@ -89,13 +87,13 @@ class Module:
     def function(self, name: str) -> Function:
         """The kernel with this name in the image.
 
-        Raises DeviceError (CUDA_ERROR_NOT_FOUND) where there is none.
+        Raises DeviceError (CUDA_ERROR_NOT_FOUND) where the image has no such kernel.
         """
 
 class RepeatedMemory:
     """One chunk of device memory that is mapped at many adjacent addresses.
 
-    All of them may be read and written.
+    Kernels may read and write the memory at all of these addresses.
     """
 
     @property
@@ -122,7 +120,9 @@ class Driver:
 
     @property
     def checked(self) -> bool:
-        """Whether the library has a checker of the order of accesses, which the `touched` methods inform."""
+        """Whether the library checks the order of memory accesses, of which the `touched` methods inform
+        it.
+        """
 
     def stream(self, priority: int = 0) -> Stream:
         """Make a stream that does not wait for any other stream by itself.
@@ -157,7 +157,7 @@ class Driver:
         """Page-lock host memory, so that DMA can use it. Raises DeviceError."""
 
     def unregister_host(self, address: int) -> None:
-        """Undo `register_host` for the memory at this address. Raises DeviceError."""
+        """Undo `register_host` for the memory at `address`. Raises DeviceError."""
 
     def touched_by_host(self, address: int, nbytes: int, *, writes: bool, label: str = "") -> None:
         """Tell a checker of the order of accesses that the calling thread uses these bytes.

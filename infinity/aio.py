@@ -80,8 +80,8 @@ class DirectoryReport:
     memory_alignment: int
     """Number of bytes that memory addresses must be multiples of for O_DIRECT."""
     offset_alignment: int
-    """Number of bytes that offsets and lengths must be multiples of for O_DIRECT. It is at least a page;
-    see the note "unaligned parts" in csrc/aio/file.hpp.
+    """Number of bytes, at least a page, that offsets and lengths must be multiples of for O_DIRECT. See the
+    note "unaligned parts" in csrc/aio/file.hpp.
     """
     backends: tuple[BackendReport, ...]
 
@@ -98,7 +98,7 @@ class Facts:
     registered_bytes: int
     """Bytes of buffers that the kernel has registered."""
     registration_failure: str
-    """The reason why the last call of `register_buffer` failed; empty where it did not fail."""
+    """The reason why the last call of `register_buffer` failed; empty if it did not fail."""
 
     @property
     def backend(self) -> str:
@@ -107,10 +107,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made. Requests are what callers ask for.
+    """Counts since the engine was made.
 
-    Transfers are blocks that were handed to the kernel, and count again when submitted again. Bytes are
-    bytes that were moved.
+    A request is one call of a caller. A transfer is one block that was handed to the kernel, and counts
+    again when it is submitted again. Bytes are bytes that were moved.
     """
 
     read_requests: int
@@ -126,7 +126,7 @@ class EngineStats:
     sync_transfers: int
     sync_busy_seconds: float
     failures: int
-    """Number of requests that ended with an error, whether or not anyone waited for them."""
+    """Number of requests that ended with an error, whether or not a caller looked at the error."""
     retries: int
     """Number of transfers that were submitted again after EAGAIN, after EINTR, or after a write of zero
     bytes.
@@ -230,8 +230,9 @@ class Volume(_aio.Volume):
     """Several files, each on an engine of its own, that are used as one range of bytes.
 
     parts: pairs of (file, weight). The range is cut into stripes of `stripe_bytes` bytes. In each period of
-    stripes, `weight` stripes (an int from 1) lie in the pair's file. `map` says where each byte lies. It
-    follows from the weights and `stripe_bytes` alone, so a manifest that stores both can rebuild it.
+    stripes, `weight` stripes (an int from 1) lie in the pair's file. The attribute `map` says where each
+    byte lies. It follows from the weights and `stripe_bytes` alone, so that a manifest which stores both
+    can rebuild it.
 
     `read`, `write` and `sync` work like the methods of a File, with one future for all files.
     """

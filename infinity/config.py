@@ -1,6 +1,4 @@
-"""Configuration by the user: sizes, budgets and precision, all of which are validated here for the other
-modules.
-"""
+"""Configuration by the user: sizes, budgets and precision, validated here for all other modules."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """A text for users with about three digits of `nbytes` and a binary unit, such as "1.5 GiB"."""
+    """`nbytes` as text for users, with about three digits and a binary unit, such as "1.5 GiB"."""
     for unit, factor in reversed(_UNITS.items()):
         if nbytes >= factor and unit != "B":
             value = nbytes / factor
@@ -67,18 +65,18 @@ class Budget:
     """The most bytes that each tier may hold. A tier never allocates more than its budget."""
 
     device: Size | None = None
-    """Bytes of device memory. None: on a CUDA device, all free memory less a safety margin; on the CPU, the
-    device tier shares the host tier's memory.
+    """Bytes of device memory. None means all free memory of a CUDA device, less a safety margin. On the
+    CPU, None means that device and host are one tier in RAM.
     """
 
     host: Size | None = None
-    """Bytes of host RAM, pinned where there is a CUDA device. None: the bytes that the cgroup and
+    """Bytes of host RAM, which is pinned for a CUDA device. None means the bytes that the cgroup and
     MemAvailable leave, less a safety margin.
     """
 
     nvme: Mapping[str | os.PathLike[str], Size] | None = None
-    """Bytes for each directory. Each directory should lie on a storage device of its own. None: there is no
-    NVMe tier.
+    """Bytes for each directory. Each directory should be on a storage device of its own. None means no NVMe
+    tier.
     """
 
     device_bytes: int | None = field(init=False, repr=False, default=None)
@@ -131,16 +129,14 @@ class Precision:
     """The dtype of floating-point parameters in forward and backward: "bf16", "fp16" or "fp32"."""
 
     states: str = "fp32"
-    """The format of the optimizer's moments. "fp32" keeps all bits. "bf16" takes half the bytes, and is
-    rounded stochastically. "int8" takes a quarter of the bytes: companded codes with an exponent for every
-    64 elements (see infinity/formats/moments.py). Master parameters have fp32 precision with all three
-    formats. They are float32, or a bf16 parameter and its 16 missing bits.
+    """The format of the optimizer's moments. "fp32" is exact. "bf16" takes half the bytes, and rounds
+    stochastically. "int8" takes a quarter of the bytes: companded codes, with an exponent for every 64
+    elements (see infinity/formats/moments.py). With all three formats the master parameters have fp32
+    precision. They are stored as float32, or as a bf16 parameter and 16 more bits.
     """
 
     keep: tuple[str, ...] = ()
-    """Patterns (fnmatch) for the names of parameters that stay fp32, such as "*.norm.*". Patterns are
-    case-sensitive.
-    """
+    """Patterns (fnmatch, case-sensitive) for the names of parameters that stay fp32, such as "*.norm.*"."""
 
     accumulate: str = "fp32"
     """The dtype in which gradients are summed: "fp32", or "compute" for each parameter's own dtype.
@@ -167,7 +163,7 @@ class Precision:
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the parameter `name` is stored in its page.
 
-        dtype: the parameter's dtype in the user's model, which is kept unless it is a floating-point dtype.
+        dtype: the parameter's dtype in the user's model. A dtype that is not floating-point is kept.
         """
         if not dtype.is_floating_point:
             return dtype
@@ -182,9 +178,9 @@ class Precision:
     def gradient_dtype(self, dtype: torch.dtype, accumulation: int | None) -> torch.dtype:
         """The dtype in which gradients are stored, for parameters that are stored as `dtype`.
 
-        accumulation: number of backwards in a step, as the user declared; None where it is unknown. In a
-        step with only one backward nothing is added to the gradient, so it is stored in `dtype`, in which
-        it comes, and keeps all its bits.
+        accumulation: number of backwards in a step, as the user declared; None where it is unknown. If a
+        step has only one backward, nothing is added to its gradient. The gradient is then stored in `dtype`
+        with all its bits.
         """
         return dtype if accumulation == 1 else self.accumulate_dtype(dtype)
 

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class InfinityError(Exception):
-    """Base class of all errors of this package. `str()` gives the cause and then the cure.
-
-    Both are also attributes.
-    """
+    """Base class of this package's errors. `str()` gives the attributes `cause` and `cure` as one text."""
 
     def __init__(self, cause: str, cure: str) -> None:
         super().__init__(cause, cure)
@@ -29,10 +26,10 @@ class InfinityError(Exception):
         return f"{self.cause} {self.cure}"
 
     def again(self) -> Self:
-        """A copy of the error without its traceback, which can be stored, or raised a second time.
+        """A copy of the error without its traceback, to be stored or to be raised a second time.
 
-        A stored traceback would keep every frame alive, with the pages and staging that its variables refer
-        to.
+        A stored traceback would keep every frame alive, and with each frame's variables pages and staging
+        buffers.
         """
         return copy.copy(self)
 
@@ -57,8 +54,7 @@ class NonFiniteGradient(InfinityError, ArithmeticError):
 
 
 class BudgetError(InfinityError):
-    """Something does not fit the budget of its tier. The cure names the smallest sufficient budget in
-    bytes.
+    """Something does not fit its tier's budget; the cure names the smallest sufficient budget in bytes.
 
     `needed` is the smallest sufficient budget in bytes, or None where it is not known. `tier` is the tier
     whose budget is too small ("device", "host" or "nvme"), or None where no single tier's budget is too
@@ -86,9 +82,9 @@ class KernelError(InfinityError, RuntimeError):
 
 
 class StorageError(InfinityError, OSError):
-    """A storage operation failed, and is not retried any more.
+    """A storage operation failed, and is not retried.
 
-    `path` and `offset` (in bytes, or None) say where the operation failed. `errno` says why.
+    `path` and `offset` (in bytes, or None) say where the operation failed. `errno` (or None) is the reason.
     """
 
     def __init__(
@@ -108,7 +104,8 @@ class StorageError(InfinityError, OSError):
 class DeviceError(InfinityError, RuntimeError):
     """A call of the device's driver failed.
 
-    `call` is the name of the call. `code` and `name` are the number and the name of its result in cuda.h.
+    `call` is the name of the call. `code` and `name` are the number and the name of the call's result in
+    cuda.h.
     """
 
     def __init__(self, cause: str, cure: str, *, call: str, code: int, name: str) -> None:
@@ -150,7 +147,8 @@ def storage_error(
     """The StorageError for a failed operation. It is a StorageFull for ENOSPC and EDQUOT.
 
     operation: a verb for the message ("read", "preallocate"). offset: bytes, or None. cure: replaces the
-    usual cure. A string replaces it for every errno, a mapping for the errnos that are its keys.
+    usual cure. A text replaces the cure of every errno, a mapping the cures of those errnos that are its
+    keys.
     """
     where = f"{path} at byte {offset}" if offset is not None else path
     name = errno_codes.errorcode.get(errno, str(errno))
@@ -199,8 +197,8 @@ _DEVICE_CURES = {
 def device_error(call: str, code: int, name: str, text: str) -> DeviceError:
     """The DeviceError for a failed call of the device's driver.
 
-    call: the name of the call. code, name: the number and the name of its result in cuda.h. text: the
-    driver's description of the result.
+    call: the name of the call. code, name: the number and the name of the call's result in cuda.h. text:
+    the driver's description of the result.
     """
     cause = f"The device's driver refused {call}: {text} ({name}, {code})."
     cure = _DEVICE_CURES.get(

@@ -28,9 +28,9 @@ class JsonFile(Generic[Content]):
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
         """Read the cached file `name`.
 
-        understand: turns the parsed JSON into the content. For JSON that `save` did not write it raises
-        ValueError (with the reason as text), TypeError, KeyError or AttributeError. empty: the content of a
-        file that counts as empty.
+        understand: a function that turns the parsed JSON into the content. For JSON that `save` did not
+        write, the function raises ValueError (with the reason as text), TypeError, KeyError or
+        AttributeError. empty: the content of a file that counts as empty.
         """
         self.path = cache_file(name)
         self.content = empty
@@ -48,7 +48,7 @@ class JsonFile(Generic[Content]):
             self.ignored = "it has another form"
 
     def save(self, content: Any) -> bool:
-        """Replace the file by `content` as JSON, in one step. Returns False where the system refuses."""
+        """Replace the file with `content` as JSON, in one step. Returns False where the system refuses."""
         return write_bytes(self.path, json.dumps(content, indent=1).encode())
 
 
@@ -61,7 +61,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
-    """Replace a file in one step, so that no reader sees half of it.
+    """Replace a file in one step, so that no reader sees a partial file.
 
     Returns False where the system refuses.
     """

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Closing:
-    """A base class of context managers that call `close` at their end, with an error or without."""
+    """A base class of context managers that call `close` when the `with` block ends, even by an error."""
 
     def close(self) -> None:
         """Release everything that this object holds. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""Directories on disks: a check that they can hold pages, their free bytes, and preallocation of files."""
+"""Directories on disks: checking that they can hold pages, their free bytes, and preallocation of files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> N
 def nameless_file(directory: str) -> int:
     """Make a file without a name in `directory` and return its descriptor. Raises StorageError.
 
-    Where the file system cannot make such a file (O_TMPFILE), the file gets a name that is removed at once.
+    Where the file system cannot make such a file (O_TMPFILE), a file with a name is made, and the name is
+    removed at once.
     """
     try:
         with storage_errors("create a file in", directory):

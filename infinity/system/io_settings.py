@@ -25,14 +25,14 @@ _AND = " + "
 
 @dataclass(frozen=True, order=True)
 class IoSettings:
-    """Settings with which an I/O engine is made."""
+    """Settings of an I/O engine."""
 
     backend: str
     """One of `infinity.aio.BACKENDS`, or "auto" for the first backend that works."""
     block_bytes: int
     """Bytes of the blocks that requests are cut into."""
     depth: int
-    """The most blocks in flight. The threads backend has as many threads, but at most 16."""
+    """The most blocks in flight. The threads backend has this number of threads, but at most 16."""
 
     @property
     def bytes_in_flight(self) -> int:
@@ -59,7 +59,7 @@ class DiskProfile:
     at: str
     """The time of the measurement, in UTC, as ISO 8601 text."""
     facts: Mapping[str, Any]
-    """The machine's processor, number of CPUs and bytes of memory."""
+    """The machine's processor ("cpu"), number of CPUs ("cpus") and bytes of memory ("memory")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +67,17 @@ class StripeProfile:
     """What `infinity tune` found for several disks that are used together."""
 
     shares: tuple[float, ...]
-    """Each disk's share of the bytes, between 0 and 1. `infinity.tiers.striping.choose_striping` takes
-    shares as speeds.
+    """The fraction of the bytes that each disk holds. `infinity.tiers.striping.choose_striping` takes these
+    as speeds.
     """
     mixed: float
-    """Bytes per second of all disks together, for half reads and half writes."""
+    """Bytes per second of all disks together, when half of the bytes are read and half are written."""
     at: str
     """The time of the measurement, in UTC, as ISO 8601 text."""
 
 
 def disk_key(directory: str | os.PathLike[str]) -> str:
-    """A text that identifies the disk under an existing directory: host, device, file system and kernel."""
+    """A text that identifies the disk under an existing directory by host, device, file system and kernel."""
     device = os.stat(directory).st_dev
     where = f"{os.major(device)}:{os.minor(device)}"
     return f"{platform.node()} {where} {machine.file_system(directory)} Linux {machine.kernel()}"
@@ -89,7 +89,9 @@ def now() -> str:
 
 
 _Findings = tuple[dict[str, Any], dict[str, Any]]
-"""The content of the profile's file: the entries of disks by key, and the entries of stripes by key."""
+"""The content of the profile's file: entries of single disks, and entries of several disks together, by
+key.
+"""
 
 
 class Profile:
@@ -168,7 +170,7 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
 
 
 def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
-    """The share of all bytes that each of these directories should hold, as `infinity tune` found.
+    """The fraction of all bytes that each of these directories should hold, as `infinity tune` found.
 
     None where these directories were not tuned together.
     """
@@ -222,7 +224,7 @@ def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, lis
 
 
 def _findings(found: Any) -> _Findings:
-    """Check parsed JSON, and return its entries of disks and of stripes.
+    """Check the parsed JSON of the profile's file, and return its entries of disks and of stripes.
 
     Raises ValueError, TypeError, KeyError or AttributeError for JSON that `Profile.save` did not write.
     """
@@ -238,7 +240,7 @@ def _findings(found: Any) -> _Findings:
 
 
 def _disk_profile(entry: Any) -> DiskProfile:
-    """Check a disk's entry, and return it as a DiskProfile.
+    """Check a disk's JSON entry, and return it as a DiskProfile.
 
     Raises ValueError, TypeError or KeyError for an entry that was not made from a DiskProfile.
     """

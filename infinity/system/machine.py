@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP_UNLIMITED = 1 << 60
-"""Limits of cgroup v1 from this number of bytes on mean "no limit". The kernel writes a number near 2**63
-for no limit.
+"""The number of bytes from which a limit of cgroup v1 means "no limit". The kernel writes a number near
+2**63 then.
 """
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -28,18 +28,18 @@ RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of the machine's RAM, and of the memory limits of this process's cgroups, at one moment."""
+    """Bytes of the machine's RAM, and memory limits of this process's cgroups, at one moment."""
 
     total: int
     available: int
-    """Bytes that can be had without swapping (MemAvailable in /proc/meminfo)."""
+    """Bytes that can be allocated without swapping (MemAvailable in /proc/meminfo)."""
     cgroup_limit: int | None
-    """The limit in bytes of the cgroup that leaves the fewest bytes, of this process's cgroup and its
-    ancestors. None: no limit.
+    """Memory limit in bytes, None for no limit. Of this process's cgroup and its ancestors, the one with
+    the fewest bytes left counts.
     """
     cgroup_left: int | None
-    """Bytes that `cgroup_limit` leaves; None for no limit. Inactive page cache of the cgroup counts as
-    left, since the kernel can reclaim it.
+    """Bytes that `cgroup_limit` leaves, None for no limit. Inactive page cache counts as left, because the
+    kernel can reclaim it.
     """
 
     @property
@@ -139,7 +139,7 @@ def cpu() -> CpuFacts:
 def memlock_limit() -> int | None:
     """Bytes of memory that this process may lock; None for no limit.
 
-    A process with the capability CAP_IPC_LOCK has no limit.
+    A process with the capability CAP_IPC_LOCK has no limit either.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK):
@@ -194,9 +194,9 @@ def _has_capability(number: int) -> bool:
 
 
 def _cgroup_chain(controller: str) -> Sequence[Path]:
-    """Directories in /sys/fs/cgroup of this process's cgroup and its ancestors, for one controller.
+    """Directories in /sys/fs/cgroup of this process's cgroup and of its ancestors, for one controller.
 
-    controller: "memory" or "cpu", of cgroup v2 or v1.
+    controller: "memory" or "cpu", in cgroup v2 or v1.
     """
     try:
         return _directories(controller, Path("/proc/self/cgroup").read_text())

@@ -1,5 +1,5 @@
-"""Tiers: the places where pages live (device memory, a host arena, slab files on NVMe), and leases of bytes
-there.
+"""Tiers: the places where pages live (device memory, host RAM, slab files on NVMe), and leases on their
+bytes.
 """
 
 from infinity.tiers.arena import HostArena

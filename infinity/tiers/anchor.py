@@ -29,13 +29,13 @@ class Anchor:
 
     @property
     def old(self) -> bool:
-        """Whether the anchor is more than ten seconds old, so that times measured from it are imprecise."""
+        """Whether the anchor is more than ten seconds old, which makes times computed from it imprecise."""
         return time.perf_counter_ns() - self.at > _ANCHORED_NS
 
     def time_of(self, event: Event) -> int:
         """The time at which `event` happened, in nanoseconds of time.perf_counter_ns().
 
-        event: has happened, and was recorded after the anchor with timing.
+        event: an event with timing that was recorded after the anchor and has happened.
         """
         return self.at + round(event.milliseconds_since(self._event) * 1e6)
 

@@ -47,11 +47,11 @@ class HugePageProbe:
 def probe_huge_pages() -> HugePageProbe:
     """Measure whether huge pages speed up passes over 64 MiB of memory. Takes 0.4 s, once per process.
 
-    Passes with base pages and with huge pages alternate. Huge pages are said to help unless the median
-    speed-up is below 0.98. Equal speed counts as help, because huge pages are useful elsewhere: a disk
-    takes larger requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md), and
-    registering memory pins 512 times fewer pages. The first touch of the memory is not timed. On a virtual
-    machine its duration depends on how the host finds memory, and can vary by a factor of tens.
+    Passes with base pages and with huge pages alternate. `helps` is False if the median speed-up is below
+    0.98. Equal speed counts as help, because huge pages have two more advantages. A disk takes larger
+    requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md), and registering memory
+    pins 512 times fewer pages. The first touch of the memory is not timed: on a virtual machine its
+    duration depends on how the host finds memory, and can vary by a factor of tens.
     """
     mode = machine.transparent_huge_pages()
     if mode in ("never", "absent"):

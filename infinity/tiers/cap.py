@@ -4,8 +4,8 @@ budgets.
 One limit is enough to keep the budgets, because pages (which are one tensor of torch's), activations and
 workspaces all come from torch's allocator. The limit is the sum of the budgets of all runtimes, plus the
 bytes that this process had on the device before the first runtime. Beyond the limit torch raises
-OutOfMemoryError in the code that asks for memory, often the model's own forward. This package cannot add a
-cure to that error, so it gives a warning with the cure.
+OutOfMemoryError in the code that asks for memory, often the model's own forward. This package cannot add
+advice to that error, so it gives the advice in a warning.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ class Share:
     """One runtime's share of a device's memory."""
 
     budget: int
-    """Bytes that pages, and all other memory that torch allocates, may take."""
+    """Bytes that pages and all other memory of torch's allocator may take."""
     pages: int
-    """Bytes of the budget that are taken from the start, for pages and for the buffers that move pages."""
+    """Bytes of the budget that are taken from the start for pages, and for the buffers through which pages
+    move.
+    """
 
 
 def fraction_of(total: int, others: int, budgets: int) -> float:
-    """The fraction of `total` bytes that limits torch's allocator to `others + budgets` bytes.
+    """The fraction of `total` bytes that limits torch's allocator to `others + budgets` bytes. Pure
+    function.
 
-    A pure function. total: bytes of the device's memory. others: bytes that no budget counts. budgets: the
-    sum of the budgets in bytes. The fraction is the next larger float, because torch multiplies and rounds
-    down, and a budget may be exactly a sum of whole allocator segments.
+    total: bytes of the device's memory. others: bytes that no budget counts. budgets: the sum of the
+    budgets in bytes. Torch multiplies `total` by the fraction and rounds down. The fraction is therefore
+    the next larger float, so that the limit is not one byte too low.
     """
     return min(1.0, math.nextafter((others + budgets) / total, 2.0))
 
@@ -57,10 +60,7 @@ def advice(asked: int, share: Share) -> str:
 
 
 class _Device:
-    """The shares of one device.
-
-    `others` is the bytes that this process had on the device before the first share.
-    """
+    """The shares of one device, and `others`: bytes of this process there before the first share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,9 +83,9 @@ _devices: dict[int, _Device] = {}
 def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]:
     """A context in which torch's allocator may take `share.budget` bytes on `device` for one runtime.
 
-    Beyond the sum of all runtimes' budgets torch raises OutOfMemoryError. others: bytes that this process
-    had allocated on the device before the runtime opened, and will keep. They are added to the limit,
-    unless another runtime has a share of the device already.
+    The limit is the sum of all runtimes' budgets and of `others`. Beyond the limit torch raises
+    OutOfMemoryError. others: bytes that this process had allocated on the device before the runtime opened,
+    and will keep. If several runtimes use the device, only the `others` of the first runtime counts.
     """
     assert device.index is not None
     _watch()
@@ -105,9 +105,9 @@ def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]
 
 @functools.cache
 def _watch() -> None:
-    """Have torch call `_out_of_memory` before any OutOfMemoryError.
+    """Have torch call `_out_of_memory` before it raises any OutOfMemoryError.
 
-    Done once per process, since torch cannot undo it.
+    Done once per process, because torch has no way to remove the callback.
     """
     attach: Callable[[Any], None] | None = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:

@@ -1,18 +1,17 @@
-"""Copy streams: copies between host RAM and a device with memory of its own, and the order in which they
-run.
+"""Copy streams: copies between host RAM and a device with memory of its own, and the order in which they run.
 
-[Note: streams and leases] A device runs four queues beside each other: compute (the stream that is current
-where the trainer calls), two queues for copies up to the device (see `Lane`), and one queue for copies down
-to the host. Every order between queues that matters is enforced by an event. Each such order is a member of
-`Order`, whose docstring gives the reason. `CopyStreams._wait` and `_ask` are the only places where a queue
-or the host waits for an event, or asks whether an event has happened. `uses` tells a driver with a checker
-which bytes compute and the host use, so that the checker finds any two uses that no event orders
-(tests/test_copy_order.py).
+[Note: streams and leases]
+A device runs four queues beside each other: compute (the stream that is current where the trainer calls),
+two queues for copies up to the device (see `Lane`), and one queue for copies down to the host. Every order
+between queues that matters is enforced by an event. Each such order is a member of `Order`, whose docstring
+gives the reason. `CopyStreams._wait` and `_ask` are the only places where a queue or the host waits for an
+event, or asks whether an event has happened. `uses` tells a driver with a checker which bytes compute and
+the host use, so that the checker finds any two uses that no event orders (tests/test_copy_order.py).
 
 A lease knows the pool's count of returned leases at the time when any of the lease's bytes last came back
 (`Lease.last_return`). `mark` records an event on compute together with the pool's present count. A copy up
-into leased bytes waits for the first mark whose count is at least the lease's, and not for all work that
-compute has queued.
+into leased bytes waits for the first mark whose count is at least the lease's `last_return`. It does not
+wait for all work that compute has queued.
 """
 
 from __future__ import annotations
@@ -31,19 +30,20 @@ from infinity.tiers.link import After, CpuLink, DeviceLink, Lane, Transfer, User
 
 _PIECE = 64 << 20
 """Bytes of the pieces that a copy up is cut into, so that an urgent copy need not wait for a whole page of
-1 GiB. A piece takes 1.3 ms at 50 GB/s. Launching the next piece takes some 2 us.
+1 GiB. A piece takes 1.3 ms at 50 GB/s, and launching the next piece takes about 2 us.
 """
 
 
 class Order(enum.Enum):
     """Every order between queues that other code relies on.
 
-    For each order, a test removes it and must notice.
+    A test leaves out each order in turn, and checks that the missing order is noticed.
     """
 
     OPENING = "opening"
-    """The first copies up come after all work that compute had queued when the link was opened. Before that
-    work is done, kernels may still use memory that torch's allocator has already handed out again.
+    """The first copies up come after all work that compute had queued when the link was opened. Without
+    this order, a copy could overwrite memory that earlier kernels still use, because torch's allocator
+    hands out freed memory again before the kernels of its stream are done.
     """
     ARRIVAL = "arrival"
     """Work of compute that uses copied bytes comes after the copy up of these bytes."""
@@ -58,8 +58,8 @@ class Order(enum.Enum):
     HOST_WAITS = "host waits"
     """The host reads bytes that came down, or reuses bytes that went up, after it has waited for the copy."""
     HOST_ASKS = "host asks"
-    """The host reads bytes that came down, or reuses bytes that went up, after it has found the copy done
-    by asking.
+    """The host reads bytes that came down, or reuses bytes that went up, after it has asked whether the
+    copy is done.
     """
     DRAIN = "drain"
     """An update in place in RAM comes after all copies up that read the bytes which the update changes."""
@@ -117,9 +117,9 @@ class CopyStreams:
         self._over = 0
         """The pool's count of returned leases at the last mark that compute is known to have reached."""
         self._under_way: deque[EventTransfer] = deque()
-        """Copies down that may be under way, oldest first. The list keeps the memory alive that the copies
-        read. Torch's allocator may own this memory (it owns that of a fresh gradient), and would hand freed
-        memory out again.
+        """Copies down that may be under way, oldest first. The list keeps the copies' source memory alive.
+        Torch's allocator may own this memory, as it owns the memory of a fresh gradient, and would hand it
+        out again too early.
         """
         self._queueing_down = threading.Lock()
         """Guards `_under_way`, because several threads start copies down."""
@@ -182,7 +182,7 @@ class CopyStreams:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context in which two events time each copy, recorded on its stream before and after it."""
+        """A context in which each copy is timed, by two events around the copy on its stream."""
         self._idle = self._driver.stream()
         try:
             yield
@@ -197,7 +197,7 @@ class CopyStreams:
     def _wait(self, order: Order, event: Event, waiter: Stream | None) -> None:
         """Make `waiter` wait for an event.
 
-        order: the reason for the wait, which tests use to leave single waits out. waiter: a stream, or None
+        order: the reason for the wait; tests leave out all waits with one reason. waiter: a stream, or None
         for the host.
         """
         if waiter is None:
@@ -206,10 +206,9 @@ class CopyStreams:
             waiter.wait(event)
 
     def _ask(self, order: Order, event: Event) -> bool:
-        """Whether an event has happened. If it has, everything that the host does next comes after the
-        event.
+        """Whether an event has happened. If so, all later work of the host comes after the event.
 
-        order: the reason for the question, which tests use to leave it out.
+        order: the reason for the question; tests leave out all questions with one reason.
         """
         return event.done()
 
@@ -223,9 +222,9 @@ class CopyStreams:
             self._wait(order, stream.record(), None)
 
     def _last_use(self, last_return: int) -> Event:
-        """The event after which compute no longer uses bytes of the pool's `last_return`th return.
+        """The event after which compute no longer uses bytes of the pool's `last_return`th returned lease.
 
-        This is the event of the first mark that covers the return, or a new event where no mark does.
+        This is the event of the first mark that covers this lease, or a new event where no mark does.
         """
         marked = next((event for returns, event in self._marks if returns >= last_return), None)
         return self.record() if marked is None else marked
@@ -244,7 +243,8 @@ class CopyStreams:
     def _anchor_now(self) -> Anchor | None:
         """A recent anchor; None where copies are not timed.
 
-        `timed` may end meanwhile in another thread, so this method reads `_idle` and `_anchor` once only.
+        The context `timed` may end meanwhile in another thread, so `_idle` and `_anchor` are read only
+        once.
         """
         idle, anchor = self._idle, self._anchor
         if idle is None:

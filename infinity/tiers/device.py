@@ -24,8 +24,8 @@ which is loaded when the kernels first run, and for other processes.
 def left_of(free: int, cached: int) -> int:
     """Bytes of a CUDA device that this process can take, less a safety margin, in whole 4 KiB.
 
-    A pure function. free: free bytes as CUDA counts them. cached: bytes of empty segments that torch's
-    allocator holds.
+    free: free bytes as CUDA counts them. cached: bytes of empty segments that torch's allocator holds. A
+    pure function.
     """
     found = free + cached
     return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
@@ -43,8 +43,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 class CudaTier(MemoryTier):
-    """The device tier in CUDA memory: one block of exactly `nbytes` bytes, taken once from torch's
-    allocator.
+    """The device tier in CUDA memory: one block of exactly `nbytes` bytes from torch's allocator.
 
     nbytes: None takes `available_bytes(device)` bytes. Raises BudgetError where the device does not have so
     many bytes.
@@ -82,7 +81,7 @@ class CudaTier(MemoryTier):
 
 
 class CpuDeviceTier(MemoryTier):
-    """The device tier in RAM with a budget of its own. All code for three tiers runs without a GPU by it."""
+    """The device tier in RAM, with a budget of its own. It allows all three tiers to run without a GPU."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(Tier.DEVICE, map_ram(Tier.DEVICE, nbytes), nbytes)

@@ -40,8 +40,7 @@ __all__ = [
 
 @functools.cache
 def cuda_driver(device: int) -> Driver:
-    """The CUDA driver for the device with number `device`. There is one Driver object per device and
-    process.
+    """The CUDA driver for the device with number `device`. Each call with a number returns one object.
 
     Raises ConfigError where the CUDA driver's library cannot be used, DeviceError where there is no such
     device.
@@ -63,9 +62,9 @@ _emulation = threading.local()
 
 @contextmanager
 def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
-    """A context in which this thread treats the CPU as a device of `driver`.
+    """A context in which this thread treats the CPU as a device of `driver`, to test the order of copies.
 
-    For tests of the order of copies. compute: the stream that represents torch's work on the CPU.
+    compute: the stream that represents torch's work on the CPU.
     """
     before = emulation()
     _emulation.now = Emulation(driver, compute)
@@ -95,10 +94,10 @@ def driver_of(device: torch.device) -> Driver | None:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which `device` is torch's current CUDA device. It does nothing for the CPU.
+    """A context in which `device` is torch's current CUDA device; does nothing for the CPU.
 
     The previous device is restored at the end. A driver call makes a CUDA context current in a thread that
-    has none. Without this function that context would stay, and torch would take its device for the
-    thread's current device.
+    has none. Without this function that context would stay, and torch would take the context's device for
+    the thread's current device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

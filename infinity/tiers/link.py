@@ -24,7 +24,7 @@ class Lane(enum.Enum):
     """The two streams for copies from the host to the device."""
 
     PREFETCH = "prefetch"
-    """The stream for copies of pages, which usually start long before the pages are used."""
+    """The stream for copies of pages, which usually start long before their pages are used."""
     URGENT = "urgent"
     """The stream for short copies that other work waits for, such as results of updates. It has priority
     over PREFETCH.
@@ -69,9 +69,9 @@ class Transfer(Protocol):
 
 
 class Arrived:
-    """A transfer that had ended when the call that started it returned.
+    """A transfer that had already ended when the call that started it returned.
 
-    This object is also the transfer's timing. began, ended: nanoseconds of time.perf_counter_ns().
+    The object is its own timing. began, ended: nanoseconds of time.perf_counter_ns().
     """
 
     def __init__(self, began: int = 0, ended: int = 0) -> None:
@@ -103,39 +103,41 @@ class DeviceLink(Protocol):
     direct: bool
     """Whether code on the CPU can access the device's memory."""
     checked: bool
-    """Whether a checker of the order of accesses is attached, which `uses` informs."""
+    """Whether the device's driver has a checker of the order of memory accesses. `uses` reports accesses to
+    the checker.
+    """
 
     def to_device(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
     ) -> Transfer:
         """Copy host bytes to the device. Both tensors are contiguous and have the same number of bytes.
 
-        into: device memory. source: host memory. last_return: `Lease.last_return` of the lease over `into`,
-        from which the link knows which work of compute the copy must wait for; see [Note: streams and
-        leases] in infinity/tiers/copy_streams.py. Give 0 for bytes that were never lent, or whose last use
-        was queued before the latest `follow_compute`. lane: the stream on which the copy runs.
+        into: device memory. source: host memory. last_return: `Lease.last_return` of the lease over `into`.
+        From this count the link finds the work of compute that the copy must wait for; see [Note: streams
+        and leases] in infinity/tiers/copy_streams.py. Give 0 for bytes that were never lent, or whose last
+        use was queued before the latest `follow_compute`. lane: the stream on which the copy runs.
         """
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
         """Copy device bytes to the host. Both tensors are contiguous and have the same number of bytes.
 
         into: host memory. source: device memory, kept alive until the copy is done. after: the events (see
-        `record`) after which the copy runs. None means after all work that compute has queued. If events
-        are given, any thread may call this method and wait for the copy.
+        `record`) after which the copy runs. None means after all work that compute has queued. With events,
+        any thread may call this method and wait for the copy.
         """
 
     def record(self) -> Event | None:
         """Record an event that happens when compute has done all work queued so far.
 
-        None where that work is done already.
+        Returns None on a link where this work is always done already.
         """
 
     def mark(self, returns: int) -> None:
-        """Declare that compute has queued every use of the bytes of the pool's first `returns` returned
-        leases.
+        """Record that compute has queued every use of the first `returns` leases that came back to the
+        pool.
 
-        returns: the pool's count of returned leases (`Pool.returns`). An event is recorded, for which a
-        later copy into these bytes waits.
+        returns: the pool's count of returned leases (`Pool.returns`). Later copies into the bytes of these
+        leases wait for an event that this method records.
         """
 
     def fence(self, transfer: Transfer) -> None:
@@ -148,7 +150,7 @@ class DeviceLink(Protocol):
         """Wait until no copy is under way, then call `follow_compute`."""
 
     def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
-        """Tell the checker of the order of accesses that the next work of `user` uses these bytes.
+        """Tell the checker of the order of memory accesses that the next work of `user` uses these bytes.
 
         memory: contiguous tensors. writes: whether the work writes the bytes. label: a name of the work for
         the checker's messages. Does nothing where `checked` is False, as on real devices.
@@ -195,7 +197,7 @@ class CpuLink:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context without effect, because every copy on this link has a timing anyway."""
+        """A context without effect, because every copy on this link has a timing."""
         yield
 
     def close(self) -> None:

@@ -32,11 +32,10 @@ STRIPE_BYTES = 4 << 20
 
 
 class NvmeLease:
-    """Bytes of the NVMe tier on loan.
+    """Bytes of the NVMe tier on loan. They return when the lease is released or dropped, or `with` ends.
 
-    They return to the tier when the lease is released or dropped, or its `with` block ends. The contents
-    are undefined until written. Wait for every read and write of a lease before you release it. Requests in
-    flight do not keep the lease alive, and its bytes may be lent again at once.
+    The contents are undefined until written. Wait for every read and write of a lease before you release
+    it. Requests in flight do not keep the lease alive, and the lease's bytes may be lent again at once.
     """
 
     def __init__(self, spans: _tiers.SpanAllocator, offset: int, nbytes: int) -> None:
@@ -82,14 +81,14 @@ class NvmeTier(Closing):
     nbytes: the bytes needed in all; the files are preallocated for them. rank: the number of this process,
     which is part of the files' names.
 
-    speeds: bytes per second of each directory, in the order of `budgets`. Bytes are striped over the
-    directories in proportion to the speeds, as far as the budgets allow. A directory whose share is zero
-    gets no file. By default the shares are those that `infinity tune` found. Where there are none, the
-    speeds are measured now, which takes some two seconds per directory. stripe_bytes: bytes of a stripe, a
+    speeds: bytes per second of each directory, in the order of `budgets`. The tier's bytes are striped over
+    the directories in proportion to the speeds, as far as the budgets allow. A directory whose share is
+    zero gets no file. By default the shares that `infinity tune` found are used. Without such shares the
+    speeds are measured now, which takes about two seconds per directory. stripe_bytes: bytes of a stripe, a
     multiple of 4096.
 
     backend, depth, block_bytes, faults: arguments of infinity.aio.Engine. By default, the first three are
-    what `infinity tune` found for each directory.
+    the settings that `infinity tune` found for each directory.
 
     A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
     the files.
@@ -152,7 +151,7 @@ class NvmeTier(Closing):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not on loan, in whole 4 KiB blocks. They need not be contiguous."""
+        """Bytes that are not on loan, in whole 4 KiB blocks. The free blocks need not be contiguous."""
         return self._spans.capacity - self._spans.used
 
     @property
@@ -203,7 +202,7 @@ class NvmeTier(Closing):
         return self._open_volume().write(source, self._place(lease, offset, source.nbytes), deadline)
 
     def sync(self) -> Future:
-        """Start to make every write durable whose future is done now, by fdatasync of every slab.
+        """Start an fdatasync of every slab, which makes durable the writes whose futures are done now.
 
         Returns a future.
         """

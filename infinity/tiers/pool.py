@@ -1,10 +1,10 @@
 """Pools of leases: ranges of a memory tier whose bytes are lent, and come back.
 
-[Note: a residency is a Storage] A unit that becomes resident gets a `torch.Storage` of its own over leased
-bytes (`Lease.residency`). The Storage's deleter gives the lease back, so the bytes stay taken for as long
-as any view of the Storage lives: in an autograd context, in a user's variable, in another thread. No byte
-is lent twice at the same time. A view that is kept too long shows as taken bytes of the pool, and never as
-wrong numbers in a tensor.
+[Note: a residency is a Storage]
+A unit that becomes resident gets a `torch.Storage` of its own over leased bytes (`Lease.residency`). The
+Storage's deleter gives the lease back, so the bytes stay taken for as long as any view of the Storage
+lives: in an autograd context, in a user's variable, in another thread. No byte is lent twice at the same
+time. A view that is kept too long shows as taken bytes of the pool, and never as wrong numbers in a tensor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ atexit.register(_tiers._leave)
 _Answer = TypeVar("_Answer")
 
 _LARGEST_REQUEST = 1 << 62
-"""The most bytes that are asked of the native pool; a larger request is replaced by this number. It is
-beyond any address space, and too small to overflow 64 bits.
+"""The most bytes that are asked of the native pool; a larger request is replaced by this number. The number
+is beyond any address space, and far from overflowing 64 bits.
 """
 
 
@@ -69,7 +69,7 @@ class Lease:
     def address(self) -> int:
         """Address of the first byte, a multiple of the pool's granule.
 
-        In a device's memory, an address on the device.
+        For device memory, a device address.
         """
         return self._native.address
 
@@ -85,8 +85,7 @@ class Lease:
 
     @property
     def last_return(self) -> int:
-        """The pool's count of returned leases when any byte of this lease last came back; 0 if none was
-        lent.
+        """The pool's count of returned leases when any of these bytes last came back; 0 if none ever did.
 
         An event that is recorded on the device when `PoolCounters.returns` is at least this count comes
         after all earlier use of the bytes.
@@ -102,9 +101,9 @@ class Lease:
         return tensor_over(self._native)
 
     def release(self) -> None:
-        """Release this object's hold on the bytes.
+        """Release this object's hold on the bytes. A second call does nothing.
 
-        They return to the pool once no `residency` is left either. A second call does nothing.
+        The bytes return to the pool once all tensors made by `residency` are gone too.
         """
         self._native.release()
 
@@ -196,7 +195,7 @@ class Pool:
     def forked(self) -> bool:
         """Whether this process was forked from the process that made the pool.
 
-        The pool's bytes are not mapped here then.
+        In a forked process the pool's bytes are not mapped.
         """
         return self._native.forked
 

@@ -78,9 +78,9 @@ def disk_speed(
 
     Each of the three takes about `seconds` seconds. The test file has `nbytes` bytes and no name. It is
     written once before anything is timed, so that no speed includes the disk's first allocation of blocks.
-    If this takes longer than `fill_seconds` seconds, the file stays shorter. Engine, block size and depth
-    are those that `infinity.system.io_settings.open_engine` chooses. Raises StorageError and StorageFull
-    like `TestFile` and the engine, ConfigError for an unknown backend.
+    If this first writing takes longer than `fill_seconds` seconds, the file stays shorter. Engine, block
+    size and depth are those that `infinity.system.io_settings.open_engine` chooses. Raises StorageError and
+    StorageFull like `TestFile` and the engine, ConfigError for an unknown backend.
     """
     with open_engine(directory, backend=backend) as engine:
         facts = engine.facts

@@ -14,9 +14,9 @@ _CPU_KIND, _CUDA_KIND = 1, 2
 def adopt(address: int, nbytes: int, device: torch.device, owner: object) -> _tiers.Region:
     """A region over memory that was allocated elsewhere.
 
-    address: of the first byte. nbytes: bytes of the memory. device: the device of the memory, which is the
-    CPU or a CUDA device with its index. owner: an object that keeps the memory allocated; it is kept until
-    the region's last user is gone.
+    address: of the first byte. nbytes: bytes of the memory. device: where the memory lies, the CPU or a
+    CUDA device with its index. owner: an object that keeps the memory allocated. The region keeps this
+    object until the region's last user is gone.
     """
     kind = _CUDA_KIND if device.type == "cuda" else _CPU_KIND
     return _tiers.adopt(address, nbytes, device_kind=kind, device_index=device.index or 0, owner=owner)

@@ -1,5 +1,5 @@
-"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This file locks and
-removes them, but does no I/O on them.
+"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This module makes, locks
+and removes the files, but does no I/O on pages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from infinity.system.directory import check_directory, preallocate
 class Slab(Closing):
     """A file of `nbytes` bytes on disk, which is preallocated, locked, and removed on close.
 
-    Its path is `directory`/infinity-rank<rank>.slab and its mode 0600. The file's room on the file system
-    is taken at once, so that a full disk shows before training and not hours into it. The file is locked
-    (flock) for as long as this process has it open. A file that a dead process left behind is not locked,
-    and is reclaimed. A context manager.
+    The file is `directory`/infinity-rank<rank>.slab, with mode 0600. Its room on the file system is taken
+    at once, so that a full disk shows before training and not hours into it. The file is locked (flock) for
+    as long as this process has it open. A file that a dead process left behind is not locked, and is
+    reclaimed. A context manager.
 
     directory: must exist, be writable, and not be in RAM. nbytes: rounded up to whole 4 KiB blocks.
 
@@ -109,7 +109,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """A text for users that names the process which holds the lock (flock) of an open file."""
+    """A text for users that names the process with the lock (flock) on an open file."""
     inode = os.fstat(descriptor).st_ino
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

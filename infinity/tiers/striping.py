@@ -16,9 +16,9 @@ _SMALLEST_STRIPE = 4096
 
 @dataclass(frozen=True)
 class Striping:
-    """The pattern by which the stripes of a volume are distributed over its paths.
+    """The pattern in which the stripes of a volume are distributed over its paths.
 
-    The pattern repeats after each period.
+    A period of the pattern has as many stripes as the sum of `weights`.
     """
 
     weights: tuple[int, ...]
@@ -30,8 +30,8 @@ class Striping:
     def path_bytes(self, nbytes: int) -> list[int]:
         """Bytes that the file on each path needs for a volume of `nbytes` bytes, in whole periods.
 
-        If only one path has a weight above zero, there is no striping, and its file needs exactly `nbytes`
-        bytes.
+        If only one path has a weight above zero, the volume is not striped, and the file there needs
+        exactly `nbytes` bytes.
         """
         if sum(weight > 0 for weight in self.weights) == 1:
             return [nbytes if weight else 0 for weight in self.weights]
@@ -42,8 +42,8 @@ class Striping:
 def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[float]) -> list[float]:
     """Bytes for each path, in proportion to `speeds`, never above the path's budget, and `nbytes` in all.
 
-    All paths then finish a transfer of all bytes at the same time, except for paths that their budget holds
-    back. budgets: bytes for each path, whose sum must be at least `nbytes`.
+    With these shares all paths finish a transfer of all bytes at the same time, except for paths at their
+    budget. budgets: bytes for each path, whose sum must be at least `nbytes`.
     """
     shares = [0.0] * len(budgets)
     left, open_paths = float(nbytes), list(range(len(budgets)))

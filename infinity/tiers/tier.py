@@ -28,22 +28,22 @@ class Tier(enum.Enum):
     DEVICE = "device"
     """Memory of the device that computes. It is usually the smallest tier."""
     HOST = "host"
-    """RAM. It is pinned where there is a CUDA device, and the CPU update and direct I/O use it in place."""
+    """RAM. It is pinned where there is a CUDA device. The CPU update and direct I/O use it in place."""
     NVME = "nvme"
-    """Slab files on disk. Pages there take no memory. To be used, they are read into leases of the other
-    tiers.
+    """Slab files on disk. Pages there take no memory. They are read into leases of the other tiers before
+    use.
     """
 
 
 def less_margin(free: int, margin: int) -> int:
-    """The default budget in bytes: `free` - `margin`, at least 0, in whole 4 KiB. A pure function."""
+    """The default budget in bytes: `free` - `margin`, at least 0, in whole 4 KiB. Pure function."""
     return max(0, free - margin) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
 def map_ram(
     tier: Tier, nbytes: int, *, huge_pages: bool = False, numa_node: int = -1, populate: bool = False
 ) -> _tiers.Region:
-    """Map exactly `nbytes` bytes of RAM for a tier, in whole 4 KiB pages.
+    """Map `nbytes` bytes of RAM for a tier, exactly or rounded up to whole 4 KiB pages.
 
     The memory is 2 MiB aligned and not inherited over fork(). tier: is named in errors. huge_pages: asks
     the kernel for huge pages. numa_node: the preferred node, -1 for none. populate: faults all pages in at
@@ -74,7 +74,7 @@ def map_ram(
 def usable_device(device: torch.device | str) -> torch.device:
     """`device` as a torch.device, with an index if it is a CUDA device.
 
-    Raises ConfigError unless it is the CPU or a CUDA device that this process can use.
+    Raises ConfigError unless `device` is the CPU or a CUDA device that this process can use.
     """
     cure = 'Give "cpu", or "cuda" on a machine whose torch build finds a CUDA device.'
     try:
@@ -130,8 +130,8 @@ class MemoryTier(Closing):
     def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
         """Carve a pool of `nbytes` bytes out of the budget, rounded up to whole granules.
 
-        The tier never gets these bytes back. name: the pool's name, unique in the tier. granule: bytes that
-        leases are aligned to, a power of two up to 2 MiB; by default the tier's `granule`. Raises
+        The tier never gets the pool's bytes back. name: the pool's name, unique in the tier. granule: bytes
+        that leases are aligned to, a power of two up to 2 MiB; by default the tier's `granule`. Raises
         BudgetError where the budget does not have that many bytes left. Raises ConfigError for a name in
         use, a negative size, or a granule that cannot be used.
         """

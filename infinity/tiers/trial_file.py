@@ -27,11 +27,11 @@ in a training step.
 """
 
 REQUEST_BYTES = 4 << 20
-"""Bytes of one request of a trial, as in the runtime. Most block sizes are smaller, so that the engine cuts
-requests.
+"""Bytes of one request of a trial, as in the runtime. Most blocks are smaller, so that the engine cuts each
+request.
 """
 SMALLEST = 32 << 20
-"""The smallest number of bytes of a file on which a measurement says something about the disk."""
+"""The smallest file, in bytes, on which a measurement says something about the disk."""
 _AHEAD = 2
 """Number of requests that wait in the queue, in addition to the requests in flight."""
 _PATTERN_BYTES = 32 << 20
@@ -39,13 +39,14 @@ _PATTERN_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes per second of a series of requests, taken over two different spans of time."""
+    """Speed of a series of requests in bytes per second, computed for two different spans of time."""
 
     whole: float
     """Bytes per second from the start of the first request to the end of the last request."""
     steady: float
-    """Bytes per second from the end of the first request to the last end of a request within the time
-    limit. Neither the filling of the queue nor its draining counts. Short trials are compared by this rate.
+    """Bytes per second from the end of the first request to the end of the last request that ended within
+    the trial's time. The filling of the queue and its draining do not count. Short trials are compared by
+    this rate.
     """
 
 
@@ -53,7 +54,7 @@ class Memory:
     """RAM that the requests of a trial read into and write from.
 
     The bytes are random, because zeros or compressible bytes may be less work for a disk. The RAM has huge
-    pages, like that of an arena. Requests over base pages have more segments, and run at half the speed.
+    pages, as an arena has. Requests over base pages have more segments, and run at half the speed.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -71,17 +72,17 @@ class Memory:
         return self.region.nbytes
 
     def part(self, offset: int, nbytes: int) -> tuple[int, int, object]:
-        """The `nbytes` bytes from byte `offset` on, as a buffer for the engine: (address, nbytes, owner)."""
+        """A buffer for the engine, `nbytes` bytes from byte `offset` on: (address, nbytes, owner)."""
         return self.region.address + offset, nbytes, self.region
 
 
 class TestFile(Closing):
-    """A file without a name in `directory`, every byte of which is written.
+    """A file without a name in `directory`, filled with bytes, which vanishes when it is closed.
 
-    It vanishes when it is closed or the process ends. nbytes: bytes of the file. They are preallocated, so
-    that a full disk shows at once. memory: the bytes to write. settings: the I/O settings for writing.
-    seconds: time limit for writing. The file stays shorter than `nbytes` where a slow disk needs longer,
-    but gets at least `SMALLEST` bytes. A context manager.
+    The file vanishes also when the process ends. A context manager. nbytes: size of the file, preallocated
+    so that a full disk shows at once. memory: the bytes to write. settings: the I/O settings for writing.
+    seconds: the time limit for writing. If a slow disk needs longer, the file stays shorter, but it gets at
+    least `SMALLEST` bytes.
 
     Raises StorageError for a directory that cannot be written, StorageFull where the directory does not
     have that much room.
@@ -120,7 +121,7 @@ class TestFile(Closing):
     def rate(self, settings: IoSettings, mode: str, seconds: float) -> Rate:
         """Measure the rate of requests of kind `mode` (one of MODES) for about `seconds` seconds.
 
-        settings: the I/O settings that are tried. Raises StorageError and StorageFull, which name the
+        settings: the I/O settings to measure. Raises StorageError and StorageFull, which name the
         directory.
         """
         request = min(max(settings.block_bytes, REQUEST_BYTES), self.nbytes, self._memory.nbytes)
@@ -149,7 +150,7 @@ class TestFile(Closing):
         self._cleanup.close()
 
     def requests(self, file: aio.File, mode: str, nbytes: int) -> Iterator[aio.Future]:
-        """An endless iterator that starts a request of `nbytes` bytes per step and yields its future.
+        """Start one request of `nbytes` bytes after another, without end, and yield the requests' futures.
 
         The requests go along the file from where the previous requests ended, so that no cache has the
         bytes that they read.
@@ -204,7 +205,7 @@ class TestFile(Closing):
 def issue(
     target: aio.File | aio.Volume, mode: str, nbytes: int, places: Iterator[int], memory: Memory
 ) -> Iterator[aio.Future]:
-    """Start one request of `nbytes` bytes at each offset of `places`, and yield the request's future.
+    """Start one request of `nbytes` bytes at each offset of `places`, and yield the requests' futures.
 
     mode: "read", "write", or "mixed" for reads and writes in turn. memory: the buffers of the requests,
     which may share a buffer.
