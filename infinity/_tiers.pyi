@@ -1,4 +1,4 @@
-# The native floor of infinity.tiers (csrc/tiers): regions, pools, leases, spans.
+# The native core of infinity.tiers (csrc/tiers): regions, pools, leases, spans.
 
 from collections.abc import Callable
 from enum import Enum

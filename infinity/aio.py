@@ -187,7 +187,7 @@ class Engine(_aio.Engine):
         if not 0 <= depth < 1 << 31 or not 0 <= block_bytes < 1 << 31 or not 0 <= write_slack < 1e9:
             raise ConfigError(
                 f"depth {depth}, block_bytes {block_bytes} or write_slack {write_slack} is out of range.",
-                "Give 1 to 4096 transfers, a multiple of 4096 bytes up to 1 GiB, and seconds from 0.",
+                "Give a depth of 1 to 4096, blocks of 4096 bytes or a multiple up to 1 GiB, and 0 s or more.",
             )
         super().__init__(
             None if directory is None else os.fspath(directory),
@@ -242,7 +242,7 @@ class Volume(_aio.Volume):
         if not pairs:
             raise ConfigError("A volume needs at least one file.", "Give (file, weight) pairs.")
         if not 0 < stripe_bytes <= 1 << 40:
-            raise ConfigError(f"stripe_bytes is {stripe_bytes}.", "Give between 1 byte and 1 TiB.")
+            raise ConfigError(f"A stripe of {stripe_bytes} bytes cannot be used.", "Give 1 byte to 1 TiB.")
         weights = [weight for _, weight in pairs]
         if not all(isinstance(weight, int) and 0 < weight <= _MOST_STRIPES for weight in weights):
             raise ConfigError(f"The weights are {weights}.", f"Give ints from 1 to {_MOST_STRIPES}.")

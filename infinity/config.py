@@ -42,7 +42,7 @@ def parse_size(size: Size, *, what: str = "size") -> int:
     if match is None or factor is None:
         raise ConfigError(f"The {what} {size!r} cannot be read.", cure)
     if len(match[1]) > _MOST_DIGITS:
-        raise ConfigError(f"The {what} has {len(match[1])} digits.", cure)
+        raise ConfigError(f"The {what} has {len(match[1])} digits, which are too many.", cure)
     return math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
@@ -150,7 +150,7 @@ class Precision:
         keep = tuple(self.keep) if isinstance(self.keep, (tuple, list)) else (None,)
         if not all(isinstance(pattern, str) and pattern for pattern in keep):
             raise ConfigError(
-                f"The patterns to keep are {self.keep!r}.",
+                f"The value {self.keep!r} of keep is not a tuple of patterns.",
                 'Give a tuple of parameter name patterns, such as ("*.norm.*",).',
             )
         object.__setattr__(self, "keep", keep)

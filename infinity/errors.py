@@ -34,7 +34,7 @@ class InfinityError(Exception):
         return copy.copy(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross processes (spawned workers, torchrun): the default pickling would lose the keywords.
+        # Errors are pickled between processes (torchrun); the default pickling would lose the keywords.
         return functools.partial(type(self), **self._keywords()), (self.cause, self.cure)
 
     def _keywords(self) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
         warnings.warn(profile.note, RuntimeWarning, stacklevel=2)
     try:
         found = profile.disk(directory)
-    except OSError:  # the first I/O there raises a better error
+    except OSError:  # the first I/O in the directory raises a better error
         return DEFAULT
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if found is None or forced not in ("auto", found.settings.backend):
@@ -246,7 +246,7 @@ def _disk_profile(entry: Any) -> DiskProfile:
     """
     settings = IoSettings(**entry["settings"])
     if settings.backend not in BACKENDS:
-        raise ValueError(f"it names an engine {settings.backend!r}")
+        raise ValueError(f"it names an unknown backend {settings.backend!r}")
     if not 4096 <= settings.block_bytes <= _LARGEST_BLOCK or settings.block_bytes % 4096:
         raise ValueError(f"it has blocks of {settings.block_bytes} bytes")
     if not 1 <= settings.depth <= _DEEPEST:

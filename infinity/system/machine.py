@@ -221,7 +221,7 @@ def _directories(controller: str, cgroups: str) -> Sequence[Path]:
             continue
         for root in roots:
             directory = root / path.lstrip("/")
-            # In a container the path may be the host's: then the root itself is what is mounted.
+            # In a container the path may be the host's. The root itself is then the mounted cgroup.
             for candidate in [directory, *directory.parents]:
                 if candidate.is_relative_to(root) and candidate.is_dir() and candidate not in chain:
                     chain.append(candidate)

@@ -169,8 +169,8 @@ def say_slow_copies(reason: str, nbytes: int) -> None:
         return
     _said.add(reason)
     warnings.warn(
-        f"The host tier of {format_size(nbytes)} could not be registered with CUDA ({reason}), which makes "
-        "copies to and from the device several times slower, and the trainer wait for them. "
+        f"The host tier of {format_size(nbytes)} could not be registered with CUDA ({reason}). "
+        "Copies to and from the device are several times slower, and the trainer waits for them. "
         f"{REGISTER_CURE}",
         stacklevel=2,
     )

@@ -52,11 +52,11 @@ class CudaTier(MemoryTier):
     def __init__(self, device: torch.device, nbytes: int | None) -> None:
         available = available_bytes(device)
         wanted = available if nbytes is None else nbytes
-        short = f"The device {device} has {format_size(available)} to give; {format_size(wanted)} are wanted."
+        short = f"The device {device} has {format_size(available)} free; {format_size(wanted)} are wanted."
         if wanted <= 0:
             raise BudgetError(
                 short,
-                "End other processes on it, or give a budget of at least one page.",
+                "End other processes on the device, or give a budget of at least one page.",
             )
         try:
             block = torch.empty(wanted, dtype=torch.uint8, device=device)

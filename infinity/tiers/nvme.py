@@ -126,7 +126,7 @@ class NvmeTier(Closing):
         self.budget = sum(sizes)
         """Bytes of all slab files together."""
         self._spans = _tiers.SpanAllocator(self.budget, PAGE_ALIGNMENT)
-        self._registered: list[_tiers.Region] = []  # their mappings last as long
+        self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
         with ExitStack() as cleanup:
             self.slabs = [
                 cleanup.enter_context(Slab(path, size, rank=rank))
@@ -236,17 +236,17 @@ class NvmeTier(Closing):
         A second call does nothing.
         """
         self._cleanup.close()
-        self._volume = None  # its descriptors would keep the room of the removed files
+        self._volume = None  # open descriptors would keep the room of the removed files
         self._registered.clear()
 
     def _open_volume(self) -> Volume:
         if self._volume is None:
-            raise ConfigError("The nvme tier is closed.", "Use it before it is closed.")
+            raise ConfigError("The nvme tier is closed.", "Use the tier before it is closed.")
         return self._volume
 
     def _place(self, lease: NvmeLease, offset: int, nbytes: int) -> int:
         if lease.released:
-            raise ConfigError("The lease was released.", "Keep it until its last read or write.")
+            raise ConfigError("The lease was released.", "Keep a lease until its last read or write is done.")
         if offset < 0 or offset + nbytes > lease.nbytes:
             raise ConfigError(
                 f"Bytes {offset} to {offset + nbytes} are outside a lease of {lease.nbytes} bytes.",

@@ -178,7 +178,7 @@ class Pool:
             )
         raise BudgetError(
             cause + f"of which {format_size(self.largest_free)} are free in one piece.",
-            f"Let go of tensors that alias its pages, or give it {format_size(granted.needed)} "
+            f"Release tensors that alias its pages, or give the pool {format_size(granted.needed)} "
             f"({granted.needed} bytes).",
             needed=granted.needed,
         )
@@ -209,5 +209,5 @@ class Pool:
         except ChildProcessError as error:
             raise ConfigError(
                 f"The pool {self.name!r} belongs to the process that this one was forked from.",
-                "Use it there, or start this process with the spawn method.",
+                "Use the pool there, or start this process with the spawn method.",
             ) from error

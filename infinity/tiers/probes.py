@@ -49,11 +49,11 @@ def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) ->
     time the copies.
     """
     there = torch.empty_like(host, device=device)
-    cuda: Any = torch.cuda  # its events have no types
+    cuda: Any = torch.cuda  # torch.cuda.Event has no type annotations
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> float:
         rates: list[float] = []
-        for _ in range(repeats + 1):  # the first warms up
+        for _ in range(repeats + 1):  # the first copy warms up and is left out
             start, end = (cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             target.copy_(source, non_blocking=True)

@@ -27,6 +27,6 @@ def tensor_over(memory: _tiers.Region | _tiers.Lease) -> torch.Tensor:
 
     Raises ValueError for a lease that was released.
     """
-    with torch.inference_mode(False):  # it may outlive the mode, and be saved for a backward later
+    with torch.inference_mode(False):  # the tensor may outlive the mode and be saved for backward
         tensor: torch.Tensor = from_dlpack(memory.to_dlpack())
         return tensor

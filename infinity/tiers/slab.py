@@ -67,8 +67,8 @@ class Slab(Closing):
             try:
                 with storage_errors("lock", self.path):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # The last owner may have removed the file between our open and our lock: then what we
-                    # hold has no name any more, and another process can own the name.
+                    # The last owner may have removed the file between our open and our lock. The file that
+                    # we have locked then has no name any more, and another process can own the name.
                     if _is_at(descriptor, self.path):
                         return descriptor
                     os.close(descriptor)
@@ -85,14 +85,14 @@ class Slab(Closing):
                 ) from error
 
     def _preallocate(self, descriptor: int) -> None:
-        os.ftruncate(descriptor, 0)  # what a dead process left
+        os.ftruncate(descriptor, 0)  # drops what a dead process left behind
         preallocate(descriptor, self.nbytes, self.path)
 
 
 def _remove(descriptor: int, path: Path, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
-            # The name goes before the lock: a process that waits for the lock must not find this file again.
+            # The name goes before the lock, so that a process which gets the lock does not find this file.
             if _is_at(descriptor, path):
                 os.unlink(path)
     os.close(descriptor)

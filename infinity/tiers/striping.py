@@ -92,7 +92,7 @@ def choose_striping(
     raise BudgetError(
         f"{format_size(nbytes)} do not fit the nvme budget of {format_size(sum(budgets))} on {len(budgets)} "
         "path(s).",
-        f"Give one path {nbytes} bytes, or all of them some 3% more than that together.",
+        f"Give one path {nbytes} bytes, or all paths together about 3% more.",
         needed=nbytes if len(budgets) == 1 else None,
     )
 

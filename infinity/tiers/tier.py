@@ -55,7 +55,7 @@ def map_ram(
     """
     if nbytes <= 0:
         raise ConfigError(f"A {tier.value} tier of {nbytes} bytes was asked for.", "Give at least one page.")
-    # Memory that was mapped before and is not touched yet still counts as available.
+    # The kernel still counts memory as available that was mapped before and is not touched yet.
     usable = max(0, machine.memory().usable - _tiers.unbacked_bytes())
     cure = f"Give a {tier.value} budget of at most {format_size(usable)} ({usable} bytes)."
     if nbytes > usable:
@@ -87,7 +87,7 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"The device {target} cannot be used here.", cure)
     index = torch.cuda.current_device() if target.index is None else target.index
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"There are {torch.cuda.device_count()} CUDA devices, no {target}.", cure)
+        raise ConfigError(f"There are {torch.cuda.device_count()} CUDA devices, none is {target}.", cure)
     return torch.device("cuda", index)
 
 
@@ -119,7 +119,7 @@ class MemoryTier(Closing):
     def region(self) -> _tiers.Region:
         """The tier's memory. Raises ConfigError after `close`."""
         if self._region is None:
-            raise ConfigError(f"The {self.tier.value} tier is closed.", "Use it before it is closed.")
+            raise ConfigError(f"The {self.tier.value} tier is closed.", "Use the tier before it is closed.")
         return self._region
 
     @property
@@ -141,13 +141,13 @@ class MemoryTier(Closing):
             raise ConfigError(f"The pool {name!r} was given {nbytes} bytes.", "Give zero bytes or more.")
         if name in self.pools:
             raise ConfigError(
-                f"The {self.tier.value} tier has a pool {name!r}.", "Give each pool its own name."
+                f"The {self.tier.value} tier already has a pool {name!r}.", "Give each pool its own name."
             )
         if granule <= 0 or granule & (granule - 1) or granule > 2 << 20:
             raise ConfigError(
                 f"A granule of {granule} bytes cannot be used.", "Give a power of two up to 2097152."
             )
-        # Pools start at multiples of the granule in the address space: a device's region may start anywhere.
+        # A pool's address is a multiple of the granule. A device's region may start at any address.
         start = round_up(region.address + self._carved, granule) - region.address
         size = round_up(nbytes, granule)
         if start + size > self.budget:

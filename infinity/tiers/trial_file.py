@@ -60,7 +60,7 @@ class Memory:
     def __init__(self, nbytes: int) -> None:
         self.region = _tiers.map_host(nbytes, huge_pages=True, populate=True)
         words = tensor_over(self.region)[: nbytes // 8 * 8].view(torch.int64)
-        # A generator of its own: measuring must not change the caller's random numbers.
+        # The generator is separate, because measuring must not change the caller's random numbers.
         own = torch.Generator().manual_seed(0)
         pattern = words[: _PATTERN_BYTES // 8].random_(generator=own)
         for start in range(pattern.numel(), words.numel(), pattern.numel()):
@@ -88,7 +88,7 @@ class TestFile(Closing):
     have that much room.
     """
 
-    __test__ = False  # for pytest, which collects by name
+    __test__ = False  # pytest collects classes by this name otherwise
 
     def __init__(
         self, directory: str, nbytes: int, memory: Memory, settings: IoSettings, *, seconds: float = 8.0
@@ -138,8 +138,8 @@ class TestFile(Closing):
 
         The engine has the memory registered where the kernel allows it.
         """
-        # The engine gets no directory, so that it tries itself out in memory: that it works on this disk is
-        # known, and a trial there would cost a sync each time.
+        # The engine gets no directory, so that it tests its backend in memory. The backend is known to work
+        # on this disk, and a test there would cost a sync each time.
         engine = aio.Engine(backend=settings.backend, depth=settings.depth, block_bytes=settings.block_bytes)
         with engine, engine.open(self.path) as file:
             engine.register_buffer(self._memory.region.address, self._memory.nbytes)
@@ -211,7 +211,7 @@ def issue(
     which may share a buffer.
     """
     kinds = {"read": (target.read,), "write": (target.write,), "mixed": (target.read, target.write)}[mode]
-    buffers = max(1, memory.nbytes // nbytes)  # requests may share a buffer; its bytes do not matter
+    buffers = max(1, memory.nbytes // nbytes)  # requests may share a buffer, since its bytes do not matter
     for number, place in enumerate(places):
         yield kinds[number % len(kinds)](memory.part(number % buffers * nbytes, nbytes), place)
 
