@@ -211,8 +211,8 @@ class Engine:
 class StripeMap:
     """The places of a volume's bytes in the volume's files.
 
-    They depend on `weights` and `stripe_bytes` alone. weights: number of stripes of each file in one
-    period. stripe_bytes: bytes of a stripe.
+    The places depend on the two arguments alone. weights: number of stripes of each file in one period.
+    stripe_bytes: bytes of a stripe.
     """
 
     def __init__(self, weights: Sequence[int], stripe_bytes: int) -> None: ...

@@ -29,44 +29,50 @@ from infinity.tiers.driver import Driver, Event, Stream, cuda_driver, emulation
 from infinity.tiers.link import After, CpuLink, DeviceLink, Lane, Transfer, User
 
 _PIECE = 64 << 20
-"""Bytes of the pieces that a copy up is cut into, so that an urgent copy need not wait for a whole page of
-1 GiB. A piece takes 1.3 ms at 50 GB/s, and launching the next piece takes about 2 us.
+"""Bytes of the pieces that a copy to the device is cut into, so that an urgent copy need not wait for a
+whole page of 1 GiB. A piece takes 1.3 ms at 50 GB/s, and launching the next piece takes about 2 us.
 """
 
 
 class Order(enum.Enum):
-    """Every order between queues that other code relies on.
+    """Every order between streams (or a stream and the host) that other code relies on.
 
     A test leaves out each order in turn, and checks that the missing order is noticed.
     """
 
     OPENING = "opening"
-    """The first copies up come after all work that compute had queued when the link was opened. Without
-    this order, a copy could overwrite memory that earlier kernels still use, because torch's allocator
-    hands out freed memory again before the kernels of its stream are done.
+    """The first copies to the device come after all work that the compute stream had queued when the link
+    was opened. Without this order, a copy could overwrite memory that earlier kernels still use, because
+    torch's allocator hands out freed memory again before the kernels of its stream are done.
     """
     ARRIVAL = "arrival"
-    """Work of compute that uses copied bytes comes after the copy up of these bytes."""
+    """Kernels come after the copy to the device of the bytes that they use."""
     LAST_USE = "last use"
-    """A copy up into bytes that were lent before comes after the last use of these bytes by compute."""
+    """A copy to the device into bytes that were lent before comes after the last kernel that uses these
+    bytes.
+    """
     FOLLOWING = "following"
-    """A copy up that overwrites parameters in place with the result of an update comes after all queued
-    kernels that still use the old parameters.
+    """A copy to the device that overwrites parameters in place with the result of an update comes after all
+    queued kernels that still use the old parameters.
     """
     LAST_WRITER = "last writer"
-    """A copy down comes after the kernels that write the bytes which the copy reads."""
+    """A copy to the host comes after the kernels that write the bytes which the copy reads."""
     HOST_WAITS = "host waits"
-    """The host reads bytes that came down, or reuses bytes that went up, after it has waited for the copy."""
+    """The host waits for a copy before it reads bytes that came from the device, or reuses bytes that went
+    to the device.
+    """
     HOST_ASKS = "host asks"
-    """The host reads bytes that came down, or reuses bytes that went up, after it has asked whether the
-    copy is done.
+    """The host asks whether a copy is done, and only if it is, reads bytes that came from the device, or
+    reuses bytes that went to the device.
     """
     DRAIN = "drain"
-    """An update in place in RAM comes after all copies up that read the bytes which the update changes."""
+    """An update in place in RAM comes after all copies to the device that read the bytes which the update
+    changes.
+    """
 
 
 class EventTransfer:
-    """A copy on a stream, done when an event after the copy has happened.
+    """A copy on a stream, which is done when an event recorded behind the copy has happened.
 
     Until then this object keeps the memory of the source and of the target alive.
     """
@@ -94,7 +100,7 @@ class EventTransfer:
 class CopyStreams:
     """The link to a device over PCIe or NVLink.
 
-    Copies run on streams of their own, beside the trainer's stream.
+    Copies run on streams of their own, concurrently with the compute stream of the trainer.
     """
 
     direct = False
@@ -111,18 +117,20 @@ class CopyStreams:
         self._up = {Lane.PREFETCH: driver.stream(), Lane.URGENT: driver.stream(priority=1)}
         self._down = driver.stream()
         self._marks: deque[tuple[int, Event]] = deque()
-        """Marks that compute is not known to have reached. A mark is the pool's count of returned leases,
-        and an event.
+        """Marks that the compute stream is not known to have reached. A mark is the pool's count of
+        returned leases, and an event.
         """
         self._over = 0
-        """The pool's count of returned leases at the last mark that compute is known to have reached."""
+        """The pool's count of returned leases at the last mark that the compute stream is known to have
+        reached.
+        """
         self._under_way: deque[EventTransfer] = deque()
-        """Copies down that may be under way, oldest first. The list keeps the copies' source memory alive.
-        Torch's allocator may own this memory, as it owns the memory of a fresh gradient, and would hand it
-        out again too early.
+        """Copies to the host that may be under way, oldest first. The list keeps the copies' source memory
+        alive. Torch's allocator may own this memory, as it owns the memory of a fresh gradient, and would
+        hand it out again too early.
         """
         self._queueing_down = threading.Lock()
-        """Guards `_under_way`, because several threads start copies down."""
+        """Guards `_under_way`, because several threads start copies to the host."""
         self._idle: Stream | None = None
         """The stream on which anchors are recorded; None while copies are not timed."""
         self._anchor: Anchor | None = None
@@ -130,7 +138,9 @@ class CopyStreams:
 
     @property
     def streams(self) -> dict[str, Stream]:
-        """The streams for copies by name: "up (prefetch)", "up (urgent)" and "down"."""
+        """The streams for copies by name: "up (prefetch)" and "up (urgent)" to the device, "down" to the
+        host.
+        """
         return {**{f"up ({lane.value})": stream for lane, stream in self._up.items()}, "down": self._down}
 
     def to_device(
@@ -222,7 +232,7 @@ class CopyStreams:
             self._wait(order, stream.record(), None)
 
     def _last_use(self, last_return: int) -> Event:
-        """The event after which compute no longer uses bytes of the pool's `last_return`th returned lease.
+        """The event after which kernels no longer use bytes of the pool's `last_return`th returned lease.
 
         This is the event of the first mark that covers this lease, or a new event where no mark does.
         """

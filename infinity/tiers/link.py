@@ -15,9 +15,7 @@ import torch
 from infinity.tiers.driver import Event, has_driver
 
 After = Event | Sequence[Event] | None
-"""The events after which a copy to the host runs: one event, several events, or None; see
-`DeviceLink.to_host`.
-"""
+"""The type of `after` in `DeviceLink.to_host`: one event, several events or None, after which a copy runs."""
 
 
 class Lane(enum.Enum):
@@ -113,38 +111,38 @@ class DeviceLink(Protocol):
         """Copy host bytes to the device. Both tensors are contiguous and have the same number of bytes.
 
         into: device memory. source: host memory. last_return: `Lease.last_return` of the lease over `into`.
-        From this count the link finds the work of compute that the copy must wait for; see [Note: streams
-        and leases] in infinity/tiers/copy_streams.py. Give 0 for bytes that were never lent, or whose last
-        use was queued before the latest `follow_compute`. lane: the stream on which the copy runs.
+        From this count the link finds the kernels that the copy must wait for; see
+        [Note: streams and leases] in infinity/tiers/copy_streams.py. Give 0 for bytes that were never lent,
+        or whose last use was queued before the latest `follow_compute`. lane: the stream on which the copy
+        runs.
         """
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
         """Copy device bytes to the host. Both tensors are contiguous and have the same number of bytes.
 
         into: host memory. source: device memory, kept alive until the copy is done. after: the events (see
-        `record`) after which the copy runs. None means after all work that compute has queued. With events,
-        any thread may call this method and wait for the copy.
+        `record`) after which the copy runs. None means after all work that the compute stream has queued.
+        With events, any thread may call this method and wait for the copy.
         """
 
     def record(self) -> Event | None:
-        """Record an event that happens when compute has done all work queued so far.
+        """Record an event that happens when the compute stream has done all work queued so far.
 
         Returns None on a link where this work is always done already.
         """
 
     def mark(self, returns: int) -> None:
-        """Record that compute has queued every use of the first `returns` leases that came back to the
-        pool.
+        """Record that every use of the first `returns` leases that came back to the pool is queued by now.
 
-        returns: the pool's count of returned leases (`Pool.returns`). Later copies into the bytes of these
-        leases wait for an event that this method records.
+        returns: the pool's count of returned leases (`Pool.returns`). An event is recorded on the compute
+        stream. Later copies into the bytes of these leases wait for the event.
         """
 
     def fence(self, transfer: Transfer) -> None:
-        """Make all work that compute queues from now on wait for a transfer."""
+        """Make all later work on the compute stream wait for a transfer."""
 
     def follow_compute(self) -> None:
-        """Make all later copies to the device wait for the work that compute has queued so far."""
+        """Make all later copies to the device wait for the work that the compute stream has queued so far."""
 
     def drain(self) -> None:
         """Wait until no copy is under way, then call `follow_compute`."""

@@ -44,7 +44,7 @@ class NvmeLease:
         slab files.
         """
         self.nbytes = nbytes
-        """Bytes of the lease, as asked for."""
+        """Number of bytes in the lease, as requested."""
         self._return = weakref.finalize(self, spans.give_back, offset, nbytes)
         self._return.atexit = False
 

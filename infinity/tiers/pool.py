@@ -80,7 +80,7 @@ class Lease:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the lease, as asked for."""
+        """Number of bytes in the lease, as requested."""
         return self._native.nbytes
 
     @property

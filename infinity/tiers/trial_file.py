@@ -54,7 +54,7 @@ class Memory:
     """RAM that the requests of a trial read into and write from.
 
     The bytes are random, because zeros or compressible bytes may be less work for a disk. The RAM has huge
-    pages, as an arena has. Requests over base pages have more segments, and run at half the speed.
+    pages, like an arena. Requests over base pages have more segments, and run at half the speed.
     """
 
     def __init__(self, nbytes: int) -> None:
