@@ -37,12 +37,11 @@ class Share:
 
 
 def fraction_of(total: int, others: int, budgets: int) -> float:
-    """The fraction of `total` bytes that limits torch's allocator to `others + budgets` bytes. Pure
-    function.
+    """The fraction of `total` bytes that limits torch's allocator to `others + budgets` bytes.
 
     total: bytes of the device's memory. others: bytes that no budget counts. budgets: the sum of the
     budgets in bytes. Torch multiplies `total` by the fraction and rounds down. The fraction is therefore
-    the next larger float, so that the limit is not one byte too low.
+    the next larger float, so that the limit is not one byte too low. A pure function.
     """
     return min(1.0, math.nextafter((others + budgets) / total, 2.0))
 
@@ -60,7 +59,11 @@ def advice(asked: int, share: Share) -> str:
 
 
 class _Device:
-    """The shares of one device, and `others`: bytes of this process there before the first share."""
+    """The shares of one device.
+
+    The attribute `others` is the number of bytes that this process had on the device before the first
+    share.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -46,7 +46,7 @@ class Order(enum.Enum):
     torch's allocator hands out freed memory again before the kernels of its stream are done.
     """
     ARRIVAL = "arrival"
-    """Kernels come after the copy to the device of the bytes that they use."""
+    """A kernel comes after the copies to the device that bring the bytes which the kernel uses."""
     LAST_USE = "last use"
     """A copy to the device into bytes that were lent before comes after the last kernel that uses these
     bytes.
@@ -138,8 +138,9 @@ class CopyStreams:
 
     @property
     def streams(self) -> dict[str, Stream]:
-        """The streams for copies by name: "up (prefetch)" and "up (urgent)" to the device, "down" to the
-        host.
+        """The streams for copies by name: "up (prefetch)", "up (urgent)" and "down".
+
+        Streams with "up" copy to the device, the stream "down" copies to the host.
         """
         return {**{f"up ({lane.value})": stream for lane, stream in self._up.items()}, "down": self._down}
 

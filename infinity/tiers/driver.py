@@ -40,7 +40,7 @@ __all__ = [
 
 @functools.cache
 def cuda_driver(device: int) -> Driver:
-    """The CUDA driver for the device with number `device`. Each call with a number returns one object.
+    """The CUDA driver for the device with number `device`. The same number gives the same object.
 
     Raises ConfigError where the CUDA driver's library cannot be used, DeviceError where there is no such
     device.

@@ -132,10 +132,10 @@ class DeviceLink(Protocol):
         """
 
     def mark(self, returns: int) -> None:
-        """Record that every use of the first `returns` leases that came back to the pool is queued by now.
+        """Record that the compute stream has queued every use of the pool's first `returns` leases.
 
-        returns: the pool's count of returned leases (`Pool.returns`). An event is recorded on the compute
-        stream. Later copies into the bytes of these leases wait for the event.
+        returns: the pool's count of leases that have come back (`Pool.returns`). An event is recorded on
+        the compute stream. Later copies into the bytes of these leases wait for the event.
         """
 
     def fence(self, transfer: Transfer) -> None:

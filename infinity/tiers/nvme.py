@@ -32,10 +32,11 @@ STRIPE_BYTES = 4 << 20
 
 
 class NvmeLease:
-    """Bytes of the NVMe tier on loan. They return when the lease is released or dropped, or `with` ends.
+    """Bytes of the NVMe tier on loan. A context manager that gives the bytes back at its end.
 
-    The contents are undefined until written. Wait for every read and write of a lease before you release
-    it. Requests in flight do not keep the lease alive, and the lease's bytes may be lent again at once.
+    The bytes also return to the tier when the lease is released or dropped. The contents are undefined
+    until written. Wait for every read and write of a lease before you release it. Requests in flight do not
+    keep the lease alive, and the lease's bytes may be lent again at once.
     """
 
     def __init__(self, spans: _tiers.SpanAllocator, offset: int, nbytes: int) -> None:

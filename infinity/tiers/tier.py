@@ -36,14 +36,14 @@ class Tier(enum.Enum):
 
 
 def less_margin(free: int, margin: int) -> int:
-    """The default budget in bytes: `free` - `margin`, at least 0, in whole 4 KiB. Pure function."""
+    """The default budget in bytes: `free` - `margin`, at least 0, in whole 4 KiB. A pure function."""
     return max(0, free - margin) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
 def map_ram(
     tier: Tier, nbytes: int, *, huge_pages: bool = False, numa_node: int = -1, populate: bool = False
 ) -> _tiers.Region:
-    """Map `nbytes` bytes of RAM for a tier, exactly or rounded up to whole 4 KiB pages.
+    """Map `nbytes` bytes of RAM for a tier, rounded up to whole 4 KiB pages.
 
     The memory is 2 MiB aligned and not inherited over fork(). tier: is named in errors. huge_pages: asks
     the kernel for huge pages. numa_node: the preferred node, -1 for none. populate: faults all pages in at
