@@ -20,60 +20,83 @@ class TensorLike(Protocol):
     def data_ptr(self) -> int: ...
 
 Bytes = Buffer | TensorLike | tuple[int, int, object]
-"""Memory to read into or write from: a C-contiguous buffer (bytearray, memoryview, numpy array), a CPU tensor
-of any dtype, or (address, nbytes, owner), where owner is whatever keeps the memory alive."""
+"""Memory to read into or to write from. It is a C-contiguous buffer (bytearray, memoryview, numpy array), a
+CPU tensor of any dtype, or a tuple (address, nbytes, owner). The owner is any object that keeps the memory
+alive.
+"""
 
 class Timing:
-    """When one request began and ended. It holds nothing of the request's memory."""
+    """The times at which one request began and ended. Does not keep the request's buffer alive."""
 
     def times(self) -> tuple[int, int] | None:
-        """(asked for, last byte landed), in nanoseconds of time.monotonic_ns(); None while under way."""
+        """(began, ended) in nanoseconds of time.monotonic_ns(); None while the request is under way.
+
+        The request begins when it is asked for, and ends when its last byte was moved.
+        """
 
 class Future:
-    """The result of one request. Once done, nothing touches its buffer any more."""
+    """The result of one request. Once the future is done, the engine no longer uses the request's buffer."""
 
     @property
     def timing(self) -> Timing:
-        """When it began, and when it ended, whoever asks when."""
+        """The times at which the request began and ended, which do not depend on when `wait` is called."""
 
     def done(self) -> bool:
-        """Whether all of it has landed, well or not. Never blocks, never raises the request's error."""
+        """Whether the request has ended, successfully or with an error.
+
+        Never blocks, and never raises the request's error.
+        """
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleep until done, without the GIL; False after `timeout` seconds. Signals (Ctrl-C) are seen.
+        """Sleep, without the GIL, until the request has ended.
 
-        Raises the request's error: StorageError, StorageFull.
+        Returns False after `timeout` seconds, otherwise True. A signal (Ctrl-C) ends the sleep. Raises the
+        request's error (StorageError, StorageFull).
         """
 
     def result(self, timeout: float | None = None) -> int:
         """Like `wait`, but returns the bytes moved, and raises TimeoutError after `timeout` seconds."""
 
     def exception(self, timeout: float | None = None) -> StorageError | None:
-        """Like `result`, but returns the request's error, or None."""
+        """Like `result`, but returns the request's error instead of raising it.
+
+        Returns None for a request without an error.
+        """
 
 def wait_all(futures: Sequence[Future], timeout: float | None = None) -> None:
-    """Wait until all have landed, then raise the first one's error that has one.
+    """Wait until all futures are done, then raise the error of the first future that has an error.
 
     Raises TimeoutError after `timeout` seconds in all.
     """
 
 class File:
-    """An existing file, opened by `Engine.open`. Closing it, or leaving it as a context manager, refuses
-    further requests and waits for those under way. It holds no lock; only writes change its size."""
+    """An existing file, opened by `Engine.open`.
+
+    Closing the file, or leaving its `with` block, refuses further requests and waits for requests under
+    way. Opening takes no lock on the file. The file's size changes only by writes.
+    """
 
     def read(self, buffer: Bytes, offset: int, deadline: float | None = None) -> Future:
-        """Fill `buffer` from byte `offset`. A shorter file is an error of the future.
+        """Start to fill `buffer` from byte `offset` of the file.
 
-        `deadline` is a time.monotonic() time: requests with earlier ones go first; default now. Raises
-        ConfigError for a bad buffer or offset, a closed file or engine, a forked child. A buffer of no bytes
-        is done at once.
+        The future raises an error where the file is too short. deadline: a time.monotonic() time in
+        seconds, by default now; requests with earlier deadlines go first. Raises ConfigError for an
+        unusable buffer or offset, a closed file or engine, and in a forked child. The future of a request
+        for zero bytes is done at once.
         """
 
     def write(self, buffer: Bytes, offset: int, deadline: float | None = None) -> Future:
-        """Write `buffer` at byte `offset`, as `read`; the default deadline is `write_slack` from now."""
+        """Start to write `buffer` at byte `offset` of the file.
+
+        deadline: a time.monotonic() time in seconds, by default now plus the engine's `write_slack`. Raises
+        the errors of `read`, and ConfigError for a file that was opened for reading only.
+        """
 
     def sync(self, deadline: float | None = None) -> Future:
-        """fdatasync: makes durable what futures that are done now have written. Never repeated after EIO."""
+        """Start an fdatasync, which makes durable all writes whose futures are done now.
+
+        A sync that fails with EIO is not repeated.
+        """
 
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
@@ -88,54 +111,72 @@ class File:
     def writable(self) -> bool: ...
     @property
     def size(self) -> int:
-        """Bytes, now."""
+        """Size of the file in bytes, as it is now."""
 
     @property
     def direct(self) -> bool:
-        """Aligned parts go through O_DIRECT."""
+        """Whether the aligned parts of requests go through O_DIRECT."""
 
     @property
     def memory_alignment(self) -> int:
-        """Bytes; buffers so aligned (relative to their offset) avoid the page cache."""
+        """Alignment of memory in bytes that O_DIRECT needs.
+
+        A buffer avoids the page cache if its address and its file offset leave the same remainder when
+        divided by this number.
+        """
 
     @property
     def offset_alignment(self) -> int:
-        """Bytes; offsets and sizes so aligned avoid the page cache."""
+        """Alignment of offsets and lengths in bytes that O_DIRECT needs.
+
+        Aligned requests avoid the page cache.
+        """
 
 class Faults:
-    """Rules for the fault-injecting backend, and counts of what it saw. Thread-safe, serves several engines.
+    """Rules that make transfers of an engine fail, stay short or wait, and counts of transfers; for tests.
 
-    `kind` is "read", "write", "sync" or "any". A rule counts the transfers (blocks, resubmissions included)
-    of its kind from when it was added, and acts on the `nth` (from 1) and the `times - 1` after it;
-    times=None: on all from the nth.
+    One object can serve several engines, and is thread-safe. A transfer is one block that is handed to the
+    kernel, and counts again when it is submitted again. Each method that adds a rule has these parameters.
+    kind: "read", "write", "sync" or "any", the transfers that the rule is for. nth, times: the rule acts on
+    `times` transfers of its kind from the `nth` on. Transfers are counted from 1, since the rule was added.
+    times=None means all transfers from the `nth` on.
     """
 
     def __init__(self) -> None: ...
     def fail(self, kind: str, nth: int, errno: int, times: int | None = 1) -> None:
-        """The transfer does not happen; its result is `errno`."""
+        """Add a rule by which a transfer does not happen and ends with the error `errno`."""
 
     def shorten(self, kind: str, nth: int, nbytes: int, times: int | None = 1) -> None:
-        """Only the first `nbytes` bytes move. Does nothing to a sync."""
+        """Add a rule by which a transfer moves only its first `nbytes` bytes.
+
+        The rule does nothing to a sync.
+        """
 
     def delay(self, kind: str, nth: int, seconds: float, times: int | None = 1) -> None:
-        """The transfer starts `seconds` later; others overtake it."""
+        """Add a rule by which a transfer starts `seconds` seconds later.
+
+        Other transfers may overtake the delayed transfer.
+        """
 
     def hold(self, kind: str, nth: int, times: int | None = 1) -> None:
-        """The transfer starts at `release`, or as its engine closes; others overtake it."""
+        """Add a rule by which a transfer does not start until `release` is called or the engine closes.
+
+        Other transfers may overtake the held transfer.
+        """
 
     def release(self) -> None:
-        """Let what is held start, and hold no more: drops the rules that `hold`."""
+        """Let all held transfers start, and drop all rules that `hold` added."""
 
     def clear(self) -> None:
-        """Drop all rules; counts stay."""
+        """Drop all rules. The counts stay."""
 
     @property
     def calls(self) -> dict[str, int]:
-        """Transfers seen, by kind."""
+        """Number of transfers seen for each kind: "read", "write" and "sync"."""
 
     @property
     def fired(self) -> int:
-        """How often a rule has acted."""
+        """Number of times that a rule has acted on a transfer."""
 
 class Engine:
     def __init__(
@@ -149,15 +190,18 @@ class Engine:
     ) -> None: ...
     def open(self, path: str, write: bool = True) -> File: ...
     def register_buffer(self, address: int, nbytes: int) -> bool:
-        """Have the kernel pin memory once instead of at each request inside it.
+        """Have the kernel pin a range of memory once, instead of at each request with a buffer in it.
 
-        False where it does not (`facts.registration_failure` says why); requests work either way. The memory
-        stays pinned until `close`.
+        Returns False where the kernel does not pin the memory. `facts.registration_failure` gives the
+        reason then. Requests work either way. The memory stays pinned until `close`.
         """
 
     def close(self) -> None:
-        """Cancel what is queued (those futures raise StorageError with ECANCELED), wait for what is in the
-        kernel, end the thread. A second call does nothing, nor does one in a forked child."""
+        """Cancel queued requests, wait for requests in the kernel, and end the submission thread.
+
+        The futures of cancelled requests raise StorageError with ECANCELED. A second call does nothing, and
+        neither does a call in a forked child.
+        """
 
     @property
     def closed(self) -> bool: ...
@@ -165,7 +209,11 @@ class Engine:
     def _facts(self) -> dict[str, Any]: ...
 
 class StripeMap:
-    """Where the bytes of a volume lie: a pure function of (weights, stripe_bytes)."""
+    """The places of a volume's bytes in the volume's files.
+
+    The places depend on the two arguments alone. weights: number of stripes of each file in one period.
+    stripe_bytes: bytes of a stripe.
+    """
 
     def __init__(self, weights: Sequence[int], stripe_bytes: int) -> None: ...
     @property
@@ -174,10 +222,14 @@ class StripeMap:
     def stripe_bytes(self) -> int: ...
     @property
     def period(self) -> tuple[int, ...]:
-        """The file of each stripe of a period."""
+        """The index of the file in which each stripe of a period lies."""
 
     def extents(self, offset: int, nbytes: int) -> list[tuple[int, int, int]]:
-        """(file index, offset in that file, nbytes) of a range, in the volume's order; neighbours merged."""
+        """(file index, byte offset in the file, nbytes) of each contiguous part of a range of the volume.
+
+        offset, nbytes: the range of the volume's bytes. The parts are in the volume's order. Adjacent parts
+        in one file are merged.
+        """
 
 class Volume:
     def __init__(self, files: Sequence[File], map: StripeMap) -> None: ...
@@ -191,4 +243,4 @@ class Volume:
 
 def probe(directory: str | None) -> dict[str, Any]: ...
 def _leave() -> None:
-    """At the end of the interpreter: close all engines, let waiting threads come back."""
+    """Close all engines and let waiting threads return. Called at the end of the interpreter."""

@@ -1,4 +1,4 @@
-"""The native core of infinity.cpu_adam; see there for the meaning of every argument."""
+"""The native core of infinity.cpu_adam. That package documents every argument."""
 
 from collections.abc import Sequence
 from enum import Enum

@@ -1,41 +1,53 @@
-"""A device through the table of CUDA driver calls (csrc/driver/bindings.cpp). Use infinity.tiers.driver."""
+"""A device, driven by a table of CUDA driver calls (csrc/driver/bindings.cpp). Use infinity.tiers.driver."""
 
 from __future__ import annotations
 
 class Event:
-    """A moment in a stream's work."""
+    """A point in a stream's work, which happens when the stream has done all work queued before it."""
 
     def done(self) -> bool:
-        """Whether the stream has come to it. Never blocks. Raises DeviceError where the device has failed."""
+        """Whether the event has happened. Never blocks. Raises DeviceError where the device has failed."""
 
     def synchronize(self) -> None:
-        """Sleep until done, without the GIL. Signals (Ctrl-C) are seen. Raises as `done`."""
+        """Sleep, without the GIL, until the event has happened. A signal (Ctrl-C) ends the sleep.
+
+        Raises the errors of `done`.
+        """
 
     def milliseconds_since(self, earlier: Event) -> float:
-        """Milliseconds of the device's time; both are done and were recorded with timing."""
+        """Milliseconds from `earlier` to this event, on the device's clock.
+
+        Both events have happened, and were recorded with timing=True.
+        """
 
 class Stream:
-    """A queue of work on the device, its own or torch's."""
+    """A queue of work on the device, made by this module or by torch."""
 
     @property
     def handle(self) -> int:
-        """CUstream, as torch.cuda.ExternalStream takes it."""
+        """The stream's CUstream as an int, the form that torch.cuda.ExternalStream takes."""
 
     def wait(self, event: Event) -> None:
-        """What is queued from now on comes after `event`."""
+        """Make all work that is queued from now on wait for `event`."""
 
     def record(self, timing: bool = False) -> Event:
-        """The moment after all that is queued now. timing: whether `milliseconds_since` is to know it."""
+        """Queue an event, which happens when all work queued so far is done.
+
+        timing: True for an event that is used in `milliseconds_since`.
+        """
 
     def done(self) -> bool:
-        """Whether nothing is queued or under way. Never blocks."""
+        """Whether all work queued so far is done. Never blocks."""
 
     def synchronize(self) -> None:
-        """Sleep until done, as `Event.synchronize`."""
+        """Sleep, without the GIL, until all queued work is done. A signal (Ctrl-C) ends the sleep."""
 
     def copy(self, into: int, source: int, nbytes: int, *, piece: int = 0) -> None:
-        """Queue a copy from address to address, in either direction. piece: bytes of each of the copies that
-        it is cut into, between which other streams' copies may pass; 0: one."""
+        """Queue a copy of `nbytes` bytes from address `source` to address `into`, in either direction.
+
+        piece: the copy is cut into pieces of this many bytes, between which copies of other streams can
+        run. 0 means that the copy is not cut.
+        """
 
     def transfer(
         self,
@@ -47,78 +59,110 @@ class Stream:
         piece: int = 0,
         timing: bool = False,
     ) -> Event:
-        """`wait` (where there is something to wait for), `copy` and `record`, in one call."""
+        """Call `wait` (where `after` is given), `copy` and `record` in one call.
+
+        Returns the event that `record` made.
+        """
 
     def touched(self, address: int, nbytes: int, *, writes: bool, label: str = "") -> None:
-        """Tell a checker that work queued here by others uses these bytes. Nothing on a real driver."""
+        """Tell a checker of the order of accesses that work queued here by other code uses these bytes.
+
+        address, nbytes: the range of bytes. writes: whether the work writes the bytes. label: a name of the
+        work for messages. Does nothing where the driver is not `checked`.
+        """
 
 class Function:
-    """A kernel."""
+    """A kernel that can be launched."""
 
     def launch(self, stream: Stream, grid: int, block: int, arguments: bytes) -> None:
-        """Queue it on `grid` blocks of `block` threads. arguments: its one struct, by value.
+        """Queue the kernel on `stream`, with `grid` blocks of `block` threads.
 
-        Raises ValueError for more than 4096 bytes, DeviceError as the driver does.
+        arguments: the bytes of the one struct that the kernel takes by value. Raises ValueError for more
+        than 4096 bytes of arguments, DeviceError for a failed driver call.
         """
 
 class Module:
-    """Compiled kernels."""
+    """A loaded image of compiled kernels."""
 
     def function(self, name: str) -> Function:
-        """By its name, as compiled. Raises DeviceError (CUDA_ERROR_NOT_FOUND) where there is none."""
+        """The kernel with this name in the image.
+
+        Raises DeviceError (CUDA_ERROR_NOT_FOUND) where the image has no such kernel.
+        """
 
 class RepeatedMemory:
-    """One chunk of device memory behind each of many addresses, which all may read and write."""
+    """One chunk of device memory that is mapped at many adjacent addresses.
+
+    Kernels may read and write the memory at all of these addresses.
+    """
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Address of the first byte."""
 
     def release(self) -> None:
-        """Give it back, once nothing that is queued may use it; nobody else does. Again: does nothing.
+        """Free the memory and its addresses. A second call does nothing.
 
-        Raises DeviceError, after every call that gives something back was made.
+        Call this once no queued work uses the memory. The memory is never freed without this call. Raises
+        DeviceError for the first driver call that failed, after all calls were made.
         """
 
 class Driver:
-    """The primary context of one device. Any thread may use it and what it makes."""
+    """The primary CUDA context of one device. Any thread may use this object and objects made by it."""
 
     @staticmethod
     def load(path: str, device: int = 0) -> Driver:
-        """By the table of calls in a library. Raises ConfigError where it cannot be loaded or lacks a call,
-        DeviceError where it has no such device."""
+        """Load the table of driver calls from a library, and open a device.
+
+        path: file name of the library. device: number of the device. Raises ConfigError where the library
+        cannot be loaded or lacks a call, DeviceError where there is no such device.
+        """
 
     @property
     def checked(self) -> bool:
-        """Whether somebody looks at the order of accesses, so that `touched` is worth calling."""
+        """Whether the library checks the order of memory accesses, of which the `touched` methods inform
+        it.
+        """
 
     def stream(self, priority: int = 0) -> Stream:
-        """A stream that waits for no other by itself. priority: above 0 goes before others."""
+        """Make a stream that does not wait for any other stream by itself.
+
+        priority: work of streams with larger numbers goes first.
+        """
 
     def foreign(self, handle: int) -> Stream:
-        """Somebody else's stream (torch.cuda.Stream.cuda_stream), which must outlive this one."""
+        """The stream with this handle (torch.cuda.Stream.cuda_stream), which other code made.
+
+        That stream must live longer than the returned object.
+        """
 
     def module(self, image: bytes) -> Module:
-        """Load a cubin, a fat binary or PTX. Raises DeviceError where the device cannot use it."""
+        """Load a cubin, a fat binary or PTX. Raises DeviceError where the device cannot use the image."""
 
     def synchronize(self) -> None:
-        """Sleep, without the GIL, until all is done that was queued on any stream. Raises DeviceError."""
+        """Sleep, without the GIL, until all work queued on all streams is done. Raises DeviceError."""
 
     @property
     def granularity(self) -> int:
-        """Bytes of which a chunk to `repeat` is a multiple. Raises DeviceError."""
+        """Number of bytes that the chunk of `repeat` must be a multiple of. Raises DeviceError."""
 
     def repeat(self, chunk: int, count: int, value: int) -> RepeatedMemory:
-        """`chunk` bytes of device memory at `count` places side by side, filled with the byte `value` on the
-        null stream. Raises DeviceError, and leaves nothing then; ValueError for no bytes."""
+        """Map one chunk of `chunk` bytes of device memory at `count` adjacent places.
+
+        The chunk is filled with the byte `value` on the null stream. Raises DeviceError, after which
+        nothing is left allocated. Raises ValueError where `chunk` or `count` is 0.
+        """
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory for DMA. Raises DeviceError."""
+        """Page-lock host memory, so that DMA can use it. Raises DeviceError."""
 
     def unregister_host(self, address: int) -> None:
-        """The end of `register_host`."""
+        """Undo `register_host` for the memory at `address`. Raises DeviceError."""
 
     def touched_by_host(self, address: int, nbytes: int, *, writes: bool, label: str = "") -> None:
-        """As `Stream.touched`, of the calling thread."""
+        """Tell a checker of the order of accesses that the calling thread uses these bytes.
+
+        Parameters as in `Stream.touched`.
+        """
 
 def _leave() -> None: ...

@@ -1,11 +1,11 @@
-# The native floor of infinity.tiers (csrc/tiers): regions, pools, leases, spans.
+# The native core of infinity.tiers (csrc/tiers): regions, pools, leases, spans.
 
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 class Region:
-    """A range of memory; it lives until its last pool, lease and storage is gone."""
+    """A range of memory, which lives until the last pool, lease and Storage over it is gone."""
 
     @property
     def address(self) -> int: ...

@@ -1,20 +1,21 @@
-"""Asynchronous file I/O for the NVMe tier: one engine per path, a future per request.
+"""Asynchronous file I/O for the NVMe tier: one engine per path, one future per request.
 
-An `Engine` has a submission thread of its own over io_uring, libaio or plain threads: the first of them that
-works in its directory. Requests of any size, offset and address are cut into blocks. Blocks that O_DIRECT
-does not take go through the page cache, and `Engine.stats` counts their bytes. Every result is checked: short
-transfers are continued, EAGAIN and EINTR are retried, any other error is raised by the future of its request
-and leaves the engine usable.
+An `Engine` has a submission thread of its own and a backend: the first of io_uring, libaio and plain threads
+that works in the engine's directory. Requests may have any size, offset and address, and are cut into blocks.
+Blocks that O_DIRECT does not take go through the page cache, and `Engine.stats` counts their bytes. Every
+result is checked. Short transfers are continued, EAGAIN and EINTR are retried. Any other error is raised by
+the future of its request, and leaves the engine usable.
 
 What the caller must know:
 
-- A buffer belongs to the engine until its future is done. The engine keeps the buffer's owner alive, also
-  when the future is dropped.
-- Requests in flight together are not ordered, overlapping or not. Wait for the first before asking for the
-  second. `sync` makes those writes durable whose futures were done when it was asked for.
-- `wait` and `result` raise the request's error. If a future is dropped without either, its error only counts
-  in `Engine.stats.failures`.
-- In a forked child every call raises ConfigError: make new engines there.
+- A request's buffer belongs to the engine until the request's future is done. The engine keeps the buffer's
+  owner alive, even if the future is dropped.
+- Requests that are in flight together are not ordered, whether they overlap or not. If a request must come
+  after another request, wait for the other request first. `sync` makes those writes durable whose futures
+  were done when `sync` was called.
+- `wait` and `result` raise the request's error. If a future is dropped without a call of `wait` or `result`,
+  its error only counts in `Engine.stats.failures`.
+- In a forked child every request raises ConfigError. Make new engines in the child.
 """
 
 from __future__ import annotations
@@ -47,27 +48,27 @@ __all__ = [
 ]
 
 _MOST_STRIPES = 65536
-"""The most stripes of one file in one period."""
+"""The most stripes that one file may have in one period."""
 
 BACKENDS = ("io_uring", "libaio", "threads")
-"""Names of the backends, in the order of choice."""
+"""Names of the backends, in the order in which they are tried."""
 
 atexit.register(_aio._leave)
 
 
 @dataclass(frozen=True)
 class BackendReport:
-    """The outcome of trying one backend by writing and reading back."""
+    """The result of testing one backend by writing a file and reading it back."""
 
     name: str
     ok: bool
     """Whether the backend works."""
     direct: bool
-    """Whether it works with O_DIRECT."""
+    """Whether the backend works with O_DIRECT."""
     reason: str
-    """The reason why it does not work, or only through the page cache; else empty."""
+    """The reason why the backend does not work, or works only through the page cache; otherwise empty."""
     features: str
-    """The kernel's newer features that are in use."""
+    """The newer features of the kernel that the backend uses, as text for users."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +76,29 @@ class DirectoryReport:
     """The kinds of I/O that work in a directory."""
 
     direct: bool
-    """Whether the file system says that it has O_DIRECT."""
+    """Whether the file system says that it supports O_DIRECT."""
     memory_alignment: int
-    """Bytes that addresses have to be multiples of for O_DIRECT."""
+    """Number of bytes that memory addresses must be multiples of for O_DIRECT."""
     offset_alignment: int
-    """Bytes that offsets and lengths have to be multiples of. At least a page, see the note "unaligned parts"
-    in csrc/aio/file.hpp."""
+    """Number of bytes, at least a page, that offsets and lengths must be multiples of for O_DIRECT. See the
+    note "unaligned parts" in csrc/aio/file.hpp.
+    """
     backends: tuple[BackendReport, ...]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """An engine's backend and settings, and the reasons for them."""
+    """The backend and the settings of an engine, and the reasons for the choice of the backend."""
 
     chosen: BackendReport
     rejected: tuple[BackendReport, ...]
-    """Backends that were tried before the chosen one and did not work."""
+    """Backends that were tried before the chosen backend and did not work."""
     depth: int
     block_bytes: int
     registered_bytes: int
     """Bytes of buffers that the kernel has registered."""
     registration_failure: str
-    """The reason why the last `register_buffer` failed; else empty."""
+    """The reason why the last call of `register_buffer` failed; empty if it did not fail."""
 
     @property
     def backend(self) -> str:
@@ -105,13 +107,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made. Bytes are those that were moved; transfers include resubmissions."""
+    """Counts since the engine was made.
+
+    A request is one call of a caller. A transfer is one block that was handed to the kernel, and counts
+    again when it is submitted again. Bytes are bytes that were moved.
+    """
 
     read_requests: int
     read_transfers: int
     read_bytes: int
     read_busy_seconds: float
-    """Seconds with at least one read in flight."""
+    """Seconds during which at least one read was in flight."""
     write_requests: int
     write_transfers: int
     write_bytes: int
@@ -120,25 +126,29 @@ class EngineStats:
     sync_transfers: int
     sync_busy_seconds: float
     failures: int
-    """Requests that ended with an error, whether anyone asked for it or not."""
+    """Number of requests that ended with an error, whether or not a caller looked at the error."""
     retries: int
-    """Transfers that were submitted again after EAGAIN or EINTR."""
+    """Number of transfers that were submitted again after EAGAIN, after EINTR, or after a write of zero
+    bytes.
+    """
     short_transfers: int
     buffered_bytes: int
     """Bytes that went through the page cache instead of O_DIRECT."""
     queue_peak: int
-    """The most requests that waited for a free slot at one time."""
+    """The largest number of requests that waited in the engine's queue at one time."""
     in_flight_peak: int
-    """The most transfers in the kernel at one time."""
+    """The largest number of transfers that were in flight at one time."""
     waits: int
-    """Times that the submission thread called its backend."""
+    """Number of times that the submission thread called its backend to submit transfers and to wait for
+    completions.
+    """
 
 
 def probe(directory: str | os.PathLike[str] | None) -> DirectoryReport:
-    """Try every backend by writing and reading back a few pages of a temporary file in `directory`.
+    """Test every backend by writing and reading back a few pages of a temporary file in `directory`.
 
-    For None they are tried in memory, which shows only that the system calls are allowed. Raises StorageError
-    where no file can be made, StorageFull where it cannot be written.
+    directory: None tests the backends on a file in memory, which shows only that their system calls are
+    allowed. Raises StorageError where no file can be made, StorageFull where the file system is full.
     """
     found = _aio.probe(None if directory is None else os.fspath(directory))
     backends = tuple(BackendReport(**report) for report in found.pop("backends"))
@@ -148,15 +158,18 @@ def probe(directory: str | os.PathLike[str] | None) -> DirectoryReport:
 class Engine(_aio.Engine):
     """Asynchronous I/O on one device.
 
-    Backends are tried in `directory` (any directory on the device; for None, in memory). `backend` is "auto"
-    or one of BACKENDS; for "auto" the environment variable INFINITY_AIO decides, if set.
+    directory: any directory on the device, in which backends are tested; None tests them on a file in
+    memory. backend: "auto" or one of BACKENDS. "auto" takes the backend that the environment variable
+    INFINITY_AIO names, or else the first backend that works. block_bytes: requests are cut into blocks of
+    this many bytes. depth: the most blocks in flight.
 
-    Requests are cut into blocks of `block_bytes`; up to `depth` blocks are in flight. Blocks go out by
-    deadline: a read's is the moment of its request, a write's is `write_slack` seconds later, so that reads
-    go ahead of writes and writes never starve. `faults` makes a wrapper around the backend inject faults.
+    write_slack: seconds that are added to the deadlines of writes. Blocks go out in the order of their
+    deadlines. A read's deadline is the moment of its request, and a write's deadline is `write_slack`
+    seconds later. Reads therefore go ahead of writes, and writes never starve. faults: faults to inject
+    between the engine and its backend, for tests.
 
-    Raises ConfigError for an unknown or unavailable backend (with the reason), StorageError for a directory
-    that cannot be written, StorageFull for one without room.
+    Raises ConfigError (with the reason) for an unknown or unavailable backend, StorageError for a directory
+    that cannot be written, StorageFull for a directory without room.
     """
 
     def __init__(
@@ -174,7 +187,7 @@ class Engine(_aio.Engine):
         if not 0 <= depth < 1 << 31 or not 0 <= block_bytes < 1 << 31 or not 0 <= write_slack < 1e9:
             raise ConfigError(
                 f"depth {depth}, block_bytes {block_bytes} or write_slack {write_slack} is out of range.",
-                "Give 1 to 4096 transfers, a multiple of 4096 bytes up to 1 GiB, and seconds from 0.",
+                "Give a depth of 1 to 4096, blocks of 4096 bytes or a multiple up to 1 GiB, and 0 s or more.",
             )
         super().__init__(
             None if directory is None else os.fspath(directory),
@@ -186,9 +199,10 @@ class Engine(_aio.Engine):
         )
 
     def open(self, path: str | os.PathLike[str], write: bool = True) -> File:
-        """Open an existing regular file or block device, for reading only unless `write`.
+        """Open an existing regular file or block device.
 
-        Raises StorageError (with errno) where the system refuses, ConfigError for pipes and the like.
+        write: False opens the file for reading only. Raises StorageError (with errno) where the system
+        refuses, ConfigError for pipes and other types of files.
         """
         return super().open(os.fspath(path), write)
 
@@ -213,13 +227,14 @@ class Engine(_aio.Engine):
 
 
 class Volume(_aio.Volume):
-    """Several files, on engines of their own, as one range of bytes.
+    """Several files, each on an engine of its own, that are used as one range of bytes.
 
-    `parts` are (file, weight) pairs: `weight` (an int from 1) stripes of each period lie in that file.
-    `map` says where each byte lies and is made from (weights, stripe_bytes) alone, so a manifest that stores
-    these can rebuild it.
+    parts: pairs of (file, weight). The range is cut into stripes of `stripe_bytes` bytes. In each period of
+    stripes, `weight` stripes (an int from 1) lie in the pair's file. The attribute `map` says where each
+    byte lies. It follows from the weights and `stripe_bytes` alone, so that a manifest which stores both
+    can rebuild it.
 
-    `read`, `write` and `sync` are those of a file, with one future for all parts.
+    `read`, `write` and `sync` work like the methods of a File, with one future for all files.
     """
 
     def __init__(self, parts: Iterable[tuple[File, int]], stripe_bytes: int = 4 << 20) -> None:
@@ -227,7 +242,7 @@ class Volume(_aio.Volume):
         if not pairs:
             raise ConfigError("A volume needs at least one file.", "Give (file, weight) pairs.")
         if not 0 < stripe_bytes <= 1 << 40:
-            raise ConfigError(f"stripe_bytes is {stripe_bytes}.", "Give between 1 byte and 1 TiB.")
+            raise ConfigError(f"A stripe of {stripe_bytes} bytes cannot be used.", "Give 1 byte to 1 TiB.")
         weights = [weight for _, weight in pairs]
         if not all(isinstance(weight, int) and 0 < weight <= _MOST_STRIPES for weight in weights):
             raise ConfigError(f"The weights are {weights}.", f"Give ints from 1 to {_MOST_STRIPES}.")

@@ -1,4 +1,4 @@
-"""Configuration by the user: sizes, budgets and precision, validated here so that no other module has to."""
+"""Configuration by the user: sizes, budgets and precision, validated here for all other modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_size(size: Size, *, what: str = "size") -> int:
     """Bytes of `size`: an int, or a string with a binary unit such as "20GiB", "1.5 TiB" or "4096".
 
-    Decimal units (GB) are refused rather than guessed at. Raises ConfigError naming `what`.
+    what: the name of the size in errors. Raises ConfigError for a size that cannot be read. Decimal units
+    (GB) are refused, because some users mean binary units by them.
     """
     cure = f'Give an int in bytes or a string with a unit of {", ".join(_UNITS)}, such as "20GiB".'
     if isinstance(size, bool) or not isinstance(size, (int, str)):
@@ -41,7 +42,7 @@ def parse_size(size: Size, *, what: str = "size") -> int:
     if match is None or factor is None:
         raise ConfigError(f"The {what} {size!r} cannot be read.", cure)
     if len(match[1]) > _MOST_DIGITS:
-        raise ConfigError(f"The {what} has {len(match[1])} digits.", cure)
+        raise ConfigError(f"The {what} has {len(match[1])} digits, which are too many.", cure)
     return math.floor(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
@@ -51,7 +52,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """The text of `nbytes` for people: some three digits and a binary unit, such as "1.5 GiB"."""
+    """`nbytes` as text for users, with about three digits and a binary unit, such as "1.5 GiB"."""
     for unit, factor in reversed(_UNITS.items()):
         if nbytes >= factor and unit != "B":
             value = nbytes / factor
@@ -61,25 +62,31 @@ def format_size(nbytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The most bytes that each tier may hold. Budgets are hard: nothing above them is ever allocated."""
+    """The most bytes that each tier may hold. A tier never allocates more than its budget."""
 
     device: Size | None = None
-    """Device memory. None: all free memory, less a safety margin."""
+    """Bytes of device memory. None means all free memory of a CUDA device, less a safety margin. On the
+    CPU, None means that device and host are one tier in RAM.
+    """
 
     host: Size | None = None
-    """Pinned host RAM. None: the bytes that the cgroup and MemAvailable leave, less a safety margin."""
+    """Bytes of host RAM, which is pinned for a CUDA device. None means the bytes that the cgroup and
+    MemAvailable leave, less a safety margin.
+    """
 
     nvme: Mapping[str | os.PathLike[str], Size] | None = None
-    """Bytes per directory, each on a storage device of its own. None: no such tier."""
+    """Bytes for each directory. Each directory should be on a storage device of its own. None means no NVMe
+    tier.
+    """
 
     device_bytes: int | None = field(init=False, repr=False, default=None)
-    """`device` in bytes, or None."""
+    """`device` as a number of bytes; None where `device` is None."""
 
     host_bytes: int | None = field(init=False, repr=False, default=None)
-    """`host` in bytes, or None."""
+    """`host` as a number of bytes; None where `host` is None."""
 
     nvme_bytes: dict[str, int] = field(init=False, repr=False, default_factory=dict)
-    """`nvme` in bytes by absolute directory; empty for no such tier."""
+    """`nvme` with absolute directories and numbers of bytes; empty where there is no NVMe tier."""
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -116,23 +123,25 @@ def _positive(size: Size, what: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of parameters, gradients and optimizer states. Buffers keep theirs."""
+    """The dtypes of parameters, gradients and optimizer states. Buffers keep their dtypes."""
 
     compute: str = "bf16"
-    """The dtype of floating parameters in forward and backward: "bf16", "fp16" or "fp32"."""
+    """The dtype of floating-point parameters in forward and backward: "bf16", "fp16" or "fp32"."""
 
     states: str = "fp32"
-    """The format of the optimizer's moments: "fp32"; "bf16", half the bytes, rounded stochastically; or
-    "int8", a quarter of the bytes, companded codes with an exponent for every 64 elements (see
-    infinity/formats/moments.py). Masters are fp32 with all three: a bf16 parameter and 16 more bits, or
-    float32."""
+    """The format of the optimizer's moments. "fp32" is exact. "bf16" takes half the bytes, and rounds
+    stochastically. "int8" takes a quarter of the bytes: companded codes, with an exponent for every 64
+    elements (see infinity/formats/moments.py). With all three formats the master parameters have fp32
+    precision. They are stored as float32, or as a bf16 parameter and 16 more bits.
+    """
 
     keep: tuple[str, ...] = ()
-    """Patterns (fnmatch) of parameter names that stay fp32, such as "*.norm.*"; capitals count."""
+    """Patterns (fnmatch, case-sensitive) for the names of parameters that stay fp32, such as "*.norm.*"."""
 
     accumulate: str = "fp32"
-    """The dtype in which gradients are summed: "fp32", or "compute" for each parameter's own dtype. They also
-    rest in it, unless a step has one backward only; see `gradient_dtype`."""
+    """The dtype in which gradients are summed: "fp32", or "compute" for each parameter's own dtype.
+    Gradients are stored in this dtype too, except where a step has only one backward; see `gradient_dtype`.
+    """
 
     def __post_init__(self) -> None:
         _one_of("compute precision", self.compute, tuple(_COMPUTE_DTYPES))
@@ -141,18 +150,21 @@ class Precision:
         keep = tuple(self.keep) if isinstance(self.keep, (tuple, list)) else (None,)
         if not all(isinstance(pattern, str) and pattern for pattern in keep):
             raise ConfigError(
-                f"The patterns to keep are {self.keep!r}.",
+                f"The value {self.keep!r} of keep is not a tuple of patterns.",
                 'Give a tuple of parameter name patterns, such as ("*.norm.*",).',
             )
         object.__setattr__(self, "keep", keep)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of `compute` as torch names it."""
+        """The value of `compute` as a torch.dtype."""
         return _COMPUTE_DTYPES[self.compute]
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The page's dtype for the parameter `name`, which has `dtype` in the user's model."""
+        """The dtype in which the parameter `name` is stored in its page.
+
+        dtype: the parameter's dtype in the user's model. A dtype that is not floating-point is kept.
+        """
         if not dtype.is_floating_point:
             return dtype
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.keep):
@@ -160,14 +172,15 @@ class Precision:
         return self.compute_dtype
 
     def accumulate_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are summed, for parameters whose page has `dtype`."""
+        """The dtype in which gradients are summed, for parameters that are stored as `dtype`."""
         return torch.float32 if self.accumulate == "fp32" else dtype
 
     def gradient_dtype(self, dtype: torch.dtype, accumulation: int | None) -> torch.dtype:
-        """The dtype of the gradient page, for parameters whose page has `dtype`.
+        """The dtype in which gradients are stored, for parameters that are stored as `dtype`.
 
-        accumulation: backwards of a step, as declared; None: unknown. The gradient of a step's only backward
-        is added to nothing, so it keeps all its bits in the dtype in which it comes.
+        accumulation: number of backwards in a step, as the user declared; None where it is unknown. If a
+        step has only one backward, nothing is added to its gradient. The gradient is then stored in `dtype`
+        with all its bits.
         """
         return dtype if accumulation == 1 else self.accumulate_dtype(dtype)
 

@@ -1,4 +1,4 @@
-"""Errors that this package raises on purpose: each has a sentence of cause and one of cure."""
+"""Errors that this package raises on purpose: each has one sentence with the cause and one with the cure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class InfinityError(Exception):
-    """Base of all errors of this package. `str()` reads "cause cure"; both are also attributes."""
+    """Base class of this package's errors. `str()` gives the attributes `cause` and `cure` as one text."""
 
     def __init__(self, cause: str, cure: str) -> None:
         super().__init__(cause, cure)
@@ -26,14 +26,15 @@ class InfinityError(Exception):
         return f"{self.cause} {self.cure}"
 
     def again(self) -> Self:
-        """A copy of the error without its traceback, to be kept or raised once more.
+        """A copy of the error without its traceback, to be stored or to be raised a second time.
 
-        A kept traceback would keep every frame alive, and with its variables pages and staging.
+        A stored traceback would keep every frame alive, and with each frame's variables pages and staging
+        buffers.
         """
         return copy.copy(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross processes (spawned workers, torchrun): the default pickling would lose the keywords.
+        # Errors are pickled between processes (torchrun); the default pickling would lose the keywords.
         return functools.partial(type(self), **self._keywords()), (self.cause, self.cure)
 
     def _keywords(self) -> dict[str, Any]:
@@ -45,18 +46,19 @@ class ConfigError(InfinityError, ValueError):
 
 
 class UnsupportedOptimizer(InfinityError, TypeError):
-    """An optimizer, or one of its options, whose update is not implemented here."""
+    """An optimizer, or one of its options, has an update that this package does not implement."""
 
 
 class NonFiniteGradient(InfinityError, ArithmeticError):
-    """A gradient of a step is inf or NaN where nothing rescales it (bf16 and fp32 compute)."""
+    """A gradient of a step is inf or NaN in bf16 or fp32 compute, where there is no loss scale to lower."""
 
 
 class BudgetError(InfinityError):
-    """Something does not fit its tier's budget; the cure names the smallest budget that would do, in bytes.
+    """Something does not fit its tier's budget; the cure names the smallest sufficient budget in bytes.
 
-    `needed` is that budget, or None where it is not known where the error is raised. `tier` is the value of
-    the tier whose budget is too small ("device", "host", "nvme"), or None where it is not one tier's budget.
+    `needed` is the smallest sufficient budget in bytes, or None where it is not known. `tier` is the tier
+    whose budget is too small ("device", "host" or "nvme"), or None where no single tier's budget is too
+    small.
     """
 
     def __init__(self, cause: str, cure: str, *, needed: int | None = None, tier: str | None = None) -> None:
@@ -69,7 +71,7 @@ class BudgetError(InfinityError):
 
 
 class KernelError(InfinityError, RuntimeError):
-    """The device's kernels could not be compiled. `log` is the compiler's log."""
+    """The kernels for a device could not be compiled. `log` is the compiler's output."""
 
     def __init__(self, cause: str, cure: str, *, log: str = "") -> None:
         super().__init__(cause, cure)
@@ -80,7 +82,10 @@ class KernelError(InfinityError, RuntimeError):
 
 
 class StorageError(InfinityError, OSError):
-    """A storage operation failed for good: `path` and `offset` (bytes, or None) say where, `errno` why."""
+    """A storage operation failed, and is not retried.
+
+    `path` and `offset` (in bytes, or None) say where the operation failed. `errno` (or None) is the reason.
+    """
 
     def __init__(
         self, cause: str, cure: str, *, path: str, offset: int | None = None, errno: int | None = None
@@ -97,7 +102,11 @@ class StorageError(InfinityError, OSError):
 
 
 class DeviceError(InfinityError, RuntimeError):
-    """A driver's call failed: `call` is its name, `code` and `name` are its result (as in cuda.h)."""
+    """A call of the device's driver failed.
+
+    `call` is the name of the call. `code` and `name` are the number and the name of the call's result in
+    cuda.h.
+    """
 
     def __init__(self, cause: str, cure: str, *, call: str, code: int, name: str) -> None:
         super().__init__(cause, cure)
@@ -135,10 +144,11 @@ _CURES = {
 def storage_error(
     operation: str, path: str, offset: int | None, errno: int, *, cure: str | Mapping[int, str] | None = None
 ) -> StorageError:
-    """The StorageError (StorageFull for ENOSPC and EDQUOT) for a failed operation.
+    """The StorageError for a failed operation. It is a StorageFull for ENOSPC and EDQUOT.
 
-    `operation` is a verb for people ("read", "preallocate"); `offset` is in bytes. `cure` replaces the usual
-    cure: a string for every errno, a mapping for the errnos that it has.
+    operation: a verb for the message ("read", "preallocate"). offset: bytes, or None. cure: replaces the
+    usual cure. A text replaces the cure of every errno, a mapping the cures of those errnos that are its
+    keys.
     """
     where = f"{path} at byte {offset}" if offset is not None else path
     name = errno_codes.errorcode.get(errno, str(errno))
@@ -159,7 +169,10 @@ def storage_errors(
     offset: int | None = None,
     cure: str | Mapping[int, str] | None = None,
 ) -> Iterator[None]:
-    """A context that turns the system's errors into `storage_error`'s; a StorageError passes as it is."""
+    """A context that raises the error of `storage_error` in place of an OSError.
+
+    A StorageError passes unchanged. operation, path, offset, cure: see `storage_error`.
+    """
     try:
         yield
     except StorageError:
@@ -182,7 +195,11 @@ _DEVICE_CURES = {
 
 
 def device_error(call: str, code: int, name: str, text: str) -> DeviceError:
-    """The DeviceError for a driver's `call` that ended with `code`, which cuda.h calls `name`."""
+    """The DeviceError for a failed call of the device's driver.
+
+    call: the name of the call. code, name: the number and the name of the call's result in cuda.h. text:
+    the driver's description of the result.
+    """
     cause = f"The device's driver refused {call}: {text} ({name}, {code})."
     cure = _DEVICE_CURES.get(
         name, "Look at the kernel log (dmesg) and nvidia-smi for what the device reports, and start anew."

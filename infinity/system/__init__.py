@@ -1,1 +1,1 @@
-"""The system: facts about this machine, settings of its disks, and the user's cache of both."""
+"""The system: facts about this machine, I/O settings of its disks, and files in the user's cache."""

@@ -1,4 +1,4 @@
-"""The user's cache: small files of this package, each written whole or not at all."""
+"""The user's cache: small files of this package, each of which is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ Content = TypeVar("Content")
 
 
 def cache_file(name: str) -> Path:
-    """The path of a cached file: in $XDG_CACHE_HOME/infinity, by default ~/.cache/infinity."""
+    """The path of the cached file `name`, in $XDG_CACHE_HOME/infinity or by default in ~/.cache/infinity."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "infinity" / name
 
 
 class JsonFile(Generic[Content]):
-    """A JSON file of the cache, read once. A file that is absent or cannot be used counts as empty."""
+    """A JSON file in the user's cache, which is read when this object is made.
+
+    A file that is absent or cannot be used counts as empty.
+    """
 
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
-        """understand: turns the parsed JSON into the content. For JSON that `save` did not write it raises
-        ValueError, whose text says why, TypeError, KeyError or AttributeError."""
+        """Read the cached file `name`.
+
+        understand: a function that turns the parsed JSON into the content. For JSON that `save` did not
+        write, the function raises ValueError (with the reason as text), TypeError, KeyError or
+        AttributeError. empty: the content of a file that counts as empty.
+        """
         self.path = cache_file(name)
         self.content = empty
         self.ignored: str | None = None
-        """The reason why an existing file counts as empty; None if it does not."""
+        """The reason why an existing file counts as empty; None where the file is absent or was read."""
         try:
             self.content = understand(json.loads(self.path.read_text()))
         except FileNotFoundError:
@@ -41,12 +48,12 @@ class JsonFile(Generic[Content]):
             self.ignored = "it has another form"
 
     def save(self, content: Any) -> bool:
-        """Replace the file, as `write_bytes` does."""
+        """Replace the file with `content` as JSON, in one step. Returns False where the system refuses."""
         return write_bytes(self.path, json.dumps(content, indent=1).encode())
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """The file's content; None where there is no file, or an empty one."""
+    """The content of a file; None where the file is absent, empty, or cannot be read."""
     try:
         return path.read_bytes() or None
     except OSError:
@@ -54,7 +61,10 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
-    """Replace the file in one step, so that no reader sees half of it; False where the system refuses."""
+    """Replace a file in one step, so that no reader sees a partial file.
+
+    Returns False where the system refuses.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Closing: the context manager of objects that have a `close`."""
+"""Closing: a base class of context managers that have a `close` method."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class Closing:
-    """A context manager that calls `close` at its end, with an error or without."""
+    """A base class of context managers that call `close` when the `with` block ends, even by an error."""
 
     def close(self) -> None:
-        """Let go of all that this object holds. Calling it again does nothing."""
+        """Release everything that this object holds. A second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

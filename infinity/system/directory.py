@@ -1,4 +1,4 @@
-"""Directories on disks: whether they can hold pages, their free bytes, and how a file takes some of them."""
+"""Directories on disks: checking that they can hold pages, their free bytes, and preallocation of files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from infinity.system import machine
 
 
 def check_directory(directory: str | os.PathLike[str]) -> Path:
-    """The real path of a directory that can hold pages.
+    """The real path of `directory`, after a check that it can hold pages.
 
-    Raises StorageError for one that is missing, cannot be reached, or is RAM; ConfigError for no path at all.
+    Raises StorageError for a directory that is missing, cannot be reached, or is in RAM. Raises ConfigError
+    for a value that cannot be a path.
     """
     try:
         with storage_errors("open", directory):
@@ -38,16 +39,19 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 def free_bytes(path: str | os.PathLike[str] | int) -> int:
-    """Bytes that this user may still take on the file system of a path, or of an open descriptor."""
+    """Bytes that this user may still take on a file system.
+
+    path: any path on the file system, or the descriptor of an open file there.
+    """
     room = os.statvfs(path)
     return room.f_bavail * room.f_frsize
 
 
 def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> None:
-    """Take the room for an open file of `nbytes` at once: a full disk shows before anything is written.
+    """Take the room for `nbytes` bytes of an open file, so that a full disk shows before any write.
 
-    path: named in errors. Raises StorageFull where the file system has not that much room, StorageError for
-    everything else.
+    path: is named in errors. Raises StorageFull where the file system does not have that much room,
+    StorageError for every other error.
     """
     available = free_bytes(descriptor)
     if nbytes > available:
@@ -63,7 +67,11 @@ def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> N
 
 
 def nameless_file(directory: str) -> int:
-    """The descriptor of a new file that has no name, or whose name is gone already. Raises StorageError."""
+    """Make a file without a name in `directory` and return its descriptor. Raises StorageError.
+
+    Where the file system cannot make such a file (O_TMPFILE), a file with a name is made, and the name is
+    removed at once.
+    """
     try:
         with storage_errors("create a file in", directory):
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

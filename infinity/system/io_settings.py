@@ -16,7 +16,7 @@ from infinity.system import machine
 from infinity.system.cache import JsonFile
 
 FORMAT = 1
-"""The format of the profile's file. A file of another format is ignored."""
+"""Number of the format of the profile's file. A file of another format is ignored."""
 
 _LARGEST_BLOCK = 1 << 30
 _DEEPEST = 4096
@@ -25,14 +25,14 @@ _AND = " + "
 
 @dataclass(frozen=True, order=True)
 class IoSettings:
-    """Settings that an I/O engine is made with."""
+    """Settings of an I/O engine."""
 
     backend: str
-    """One of `infinity.aio.BACKENDS`, or "auto"."""
+    """One of `infinity.aio.BACKENDS`, or "auto" for the first backend that works."""
     block_bytes: int
     """Bytes of the blocks that requests are cut into."""
     depth: int
-    """Blocks in flight; for the threads backend also the number of threads, up to 16."""
+    """The most blocks in flight. The threads backend has this number of threads, but at most 16."""
 
     @property
     def bytes_in_flight(self) -> int:
@@ -45,67 +45,82 @@ DEFAULT = IoSettings("auto", 4 << 20, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class DiskProfile:
-    """The findings of `infinity tune` for one disk. Rates are bytes per second with these settings, then."""
+    """What `infinity tune` found for one disk.
+
+    The rates `read`, `write` and `mixed` are bytes per second with `settings`.
+    """
 
     settings: IoSettings
     path: str
-    """The directory where it was measured."""
+    """The directory in which the disk was measured."""
     read: float
     write: float
     mixed: float
     at: str
-    """The time of measuring, in ISO 8601, UTC."""
+    """The time of the measurement, in UTC, as ISO 8601 text."""
     facts: Mapping[str, Any]
-    """The machine's processor, CPUs and memory."""
+    """The machine's processor ("cpu"), number of CPUs ("cpus") and bytes of memory ("memory")."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StripeProfile:
-    """The findings of `infinity tune` for several disks together."""
+    """What `infinity tune` found for several disks that are used together."""
 
     shares: tuple[float, ...]
-    """Each disk's share of the bytes; `infinity.tiers.striping.choose_striping` takes them as speeds."""
+    """The fraction of the bytes that each disk holds. `infinity.tiers.striping.choose_striping` takes these
+    as speeds.
+    """
     mixed: float
-    """Bytes per second of all disks together, half reads and half writes."""
+    """Bytes per second of all disks together, when half of the bytes are read and half are written."""
     at: str
-    """The time of measuring, in ISO 8601, UTC."""
+    """The time of the measurement, in UTC, as ISO 8601 text."""
 
 
 def disk_key(directory: str | os.PathLike[str]) -> str:
-    """The key of the disk under an existing directory: host, device, file system and kernel."""
+    """A text that identifies the disk under an existing directory by host, device, file system and kernel."""
     device = os.stat(directory).st_dev
     where = f"{os.major(device)}:{os.minor(device)}"
     return f"{platform.node()} {where} {machine.file_system(directory)} Linux {machine.kernel()}"
 
 
 def now() -> str:
-    """The present time as profiles write it."""
+    """The present time in UTC, as the ISO 8601 text that profiles contain."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 _Findings = tuple[dict[str, Any], dict[str, Any]]
-"""The entries of disks and those of stripes, by key, as the file has them."""
+"""The content of the profile's file: entries of single disks, and entries of several disks together, by
+key.
+"""
 
 
 class Profile:
-    """The file of findings. A file that is absent or cannot be used counts as empty."""
+    """The file in the user's cache with everything that `infinity tune` found.
+
+    A file that is absent or cannot be used counts as empty.
+    """
 
     def __init__(self) -> None:
         self._file = JsonFile[_Findings]("tune.json", _findings, ({}, {}))
         self._disks, self._stripes = self._file.content
         self.path = self._file.path
         self.note: str | None = None
-        """The reason why an existing file is ignored, for people; None if it is not."""
+        """A text for users that says why an existing file is ignored; None where the file is absent or was
+        read.
+        """
         if self._file.ignored is not None:
             self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
     def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
-        """The findings for the disk under an existing directory, if any."""
+        """The findings for the disk under an existing directory; None where the disk was not tuned."""
         entry = self._disks.get(disk_key(directory))
         return None if entry is None else _disk_profile(entry)
 
     def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
-        """The findings for the disks under these directories together, shares in this order, if any."""
+        """The findings for the disks under these directories together; None where there are none.
+
+        The shares are in the order of `directories`.
+        """
         key, order = _key_of_all(directories)
         if key not in self._stripes:
             return None
@@ -116,31 +131,37 @@ class Profile:
         return replace(found, shares=tuple(shares))
 
     def keep_disk(self, directory: str | os.PathLike[str], found: DiskProfile) -> None:
-        """Replace the findings for a disk; `save` writes them to the file."""
+        """Replace the findings for the disk under `directory`, in memory.
+
+        `save` writes all findings to the file.
+        """
         self._disks[disk_key(directory)] = asdict(found)
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
-        """Replace the findings for several disks together; `save` writes them to the file."""
+        """Replace the findings for several disks together, in memory.
+
+        `save` writes all findings to the file.
+        """
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
     def save(self) -> bool:
-        """Write the file in one step; False where the system refuses."""
+        """Replace the file in one step. Returns False where the system refuses."""
         return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
 
 def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
-    """The settings for an existing directory: as tuned, or the default.
+    """The I/O settings for an existing directory: the tuned settings, or else the default settings.
 
-    Where INFINITY_AIO names a backend, findings for another one do not apply. A profile that cannot be used
-    is ignored with a warning.
+    Where the environment variable INFINITY_AIO names a backend, tuned settings with another backend are not
+    used. A profile that cannot be used is ignored with a warning.
     """
     profile = Profile()
     if profile.note is not None:
         warnings.warn(profile.note, RuntimeWarning, stacklevel=2)
     try:
         found = profile.disk(directory)
-    except OSError:  # the first I/O there raises a better error
+    except OSError:  # the first I/O in the directory raises a better error
         return DEFAULT
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if found is None or forced not in ("auto", found.settings.backend):
@@ -149,7 +170,10 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
 
 
 def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
-    """The share of the bytes that each of these directories should hold; None where that was not tuned."""
+    """The fraction of all bytes that each of these directories should hold, as `infinity tune` found.
+
+    None where these directories were not tuned together.
+    """
     found = Profile().stripes(directories)
     return None if found is None else found.shares
 
@@ -162,9 +186,11 @@ def open_engine(
     block_bytes: int | None = None,
     faults: Faults | None = None,
 ) -> Engine:
-    """An engine for an existing directory. Arguments that are not given come from `settings_for` it.
+    """Make an I/O engine for an existing directory.
 
-    Where the tuned backend does not work any more, the defaults are used. Raises what `Engine` raises.
+    Arguments that are not given come from `settings_for(directory)`. If the tuned backend does not work any
+    more, the default settings are used. faults: faults to inject, for tests. Raises the errors of
+    `infinity.aio.Engine`.
     """
     settings = settings_for(directory)
     if backend not in ("auto", settings.backend):
@@ -188,15 +214,20 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """The key of a set of disks, the same in any order, and the indices of the disks in the key's order."""
+    """The key of a set of disks, and the indices of the directories in the key's order.
+
+    The key is the same for every order of the directories. The indices are positions in `directories`.
+    """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     return _AND.join(keys[place] for place in order), order
 
 
 def _findings(found: Any) -> _Findings:
-    """The content of parsed JSON. Raises ValueError, TypeError, KeyError or AttributeError for a content that
-    `Profile.save` did not write."""
+    """Check the parsed JSON of the profile's file, and return its entries of disks and of stripes.
+
+    Raises ValueError, TypeError, KeyError or AttributeError for JSON that `Profile.save` did not write.
+    """
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")
     disks, stripes = dict(found["disks"]), dict(found["stripes"])
@@ -209,11 +240,13 @@ def _findings(found: Any) -> _Findings:
 
 
 def _disk_profile(entry: Any) -> DiskProfile:
-    """The profile of a disk's entry. Raises ValueError, TypeError or KeyError for one that `asdict` did not
-    make."""
+    """Check a disk's JSON entry, and return it as a DiskProfile.
+
+    Raises ValueError, TypeError or KeyError for an entry that was not made from a DiskProfile.
+    """
     settings = IoSettings(**entry["settings"])
     if settings.backend not in BACKENDS:
-        raise ValueError(f"it names an engine {settings.backend!r}")
+        raise ValueError(f"it names an unknown backend {settings.backend!r}")
     if not 4096 <= settings.block_bytes <= _LARGEST_BLOCK or settings.block_bytes % 4096:
         raise ValueError(f"it has blocks of {settings.block_bytes} bytes")
     if not 1 <= settings.depth <= _DEEPEST:

@@ -1,4 +1,4 @@
-"""The machine: its memory and processors, and this process's limits on them, from /proc, /sys and cgroups."""
+"""The machine: its memory and processors, and the limits of this process, from /proc, /sys and cgroups."""
 
 from __future__ import annotations
 
@@ -13,50 +13,56 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP_UNLIMITED = 1 << 60
-"""Bytes; a limit of cgroup v1 of this or more means "no limit". The kernel writes a number near 2**63."""
+"""The number of bytes from which a limit of cgroup v1 means "no limit". The kernel writes a number near
+2**63 then.
+"""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
-"""The escapes by which /proc/self/mountinfo writes blanks, tabs, newlines and backslashes."""
+"""Matches the escapes by which /proc/self/mountinfo writes blanks, tabs, newlines and backslashes."""
 
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-"""Types of file systems whose files are memory."""
+"""Types of file systems that keep their files in RAM."""
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of RAM, as the kernel and the cgroup see them now."""
+    """Bytes of the machine's RAM, and memory limits of this process's cgroups, at one moment."""
 
     total: int
     available: int
-    """MemAvailable: bytes that can be had without swapping."""
+    """Bytes that can be allocated without swapping (MemAvailable in /proc/meminfo)."""
     cgroup_limit: int | None
-    """The tightest limit on the way from this process's cgroup to the root. None: no limit."""
+    """Memory limit in bytes, None for no limit. Of this process's cgroup and its ancestors, the one with
+    the fewest bytes left counts.
+    """
     cgroup_left: int | None
-    """Bytes that this limit leaves; page cache of the cgroup counts as left, since it can be reclaimed."""
+    """Bytes that `cgroup_limit` leaves, None for no limit. Inactive page cache counts as left, because the
+    kernel can reclaim it.
+    """
 
     @property
     def usable(self) -> int:
-        """Bytes that this process can still take."""
+        """Bytes that this process can still take: the smaller of `available` and `cgroup_left`."""
         return self.available if self.cgroup_left is None else min(self.available, self.cgroup_left)
 
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """The machine's processors, and this process's limits on them."""
+    """The machine's processors, and this process's limits on their use."""
 
     model: str
     online: int
     allowed: int
-    """CPUs in this process's affinity mask."""
+    """Number of CPUs in this process's affinity mask."""
     quota: float | None
-    """CPUs' worth of time that the cgroup grants, or None."""
+    """Seconds of CPU time per second that the cgroup grants; None for no limit."""
     numa_nodes: int
 
 
 def memory() -> MemoryFacts:
-    """The machine's RAM and the limits on it, as they are now."""
+    """Read the machine's RAM and the memory limits of this process's cgroups, as they are now."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -77,15 +83,17 @@ def memory() -> MemoryFacts:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of RAM that this process has."""
+    """Bytes of this process's memory that are in RAM."""
 
     resident: int
     peak: int
-    """The most resident bytes at one time since the process began, or since `restart_peak`."""
+    """The most resident bytes at one time since the process began, or since the last call of
+    `restart_peak`.
+    """
 
 
 def process_memory() -> ProcessMemory:
-    """This process's memory as the kernel counts it now (VmRSS, VmHWM)."""
+    """This process's resident bytes and their peak, as the kernel counts them now (VmRSS, VmHWM)."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -95,19 +103,25 @@ def process_memory() -> ProcessMemory:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process; takes a few microseconds, and may be out by some pages."""
+    """Resident bytes of this process.
+
+    The call takes a few microseconds, and the count may be wrong by some pages.
+    """
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * _PAGE
 
 
 def restart_peak() -> None:
-    """Restart the count of `ProcessMemory.peak`. Where the kernel does not allow it, nothing changes."""
+    """Make the kernel count `ProcessMemory.peak` from now on.
+
+    Where the kernel does not allow this, nothing changes.
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def cpu() -> CpuFacts:
-    """The machine's processors and the limits on them, as they are now."""
+    """Read the machine's processors and this process's limits on their use, as they are now."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -123,7 +137,10 @@ def cpu() -> CpuFacts:
 
 
 def memlock_limit() -> int | None:
-    """Bytes of memory that this process may lock; None for no limit, as for a privileged process."""
+    """Bytes of memory that this process may lock; None for no limit.
+
+    A process with the capability CAP_IPC_LOCK has no limit either.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK):
         return None
@@ -131,7 +148,10 @@ def memlock_limit() -> int | None:
 
 
 def transparent_huge_pages() -> str:
-    """The kernel's mode of transparent huge pages: "always", "madvise", "never", or "absent"."""
+    """The kernel's mode of transparent huge pages: "always", "madvise" or "never".
+
+    "absent" means that the kernel has no transparent huge pages.
+    """
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -145,7 +165,10 @@ def kernel() -> str:
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """The type of the file system that holds `path`, such as "ext4" or "tmpfs"; "unknown" if unlisted."""
+    """The type of the file system that holds `path`, such as "ext4" or "tmpfs".
+
+    "unknown" where /proc/self/mountinfo does not list the file system.
+    """
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     resolved = os.path.realpath(path)
@@ -171,7 +194,10 @@ def _has_capability(number: int) -> bool:
 
 
 def _cgroup_chain(controller: str) -> Sequence[Path]:
-    """Directories of this process's cgroup and its ancestors for a controller, v2 or v1."""
+    """Directories in /sys/fs/cgroup of this process's cgroup and of its ancestors, for one controller.
+
+    controller: "memory" or "cpu", in cgroup v2 or v1.
+    """
     try:
         return _directories(controller, Path("/proc/self/cgroup").read_text())
     except OSError:
@@ -180,7 +206,10 @@ def _cgroup_chain(controller: str) -> Sequence[Path]:
 
 @functools.cache
 def _directories(controller: str, cgroups: str) -> Sequence[Path]:
-    """Directories of a process that is in these cgroups, as /proc/self/cgroup lists them."""
+    """Directories of a process's cgroup and its ancestors, for one controller.
+
+    cgroups: the content of the process's /proc/self/cgroup.
+    """
     chain: list[Path] = []
     for line in cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -192,7 +221,7 @@ def _directories(controller: str, cgroups: str) -> Sequence[Path]:
             continue
         for root in roots:
             directory = root / path.lstrip("/")
-            # In a container the path may be the host's: then the root itself is what is mounted.
+            # In a container the path may be the host's. The root itself is then the mounted cgroup.
             for candidate in [directory, *directory.parents]:
                 if candidate.is_relative_to(root) and candidate.is_dir() and candidate not in chain:
                     chain.append(candidate)
@@ -209,7 +238,7 @@ def _read_int(path: Path | str) -> int | None:
 
 
 def _memory_limit(directory: Path) -> tuple[int, int] | None:
-    """The limit of one cgroup directory, and what it leaves, both in bytes; None for no limit."""
+    """(limit, bytes left under the limit) of the cgroup with this directory; None for no limit."""
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -231,7 +260,7 @@ def _memory_limit(directory: Path) -> tuple[int, int] | None:
 
 
 def _cpu_quota(directory: Path) -> float | None:
-    """CPUs' worth of time that one cgroup directory grants; None for no limit."""
+    """Seconds of CPU time per second that the cgroup with this directory grants; None for no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (directory / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

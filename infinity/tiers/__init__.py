@@ -1,4 +1,6 @@
-"""Tiers: where pages live (device memory, a host arena, slab files on NVMe), and the leases over them."""
+"""Tiers: the places where pages live (device memory, host RAM, slab files on NVMe), and leases on their
+bytes.
+"""
 
 from infinity.tiers.arena import HostArena
 from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device

@@ -1,4 +1,6 @@
-"""Anchor: the device's clock in the host's time, which tells when the events around a copy happened."""
+"""Anchor: a moment known on the host's clock and on the device's, from which the times of device events
+follow.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +10,42 @@ from dataclasses import dataclass
 from infinity.tiers.driver import Event, Stream
 
 _ANCHORED_NS = 10_000_000_000
-"""Nanoseconds for which an anchor is used. CUDA measures from event to event in float32 milliseconds, which
-over ten seconds still tell a microsecond."""
+"""Nanoseconds after which an anchor is replaced by a new anchor. CUDA gives the time between two events in
+milliseconds as a float32, which after ten seconds is still precise to about one microsecond.
+"""
 
 
 class Anchor:
-    """A moment that is known in the host's time and in the device's."""
+    """A moment whose time on the host's clock is known, and at which the device recorded an event."""
 
     def __init__(self, idle: Stream) -> None:
-        """idle: a stream with nothing on it, so that the event happens when it is recorded."""
+        """Record the anchor now.
+
+        idle: a stream without work, so that the device records the event at once.
+        """
         self._event = idle.record(timing=True)
         self._event.synchronize()
         self.at = time.perf_counter_ns()
 
     @property
     def old(self) -> bool:
-        """Whether the anchor is so long ago that times measured from it are coarse."""
+        """Whether the anchor is more than ten seconds old, which makes times computed from it imprecise."""
         return time.perf_counter_ns() - self.at > _ANCHORED_NS
 
     def time_of(self, event: Event) -> int:
-        """The time of an event recorded after the anchor, in nanoseconds of time.perf_counter_ns()."""
+        """The time at which `event` happened, in nanoseconds of time.perf_counter_ns().
+
+        event: an event with timing that was recorded after the anchor and has happened.
+        """
         return self.at + round(event.milliseconds_since(self._event) * 1e6)
 
 
 @dataclass(frozen=True)
 class EventTiming:
-    """The timing of a copy by the two events around it on its stream; see infinity.tiers.link.Timing."""
+    """The times at which a copy began and ended, from two events that surround the copy on its stream.
+
+    Implements the protocol infinity.tiers.link.Timing.
+    """
 
     anchor: Anchor
     began: Event

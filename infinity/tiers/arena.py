@@ -1,4 +1,6 @@
-"""The host tier: one arena of RAM that DMA, the CPU update and direct I/O all use in place."""
+"""The host tier: one arena of RAM that DMA, the optimizer update on the CPU and direct I/O use without
+copies.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +27,31 @@ _PROBE_BYTES = 64 << 20
 _LINK_BYTES = 256 << 20
 
 _MARGIN_SHARE = 20
-"""Free RAM divided by this is left to others, or LEAST_MARGIN where that is more."""
+"""The default host budget leaves at least 1/_MARGIN_SHARE of the free RAM to other processes, and never
+less than LEAST_MARGIN bytes.
+"""
 
 
 @dataclass(frozen=True)
 class HugePageProbe:
-    """Whether huge pages help on this machine, and how that is known."""
+    """The result of measuring whether huge pages make memory faster on this machine."""
 
     helps: bool
     speedup: float | None
-    """Time with base pages divided by time with huge ones; None where it was not measured."""
+    """Time with base pages divided by the time with huge pages; None where nothing was measured."""
     reason: str
-    """The text that says how it is known, for people."""
+    """A text for users that gives the measured speed-up, or the reason why nothing was measured."""
 
 
 @functools.cache
 def probe_huge_pages() -> HugePageProbe:
-    """Time passes over 64 MiB with base and with huge pages alternately. It takes 0.4 s, once a process.
+    """Measure whether huge pages speed up passes over 64 MiB of memory. Takes 0.4 s, once per process.
 
-    Huge pages help unless the median pair of passes is slower with them. An equal pass is a gain already: a
-    disk takes larger requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md) and
-    registering has 512 times fewer pages to pin. The first touch is left out: on a virtual machine it
-    measures how the host finds memory, tens of times slower once than the next time.
+    Passes with base pages and with huge pages alternate. `helps` is False if the median speed-up is below
+    0.98. Equal speed counts as help, because huge pages have two more advantages. A disk takes larger
+    requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md), and registering memory
+    pins 512 times fewer pages. The first touch of the memory is not timed: on a virtual machine its
+    duration depends on how the host finds memory, and can vary by a factor of tens.
     """
     mode = machine.transparent_huge_pages()
     if mode in ("never", "absent"):
@@ -70,27 +75,27 @@ def _time_passes(huge: bool) -> float:
 
 @dataclass(frozen=True)
 class Registration:
-    """Whether CUDA has registered an arena for direct access, and if not, why."""
+    """Whether CUDA has registered (page-locked) an arena for direct access, and a text with the reason."""
 
     done: bool
     reason: str
 
 
 class HostArena(MemoryTier):
-    """The process's host tier: anonymous memory of exactly `nbytes`, 2 MiB aligned.
+    """The host tier of this process: anonymous memory of exactly `nbytes` bytes, aligned to 2 MiB.
 
-    The memory has huge pages where `probe_huge_pages` says that they help, and lies on the NUMA node of
-    `device`. Where `device` is a CUDA device, it is registered with CUDA, so that copies run by DMA at full
-    speed and beside compute. It does not come from torch's pinned allocator, which rounds each allocation up
-    to a power of two. It is not inherited over fork(): a forked child (a DataLoader worker) must not touch
-    tensors that live in it.
+    The memory has huge pages where `probe_huge_pages` finds that they help, and lies on the NUMA node of
+    `device`. If `device` is a CUDA device, the memory is registered (page-locked) with CUDA, so that copies
+    run by DMA at full speed and beside compute. The memory does not come from torch's pinned allocator,
+    which rounds each allocation up to a power of two. The memory is not inherited over fork(): a forked
+    child (a DataLoader worker) must not touch tensors that lie in the arena.
 
-    nbytes: bytes of the budget. huge_pages: None lets the probe decide. populate: whether to fault all pages
-    in at once, on all CPUs, so that a machine without the memory says so here. An arena to be registered with
-    CUDA is populated in any case, since registering would fault it in on one CPU.
+    nbytes: the budget in bytes. huge_pages: None lets the probe decide. populate: True faults all pages in
+    at once, on all CPUs, so that a machine with too little memory fails here. An arena that is registered
+    with CUDA is always populated, because registering would fault the pages in on one CPU only.
 
-    Warns, once for each cause, where CUDA does not register the memory. Raises BudgetError where this process
-    cannot have that much, ConfigError for a device that is not at hand.
+    Warns where CUDA does not register the memory, once for each reason. Raises BudgetError where this
+    process cannot have `nbytes` bytes, ConfigError for a device that cannot be used.
     """
 
     def __init__(
@@ -123,13 +128,16 @@ class HostArena(MemoryTier):
 
 
 def available_ram() -> int:
-    """Bytes of RAM that this process can have now, less a margin: the host budget where none is given."""
+    """Bytes of RAM that this process can take now, less a safety margin. This is the default host budget."""
     free = machine.memory().usable
     return less_margin(free, max(LEAST_MARGIN, free // _MARGIN_SHARE))
 
 
 def arena_link() -> tuple[LinkSpeed, Registration]:
-    """The link's speed between an arena and the current CUDA device, and the arena's registration."""
+    """Measure the speed of copies between an arena and the current CUDA device.
+
+    Returns the speed and the result of registering the arena.
+    """
     with (
         HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,
         arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease,
@@ -138,10 +146,11 @@ def arena_link() -> tuple[LinkSpeed, Registration]:
 
 
 def register_with_cuda(region: _tiers.Region, driver: Driver) -> Registration:
-    """Page-lock a region for DMA by every CUDA device, for as long as it is mapped.
+    """Page-lock a region for DMA by every CUDA device, for as long as the region is mapped.
 
-    A failure is returned, not raised: copies work without registration, only slower. The call goes to the
-    driver: the CUDA runtime would report its failure at the next kernel launch.
+    A failure is returned and not raised, because copies work without registration, only slower. The CUDA
+    driver is called directly, because the CUDA runtime would report the failure again at the next kernel
+    launch.
     """
     try:
         driver.register_host(region.address, region.nbytes)
@@ -155,13 +164,13 @@ _said: set[str] = set()
 
 
 def say_slow_copies(reason: str, nbytes: int) -> None:
-    """Warn that an arena of `nbytes` bytes could not be registered with CUDA: once for each reason."""
+    """Warn that an arena of `nbytes` bytes could not be registered with CUDA, once for each `reason`."""
     if reason in _said:
         return
     _said.add(reason)
     warnings.warn(
-        f"The host tier of {format_size(nbytes)} could not be registered with CUDA ({reason}), which makes "
-        "copies to and from the device several times slower, and the trainer wait for them. "
+        f"The host tier of {format_size(nbytes)} could not be registered with CUDA ({reason}). "
+        "Copies to and from the device are several times slower, and the trainer waits for them. "
         f"{REGISTER_CURE}",
         stacklevel=2,
     )
@@ -174,7 +183,7 @@ REGISTER_CURE = (
 
 
 def _numa_node(device: torch.device) -> int:
-    """The NUMA node next to a CUDA device, or -1 for no preference."""
+    """The number of the NUMA node next to a CUDA device; -1 for the CPU, and where the node is not known."""
     if device.type != "cuda":
         return -1
     properties: Any = torch.cuda.get_device_properties(device)

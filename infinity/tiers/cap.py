@@ -1,10 +1,11 @@
-"""The cap: the most that torch's allocator may take on a CUDA device while runtimes have budgets there.
+"""The cap: a limit on the bytes that torch's allocator may reserve on a CUDA device where runtimes have
+budgets.
 
-Pages are one tensor of torch's, and activations, workspaces and all else come from the same allocator: so
-one limit, of reserved bytes, holds the budget. The limit is the sum of all runtimes' budgets and of the bytes
-that this process had on the device before, which no budget counts. Beyond it torch raises OutOfMemoryError in
-the code that asks, often the model's own forward. No code of this package is around that to add the cure to
-the error, so a warning gives it.
+One limit is enough to keep the budgets, because pages (which are one tensor of torch's), activations and
+workspaces all come from torch's allocator. The limit is the sum of the budgets of all runtimes, plus the
+bytes that this process had on the device before the first runtime. Beyond the limit torch raises
+OutOfMemoryError in the code that asks for memory, often the model's own forward. This package cannot add
+advice to that error, so it gives the advice in a warning.
 """
 
 from __future__ import annotations
@@ -25,25 +26,28 @@ from infinity.config import format_size
 
 @dataclass(frozen=True)
 class Share:
-    """One runtime's share of a device."""
+    """One runtime's share of a device's memory."""
 
     budget: int
-    """Bytes for pages, and for all else that torch allocates."""
+    """Bytes that pages and all other memory of torch's allocator may take."""
     pages: int
-    """Bytes within the budget for pages and the buffers that move them; taken from the start."""
+    """Bytes of the budget that are taken from the start for pages, and for the buffers through which pages
+    move.
+    """
 
 
 def fraction_of(total: int, others: int, budgets: int) -> float:
-    """The fraction of `total` bytes with which torch's limit is `others + budgets` bytes. Pure.
+    """The fraction of `total` bytes that limits torch's allocator to `others + budgets` bytes.
 
-    The limit is not a byte less: torch multiplies and rounds down, and a budget may be exactly a sum of whole
-    segments.
+    total: bytes of the device's memory. others: bytes that no budget counts. budgets: the sum of the
+    budgets in bytes. Torch multiplies `total` by the fraction and rounds down. The fraction is therefore
+    the next larger float, so that the limit is not one byte too low. A pure function.
     """
     return min(1.0, math.nextafter((others + budgets) / total, 2.0))
 
 
 def advice(asked: int, share: Share) -> str:
-    """The warning's text where torch asked for `asked` bytes and the device's share was used up. Pure."""
+    """The warning's text for a request of `asked` bytes that `share` has no room for. A pure function."""
     rest = share.budget - share.pages
     return (
         f"Torch asked for {format_size(asked)} and its allocator is at the device budget of "
@@ -55,7 +59,11 @@ def advice(asked: int, share: Share) -> str:
 
 
 class _Device:
-    """The shares of one device, and `others`: bytes that the process had there before the first of them."""
+    """The shares of one device.
+
+    The attribute `others` is the number of bytes that this process had on the device before the first
+    share.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,9 +84,11 @@ _devices: dict[int, _Device] = {}
 
 @contextlib.contextmanager
 def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]:
-    """A context in which torch's allocator raises OutOfMemoryError beyond `share.budget` bytes.
+    """A context in which torch's allocator may take `share.budget` bytes on `device` for one runtime.
 
-    others: bytes that this process had allocated on the device before the runtime opened, and will keep.
+    The limit is the sum of all runtimes' budgets and of `others`. Beyond the limit torch raises
+    OutOfMemoryError. others: bytes that this process had allocated on the device before the runtime opened,
+    and will keep. If several runtimes use the device, only the `others` of the first runtime counts.
     """
     assert device.index is not None
     _watch()
@@ -98,15 +108,20 @@ def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]
 
 @functools.cache
 def _watch() -> None:
-    """Have torch call `_out_of_memory` before any OutOfMemoryError; once a process, for nothing unregisters
-    it."""
+    """Have torch call `_out_of_memory` before it raises any OutOfMemoryError.
+
+    Done once per process, because torch has no way to remove the callback.
+    """
     attach: Callable[[Any], None] | None = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:
         attach(_out_of_memory)
 
 
 def _out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
-    """Warn, in the thread that asked torch for memory. An exception would replace the OutOfMemoryError."""
+    """Warn, in the thread that asked torch for memory, that a request of `asked` bytes is beyond the limit.
+
+    Nothing is raised here, because an exception would replace torch's OutOfMemoryError.
+    """
     found = _devices.get(device)
     if found is None or not found.shares:
         return

@@ -1,15 +1,17 @@
-"""Copy streams: copies between host RAM and a device with memory of its own, and the order among them.
+"""Copy streams: copies between host RAM and a device with memory of its own, and the order in which they run.
 
 [Note: streams and leases]
-A device runs four queues beside each other: compute (the stream current where the trainer calls), two of
-copies up (see `Lane`), one of copies down. Each order that matters is made by an event and is a member of
-`Order`, which says why. `CopyStreams._wait` and `_ask` are the only places where a queue or the host waits
-for an event, or asks whether it has happened. `uses` tells a driver with a checker which bytes compute and
-the host use, so that it finds any two uses that no event orders (tests/test_copy_order.py).
+A device runs four queues beside each other: compute (the stream that is current where the trainer calls),
+two queues for copies up to the device (see `Lane`), and one queue for copies down to the host. Every order
+between queues that matters is enforced by an event. Each such order is a member of `Order`, whose docstring
+gives the reason. `CopyStreams._wait` and `_ask` are the only places where a queue or the host waits for an
+event, or asks whether an event has happened. `uses` tells a driver with a checker which bytes compute and
+the host use, so that the checker finds any two uses that no event orders (tests/test_copy_order.py).
 
-A lease knows the pool's count of returns when any of its bytes last came back (`Lease.last_return`). `mark`
-records an event on compute together with the pool's count. A copy up into leased bytes waits for the first
-mark whose count is at least the lease's, and not for all that compute has queued.
+A lease knows the pool's count of returned leases at the time when any of the lease's bytes last came back
+(`Lease.last_return`). `mark` records an event on compute together with the pool's present count. A copy up
+into leased bytes waits for the first mark whose count is at least the lease's `last_return`. It does not
+wait for all work that compute has queued.
 """
 
 from __future__ import annotations
@@ -27,35 +29,53 @@ from infinity.tiers.driver import Driver, Event, Stream, cuda_driver, emulation
 from infinity.tiers.link import After, CpuLink, DeviceLink, Lane, Transfer, User
 
 _PIECE = 64 << 20
-"""Bytes of one piece of a copy up, so that an urgent copy need not wait for a page of 1 GiB. A piece takes
-1.3 ms at 50 GB/s, against some 2 us for launching the next one."""
+"""Bytes of the pieces that a copy to the device is cut into, so that an urgent copy need not wait for a
+whole page of 1 GiB. A piece takes 1.3 ms at 50 GB/s, and launching the next piece takes about 2 us.
+"""
 
 
 class Order(enum.Enum):
-    """Every order between queues that something relies on. Each has a test that removes it."""
+    """Every order between streams (or a stream and the host) that other code relies on.
+
+    A test leaves out each order in turn, and checks that the missing order is noticed.
+    """
 
     OPENING = "opening"
-    """The first copies up come after all that compute had queued when the link was opened: torch's allocator
-    hands out memory that kernels of the same stream may still use."""
+    """The first copies to the device come after all work that the compute stream had queued when the link
+    was opened. Without this order, a copy could overwrite memory that earlier kernels still use, because
+    torch's allocator hands out freed memory again before the kernels of its stream are done.
+    """
     ARRIVAL = "arrival"
-    """Compute comes after the copy up of the bytes that it uses."""
+    """A kernel comes after the copies to the device that bring the bytes which the kernel uses."""
     LAST_USE = "last use"
-    """A copy up into bytes that were lent before comes after compute's last use of them."""
+    """A copy to the device into bytes that were lent before comes after the last kernel that uses these
+    bytes.
+    """
     FOLLOWING = "following"
-    """A copy up of an update's result, which overwrites parameters that stay in their place, comes after the
-    queued kernels that still use the old ones."""
+    """A copy to the device that overwrites parameters in place with the result of an update comes after all
+    queued kernels that still use the old parameters.
+    """
     LAST_WRITER = "last writer"
-    """A copy down comes after the kernels that write the bytes it reads."""
+    """A copy to the host comes after the kernels that write the bytes which the copy reads."""
     HOST_WAITS = "host waits"
-    """The host reads bytes that came down, or reuses bytes that went up, after it has waited for the copy."""
+    """The host waits for a copy before it reads bytes that came from the device, or reuses bytes that went
+    to the device.
+    """
     HOST_ASKS = "host asks"
-    """The host reads or reuses such bytes after it has asked whether the copy is done, instead of waiting."""
+    """The host asks whether a copy is done, and only if it is, reads bytes that came from the device, or
+    reuses bytes that went to the device.
+    """
     DRAIN = "drain"
-    """An update in place in RAM comes after all copies up that read the bytes."""
+    """An update in place in RAM comes after all copies to the device that read the bytes which the update
+    changes.
+    """
 
 
 class EventTransfer:
-    """A copy on a stream: done when its event has happened. It keeps both ends' memory alive until then."""
+    """A copy on a stream, which is done when an event recorded behind the copy has happened.
+
+    Until then this object keeps the memory of the source and of the target alive.
+    """
 
     def __init__(
         self, link: CopyStreams, event: Event, *ends: torch.Tensor, timing: EventTiming | None = None
@@ -78,34 +98,50 @@ class EventTransfer:
 
 
 class CopyStreams:
-    """The link over PCIe or NVLink: streams for copies beside the trainer's, through a driver."""
+    """The link to a device over PCIe or NVLink.
+
+    Copies run on streams of their own, concurrently with the compute stream of the trainer.
+    """
 
     direct = False
 
     def __init__(self, driver: Driver, compute: Callable[[], Stream]) -> None:
-        """compute: gives the stream on which the calling thread's kernels are queued."""
+        """Make the streams for copies.
+
+        driver: the device's driver. compute: returns the stream on which the calling thread's kernels are
+        queued.
+        """
         self._driver = driver
         self.checked = driver.checked
         self._compute = compute
         self._up = {Lane.PREFETCH: driver.stream(), Lane.URGENT: driver.stream(priority=1)}
         self._down = driver.stream()
         self._marks: deque[tuple[int, Event]] = deque()
-        """Marks that compute is not known to have reached: the pool's count of returns, and an event."""
+        """Marks that the compute stream is not known to have reached. A mark is the pool's count of
+        returned leases, and an event.
+        """
         self._over = 0
-        """The pool's count of returns at the last mark that compute is known to have reached."""
+        """The pool's count of returned leases at the last mark that the compute stream is known to have
+        reached.
+        """
         self._under_way: deque[EventTransfer] = deque()
-        """Copies down, oldest first. They keep the memory that they read: torch's allocator may own it, as it
-        owns a fresh gradient's, and would hand it out again."""
+        """Copies to the host that may be under way, oldest first. The list keeps the copies' source memory
+        alive. Torch's allocator may own this memory, as it owns the memory of a fresh gradient, and would
+        hand it out again too early.
+        """
         self._queueing_down = threading.Lock()
-        """Guards `_under_way`: more than one thread asks for copies down."""
+        """Guards `_under_way`, because several threads start copies to the host."""
         self._idle: Stream | None = None
-        """The stream for anchors; None while copies are not timed."""
+        """The stream on which anchors are recorded; None while copies are not timed."""
         self._anchor: Anchor | None = None
         self._let_copies_up_wait(Order.OPENING)
 
     @property
     def streams(self) -> dict[str, Stream]:
-        """The streams for copies, by name."""
+        """The streams for copies by name: "up (prefetch)", "up (urgent)" and "down".
+
+        Streams with "up" copy to the device, the stream "down" copies to the host.
+        """
         return {**{f"up ({lane.value})": stream for lane, stream in self._up.items()}, "down": self._down}
 
     def to_device(
@@ -157,7 +193,7 @@ class CopyStreams:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context in which each copy records two more events, from which its timing follows."""
+        """A context in which each copy is timed, by two events around the copy on its stream."""
         self._idle = self._driver.stream()
         try:
             yield
@@ -170,14 +206,21 @@ class CopyStreams:
         self._marks.clear()
 
     def _wait(self, order: Order, event: Event, waiter: Stream | None) -> None:
-        """Make a stream, or the host (None), wait for an event."""
+        """Make `waiter` wait for an event.
+
+        order: the reason for the wait; tests leave out all waits with one reason. waiter: a stream, or None
+        for the host.
+        """
         if waiter is None:
             event.synchronize()
         else:
             waiter.wait(event)
 
     def _ask(self, order: Order, event: Event) -> bool:
-        """Whether an event has happened. If so, all that the host does next comes after it."""
+        """Whether an event has happened. If so, all later work of the host comes after the event.
+
+        order: the reason for the question; tests leave out all questions with one reason.
+        """
         return event.done()
 
     def _let_copies_up_wait(self, order: Order) -> None:
@@ -190,7 +233,10 @@ class CopyStreams:
             self._wait(order, stream.record(), None)
 
     def _last_use(self, last_return: int) -> Event:
-        """The event after which compute no longer uses bytes of the pool's `last_return`th return."""
+        """The event after which kernels no longer use bytes of the pool's `last_return`th returned lease.
+
+        This is the event of the first mark that covers this lease, or a new event where no mark does.
+        """
         marked = next((event for returns, event in self._marks if returns >= last_return), None)
         return self.record() if marked is None else marked
 
@@ -206,7 +252,11 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """A recent anchor; None where copies are not timed. Another thread may end the timing meanwhile."""
+        """A recent anchor; None where copies are not timed.
+
+        The context `timed` may end meanwhile in another thread, so `_idle` and `_anchor` are read only
+        once.
+        """
         idle, anchor = self._idle, self._anchor
         if idle is None:
             return None
@@ -216,7 +266,7 @@ class CopyStreams:
 
 
 class _Current:
-    """The stream that torch's kernels are queued on where this is called."""
+    """A callable that returns the stream on which torch's kernels are queued in the calling thread."""
 
     def __init__(self, driver: Driver, device: torch.device) -> None:
         self._driver = driver
@@ -232,9 +282,9 @@ class _Current:
 
 
 def open_link(device: torch.device) -> DeviceLink:
-    """The link to `device`: a CUDA device, or the CPU with a device tier in RAM.
+    """The link to `device`, which is a CUDA device, or the CPU with a device tier in RAM.
 
-    Raises DeviceError where the driver refuses.
+    Raises DeviceError where a call of the device's driver fails.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""The device tier: CUDA memory, or RAM in its place."""
+"""The device tier: CUDA memory, or RAM where the model computes on the CPU."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ from infinity.tiers.region import adopt
 from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _CUDA_ALIGNMENT = 512
-"""Bytes that torch's CUDA allocator aligns to. Nothing on the device needs more."""
+"""Bytes that torch's CUDA allocator aligns memory to. Nothing on the device needs a larger alignment."""
 
 _MARGIN_SHARE = 64
-"""Free bytes divided by this are left to stacks of threads and page tables, which grow with the device.
-LEAST_MARGIN is left besides: to kernels' code, loaded when they first run, and to other processes."""
+"""The default device budget leaves 1/_MARGIN_SHARE of the free bytes to the stacks of GPU threads and to
+page tables, which grow with the device. LEAST_MARGIN bytes are left in addition, for the code of kernels,
+which is loaded when the kernels first run, and for other processes.
+"""
 
 
 def left_of(free: int, cached: int) -> int:
-    """Bytes of a CUDA device that this process can have, in whole 4 KiB, less a margin. Pure.
+    """Bytes of a CUDA device that this process can take, less a safety margin, in whole 4 KiB.
 
-    free: free bytes as CUDA counts them. cached: bytes of empty segments that torch's allocator holds.
+    free: free bytes as CUDA counts them. cached: bytes of empty segments that torch's allocator holds. A
+    pure function.
     """
     found = free + cached
     return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can have on a CUDA device now, less a margin: the budget if none is given."""
+    """Bytes that this process can take on a CUDA device now, less a safety margin.
+
+    This is the default device budget.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     in_use = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
@@ -37,20 +43,20 @@ def available_bytes(device: torch.device) -> int:
 
 
 class CudaTier(MemoryTier):
-    """CUDA memory: one block of exactly `nbytes`, taken once from torch's allocator.
+    """The device tier in CUDA memory: one block of exactly `nbytes` bytes from torch's allocator.
 
-    nbytes: None takes what is free, less a margin; see `available_bytes`. Raises BudgetError where the device
-    has not that much.
+    nbytes: None takes `available_bytes(device)` bytes. Raises BudgetError where the device does not have so
+    many bytes.
     """
 
     def __init__(self, device: torch.device, nbytes: int | None) -> None:
         available = available_bytes(device)
         wanted = available if nbytes is None else nbytes
-        short = f"The device {device} has {format_size(available)} to give; {format_size(wanted)} are wanted."
+        short = f"The device {device} has {format_size(available)} free; {format_size(wanted)} are wanted."
         if wanted <= 0:
             raise BudgetError(
                 short,
-                "End other processes on it, or give a budget of at least one page.",
+                "End other processes on the device, or give a budget of at least one page.",
             )
         try:
             block = torch.empty(wanted, dtype=torch.uint8, device=device)
@@ -65,14 +71,17 @@ class CudaTier(MemoryTier):
         self.shares_host = False
 
     def close(self) -> None:
-        """Close as MemoryTier does, once all work on the device is done: torch may reuse the block then."""
+        """Wait until all work on the device is done, then close the tier.
+
+        Torch may reuse the tier's block afterwards.
+        """
         if not self.closed:
             torch.cuda.synchronize(self.device)
         super().close()
 
 
 class CpuDeviceTier(MemoryTier):
-    """RAM in a device's place, with a budget of its own: every path of three tiers runs without a GPU."""
+    """The device tier in RAM, with a budget of its own. It allows all three tiers to run without a GPU."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(Tier.DEVICE, map_ram(Tier.DEVICE, nbytes), nbytes)
@@ -81,8 +90,11 @@ class CpuDeviceTier(MemoryTier):
 
 
 class UnifiedTier(MemoryTier):
-    """The device tier where device and host are the same RAM: its pools come out of the host arena, and a
-    page in one tier is in the other without a copy."""
+    """The device tier where device and host are the same RAM.
+
+    The tier's pools are carved out of the host arena, so that a page in one of the two tiers is in the
+    other tier without a copy.
+    """
 
     def __init__(self, host: HostArena) -> None:
         super().__init__(Tier.DEVICE, host.region, host.budget)
@@ -96,7 +108,7 @@ class UnifiedTier(MemoryTier):
         return self._host.free_bytes
 
     def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
-        """A pool of the host arena; see MemoryTier.pool."""
+        """Carve a pool out of the host arena. Parameters and errors are those of `MemoryTier.pool`."""
         pool = self._host.pool(name, nbytes, granule=granule)
         self.pools[name] = pool
         return pool
@@ -106,10 +118,11 @@ DeviceTier = CudaTier | CpuDeviceTier | UnifiedTier
 
 
 def open_device(device: torch.device | str, budget: int | None, host: HostArena) -> DeviceTier:
-    """The device tier for `device` with `budget` bytes; None means all free bytes, less a margin.
+    """The device tier for `device` with a budget of `budget` bytes.
 
-    On the CPU, None means unified memory: the tier shares `host`. Raises BudgetError where the bytes
-    cannot be had, ConfigError for a device that is neither the CPU nor a CUDA device at hand.
+    budget: on a CUDA device, None means all free bytes less a safety margin. On the CPU, None means unified
+    memory, where the tier shares the memory of `host`. Raises BudgetError where the bytes cannot be had,
+    ConfigError for a device that is neither the CPU nor a usable CUDA device.
     """
     target = usable_device(device)
     if target.type == "cuda":

@@ -1,9 +1,9 @@
 """Driver: streams, events, copies and kernels of a device, through one table of driver calls.
 
-The table is filled from the CUDA driver's library, or from any other that exports the same names. Tests load
-one whose memory is RAM and whose streams lag on purpose; it checks that accesses are ordered and that nothing
-is left behind (csrc/test_driver/). A signal (Ctrl-C) ends every wait but `Driver.synchronize`; all of them
-release the GIL, and every result is checked.
+The table is filled from the CUDA driver's library, or from another library that exports the same names.
+Tests load a library whose memory is RAM and whose streams lag on purpose (csrc/test_driver/). That library
+checks that accesses are ordered and that nothing is left behind. Every wait releases the GIL, and the
+result of every call is checked. A signal (Ctrl-C) ends every wait except `Driver.synchronize`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ __all__ = [
 
 @functools.cache
 def cuda_driver(device: int) -> Driver:
-    """The CUDA driver for the device of this number; one a process.
+    """The CUDA driver for the device with number `device`. The same number gives the same object.
 
-    Raises ConfigError where there is no such driver, DeviceError where there is no such device.
+    Raises ConfigError where the CUDA driver's library cannot be used, DeviceError where there is no such
+    device.
     """
     return Driver.load("libcuda.so.1", device)
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """The driver and the compute stream that make the CPU look like a device of its own."""
+    """A driver and a compute stream by which the CPU is treated as a device with memory of its own."""
 
     driver: Driver
     compute: Stream
-    """The stream that stands for torch's work on the CPU."""
+    """The stream that represents torch's work on the CPU."""
 
 
 _emulation = threading.local()
@@ -61,7 +62,10 @@ _emulation = threading.local()
 
 @contextmanager
 def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
-    """A context in which this thread takes the CPU for a device of `driver`; for tests of copies' order."""
+    """A context in which this thread treats the CPU as a device of `driver`, to test the order of copies.
+
+    compute: the stream that represents torch's work on the CPU.
+    """
     before = emulation()
     _emulation.now = Emulation(driver, compute)
     try:
@@ -71,18 +75,18 @@ def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
 
 
 def emulation() -> Emulation | None:
-    """The emulation that this thread is in; None outside of `emulated`."""
+    """The emulation that is active in this thread; None outside of `emulated`."""
     found: Emulation | None = getattr(_emulation, "now", None)
     return found
 
 
 def has_driver(device: torch.device) -> bool:
-    """Whether a device has a driver; see `driver_of`."""
+    """Whether a device has a driver: a CUDA device always has one, the CPU only inside `emulated`."""
     return device.type == "cuda" or emulation() is not None
 
 
 def driver_of(device: torch.device) -> Driver | None:
-    """The driver of a device; None for the CPU, unless it is emulated. Raises as `cuda_driver`."""
+    """The driver of a device; None for the CPU outside of `emulated`. Raises the errors of `cuda_driver`."""
     if device.type == "cuda":
         return cuda_driver(torch.cuda.current_device() if device.index is None else device.index)
     found = emulation()
@@ -90,9 +94,10 @@ def driver_of(device: torch.device) -> Driver | None:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which torch uses a CUDA device; afterwards it uses the device from before.
+    """A context in which `device` is torch's current CUDA device; does nothing for the CPU.
 
-    Without it, a thread that had no CUDA context would keep the one that a driver's call made, and torch
-    would take that context's device for the thread's.
+    The previous device is restored at the end. A driver call makes a CUDA context current in a thread that
+    has none. Without this function that context would stay, and torch would take the context's device for
+    the thread's current device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

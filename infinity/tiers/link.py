@@ -1,4 +1,6 @@
-"""The link between host RAM and a device: the interface for copies both ways, and for those under way."""
+"""The link between host RAM and a device: interfaces for copies in both directions and for transfers under
+way.
+"""
 
 from __future__ import annotations
 
@@ -13,50 +15,61 @@ import torch
 from infinity.tiers.driver import Event, has_driver
 
 After = Event | Sequence[Event] | None
-"""The events that a copy down comes after; see `DeviceLink.to_host`."""
+"""The type of `after` in `DeviceLink.to_host`: one event, several events or None, after which a copy runs."""
 
 
 class Lane(enum.Enum):
-    """The streams for copies up."""
+    """The two streams for copies from the host to the device."""
 
     PREFETCH = "prefetch"
-    """Pages, as a rule long before they are used."""
+    """The stream for copies of pages, which usually start long before their pages are used."""
     URGENT = "urgent"
-    """Short copies that somebody waits for: results of updates. They have priority over prefetches."""
+    """The stream for short copies that other work waits for, such as results of updates. It has priority
+    over PREFETCH.
+    """
 
 
 class User(enum.Enum):
-    """Users of bytes other than copies."""
+    """The users of memory other than copies: kernels on the compute stream, and code on the host."""
 
     COMPUTE = "compute"
     HOST = "host"
 
 
 class Timing(Protocol):
-    """The begin and the end of one transfer, without its memory."""
+    """The times at which one transfer began and ended.
+
+    This object does not keep the transfer's memory alive.
+    """
 
     def times(self) -> tuple[int, int] | None:
-        """(began, ended), in nanoseconds of time.perf_counter_ns(); None while under way."""
+        """(began, ended) in nanoseconds of time.perf_counter_ns(); None while the transfer is under way."""
 
 
 class Transfer(Protocol):
-    """A copy or a request under way. The caller keeps this object until it is done."""
+    """A copy or an I/O request under way. The caller keeps this object until the transfer is done."""
 
     def done(self) -> bool:
-        """Whether all bytes have arrived or failed. Never blocks."""
+        """Whether the transfer has ended, successfully or with an error. Never blocks."""
 
     def wait(self) -> object:
-        """Block without the GIL until done. Raises the transfer's error (StorageError, DeviceError)."""
+        """Block without the GIL until the transfer has ended.
+
+        Raises the transfer's error (StorageError, DeviceError).
+        """
 
     @property
     def timing(self) -> Timing | None:
-        """The transfer's begin and end; None for a copy on a link that was not `timed`."""
+        """The times at which the transfer began and ended; None for a copy that was not timed.
+
+        See `DeviceLink.timed`.
+        """
 
 
 class Arrived:
-    """A transfer that ended before its call returned, and its timing.
+    """A transfer that had already ended when the call that started it returned.
 
-    began, ended: nanoseconds of time.perf_counter_ns().
+    The object is its own timing. began, ended: nanoseconds of time.perf_counter_ns().
     """
 
     def __init__(self, began: int = 0, ended: int = 0) -> None:
@@ -80,57 +93,76 @@ ARRIVED = Arrived()
 
 
 class DeviceLink(Protocol):
-    """Copies between host RAM and a device. Called under the runtime's lock, but for `to_host`."""
+    """Copies between host RAM and a device.
+
+    All methods except `to_host` are called under the runtime's lock.
+    """
 
     direct: bool
-    """Whether code on the CPU can use the device's memory."""
+    """Whether code on the CPU can access the device's memory."""
     checked: bool
-    """Whether a checker listens to `uses`."""
+    """Whether the device's driver has a checker of the order of memory accesses. `uses` reports accesses to
+    the checker.
+    """
 
     def to_device(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
     ) -> Transfer:
-        """Copy host bytes to the device. Both tensors are contiguous and have equally many bytes.
+        """Copy host bytes to the device. Both tensors are contiguous and have the same number of bytes.
 
-        last_return: of the lease over `into`, see [Note: streams and leases] in
-        infinity/tiers/copy_streams.py; 0 for bytes that were never lent, or whose last use comes before a
-        `follow_compute`.
+        into: device memory. source: host memory. last_return: `Lease.last_return` of the lease over `into`.
+        From this count the link finds the kernels that the copy must wait for; see
+        [Note: streams and leases] in infinity/tiers/copy_streams.py. Give 0 for bytes that were never lent,
+        or whose last use was queued before the latest `follow_compute`. lane: the stream on which the copy
+        runs.
         """
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
-        """Copy device bytes to the host. Both tensors are contiguous and have equally many bytes.
+        """Copy device bytes to the host. Both tensors are contiguous and have the same number of bytes.
 
-        after: events (see `record`) that the copy comes after; None: after all that compute has queued.
-        `source` is kept until the copy is done. With events, any thread may call this and wait for the copy.
+        into: host memory. source: device memory, kept alive until the copy is done. after: the events (see
+        `record`) after which the copy runs. None means after all work that the compute stream has queued.
+        With events, any thread may call this method and wait for the copy.
         """
 
     def record(self) -> Event | None:
-        """The event at which compute has done all that is queued now; None where it has done so already."""
+        """Record an event that happens when the compute stream has done all work queued so far.
+
+        Returns None on a link where this work is always done already.
+        """
 
     def mark(self, returns: int) -> None:
-        """Note that all use of bytes that came back by the `returns`th return is queued on compute by now."""
+        """Record that the compute stream has queued every use of the pool's first `returns` leases.
+
+        returns: the pool's count of leases that have come back (`Pool.returns`). An event is recorded on
+        the compute stream. Later copies into the bytes of these leases wait for the event.
+        """
 
     def fence(self, transfer: Transfer) -> None:
-        """Order compute's further work after a transfer."""
+        """Make all later work on the compute stream wait for a transfer."""
 
     def follow_compute(self) -> None:
-        """Order later copies up after all that compute has queued."""
+        """Make all later copies to the device wait for the work that the compute stream has queued so far."""
 
     def drain(self) -> None:
-        """Wait until no copy is under way, and `follow_compute`."""
+        """Wait until no copy is under way, then call `follow_compute`."""
 
     def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
-        """Tell a checker that `user`'s next work uses these contiguous bytes. Real devices have none."""
+        """Tell the checker of the order of memory accesses that the next work of `user` uses these bytes.
+
+        memory: contiguous tensors. writes: whether the work writes the bytes. label: a name of the work for
+        the checker's messages. Does nothing where `checked` is False, as on real devices.
+        """
 
     def timed(self) -> AbstractContextManager[None]:
-        """A context in which copies have a timing."""
+        """A context in which copies record their times, so that `Transfer.timing` is not None."""
 
     def close(self) -> None:
-        """Wait until no copy is under way: the memory may go."""
+        """Wait until no copy is under way. The memory may be freed afterwards."""
 
 
 class CpuLink:
-    """The link where device and host are both RAM: a copy is done when its call returns."""
+    """The link where device and host are both RAM. A copy is done when the call that starts it returns."""
 
     direct = True
     checked = False
@@ -163,7 +195,7 @@ class CpuLink:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context that changes nothing: every copy on this link has a timing."""
+        """A context without effect, because every copy on this link has a timing."""
         yield
 
     def close(self) -> None:
@@ -177,5 +209,8 @@ def _copied(into: torch.Tensor, source: torch.Tensor) -> Arrived:
 
 
 def is_direct(device: torch.device) -> bool:
-    """Whether code on the CPU can use the device's memory; `direct` of a link to it."""
+    """Whether code on the CPU can access the device's memory.
+
+    A link to the device has this value as `direct`.
+    """
     return not has_driver(device)

@@ -1,4 +1,4 @@
-"""The NVMe tier: slabs on one or several paths, read and written as one range of bytes."""
+"""The NVMe tier: slab files in one or several directories, read and written as one range of bytes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,25 @@ from infinity.tiers.tier import PAGE_ALIGNMENT, Tier
 _PROBE_BYTES = 128 << 20
 
 STRIPE_BYTES = 4 << 20
-"""The default stripe: one I/O block, so that striping adds no requests."""
+"""Bytes of a stripe by default. A stripe is as long as an I/O block, so that striping adds no I/O requests.
+"""
 
 
 class NvmeLease:
-    """Bytes of the NVMe tier on loan: they return when this object is released, dropped, or its `with` ends.
+    """Bytes of the NVMe tier on loan. A context manager that gives the bytes back at its end.
 
-    The contents are undefined until written. Wait for every read and write of a lease before you let go of
-    it: requests in flight do not hold it, and its bytes may be lent again at once.
+    The bytes also return to the tier when the lease is released or dropped. The contents are undefined
+    until written. Wait for every read and write of a lease before you release it. Requests in flight do not
+    keep the lease alive, and the lease's bytes may be lent again at once.
     """
 
     def __init__(self, spans: _tiers.SpanAllocator, offset: int, nbytes: int) -> None:
         self.offset = offset
-        """Bytes from the start of the tier; a multiple of 4096. `NvmeTier.extents` says in which files."""
+        """Bytes from the start of the tier, a multiple of 4096. `NvmeTier.extents` gives the places in the
+        slab files.
+        """
         self.nbytes = nbytes
-        """Bytes asked for."""
+        """Number of bytes in the lease, as requested."""
         self._return = weakref.finalize(self, spans.give_back, offset, nbytes)
         self._return.atexit = False
 
@@ -51,7 +55,7 @@ class NvmeLease:
         return not self._return.alive
 
     def release(self) -> None:
-        """Give the bytes back. Calling it again does nothing."""
+        """Give the bytes back to the tier. A second call does nothing."""
         self._return()
 
     def __enter__(self) -> NvmeLease:
@@ -64,7 +68,7 @@ class NvmeLease:
 
 
 class NvmeExtent(NamedTuple):
-    """A range of bytes in a slab file."""
+    """A range of bytes in a slab file: the file's path, the byte offset there, and the number of bytes."""
 
     path: str
     offset: int
@@ -72,19 +76,26 @@ class NvmeExtent(NamedTuple):
 
 
 class NvmeTier(Closing):
-    """Pages in slab files, one file per path and rank, with an I/O engine per path.
+    """The tier on NVMe disks: slab files, one per directory and rank, each with an I/O engine of its own.
 
-    budgets: the most bytes per directory; each directory should be on a device of its own. nbytes: the bytes
-    needed in all, for which the files are preallocated. Several paths are striped in proportion to `speeds`
-    (bytes per second of each, in the order of `budgets`; by default as `infinity tune` found, else measured
-    now, some two seconds per path), as far as their budgets allow. A path whose share is zero gets no file.
+    budgets: the most bytes to take in each directory. The directories should lie on different devices.
+    nbytes: the bytes needed in all; the files are preallocated for them. rank: the number of this process,
+    which is part of the files' names.
 
-    backend, depth, block_bytes, faults: see infinity.aio.Engine; by default as `infinity tune` found for each
-    path. A context manager; closing it waits for what is in flight, cancels what is queued and removes the
-    files.
+    speeds: bytes per second of each directory, in the order of `budgets`. The tier's bytes are striped over
+    the directories in proportion to the speeds, as far as the budgets allow. A directory whose share is
+    zero gets no file. By default the shares that `infinity tune` found are used. Without such shares the
+    speeds are measured now, which takes about two seconds per directory. stripe_bytes: bytes of a stripe, a
+    multiple of 4096.
 
-    Raises BudgetError where the budgets cannot hold `nbytes`, StorageFull and StorageError as `Slab` does;
-    nothing is left behind then.
+    backend, depth, block_bytes, faults: arguments of infinity.aio.Engine. By default, the first three are
+    the settings that `infinity tune` found for each directory.
+
+    A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
+    the files.
+
+    Raises BudgetError where the budgets cannot hold `nbytes`, StorageFull and StorageError as `Slab` does.
+    No file is left behind after an error.
     """
 
     tier = Tier.NVME
@@ -114,9 +125,9 @@ class NvmeTier(Closing):
         self.striping = choose_striping(wanted, limits, speeds, stripe_bytes)
         sizes = self.striping.path_bytes(wanted)
         self.budget = sum(sizes)
-        """Bytes that the files hold."""
+        """Bytes of all slab files together."""
         self._spans = _tiers.SpanAllocator(self.budget, PAGE_ALIGNMENT)
-        self._registered: list[_tiers.Region] = []  # their mappings last as long
+        self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
         with ExitStack() as cleanup:
             self.slabs = [
                 cleanup.enter_context(Slab(path, size, rank=rank))
@@ -141,19 +152,19 @@ class NvmeTier(Closing):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not on loan, in whole 4 KiB blocks; perhaps not in one piece."""
+        """Bytes that are not on loan, in whole 4 KiB blocks. The free blocks need not be contiguous."""
         return self._spans.capacity - self._spans.used
 
     @property
     def stats(self) -> tuple[EngineStats, ...]:
-        """Counters of each path's engine, in the order of `slabs`."""
+        """Counters of the I/O engine of each slab, in the order of `slabs`."""
         return tuple(engine.stats for engine in self.engines)
 
     def lease(self, nbytes: int) -> NvmeLease:
-        """Borrow `nbytes` bytes of the tier.
+        """Borrow `nbytes` contiguous bytes of the tier.
 
-        Raises BudgetError (`needed`: the smallest tier that would have had the room) where no piece that
-        large is free.
+        Raises BudgetError where no free range is that large. The error's `needed` is the number of bytes of
+        the smallest tier that would have had room.
         """
         if nbytes < 0:
             raise ConfigError(f"A lease of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")
@@ -171,41 +182,47 @@ class NvmeTier(Closing):
     def read(
         self, lease: NvmeLease, into: torch.Tensor, *, offset: int = 0, deadline: float | None = None
     ) -> Future:
-        """Fill the CPU tensor `into` (contiguous, any dtype) from byte `offset` of the lease.
+        """Start to fill the CPU tensor `into` with the bytes of the lease from byte `offset` on.
 
-        No copy and no page cache where the tensor's address is 4 KiB aligned, as leases are. deadline: a
-        time.monotonic() time; earlier ones go first. Errors of the device come out of the future. Raises
-        ConfigError for bytes outside the lease, a released lease, a closed tier, a tensor that is
-        not plain host memory.
+        Returns a future. into: contiguous, of any dtype. If its address is a multiple of 4 KiB, as in
+        leased memory, the bytes are not copied and do not pass through the page cache. deadline: a
+        time.monotonic() time in seconds; requests with earlier deadlines go first. Errors of the disk are
+        raised by the future. Raises ConfigError for bytes outside the lease, a released lease, a closed
+        tier, or a tensor that is not contiguous host memory.
         """
         return self._open_volume().read(into, self._place(lease, offset, into.nbytes), deadline)
 
     def write(
         self, lease: NvmeLease, source: torch.Tensor, *, offset: int = 0, deadline: float | None = None
     ) -> Future:
-        """Write the CPU tensor `source` at byte `offset` of the lease; as `read`.
+        """Start to write the CPU tensor `source` to the lease, from byte `offset` of the lease on.
 
-        The tensor must not change until the future is done. Durable only after a later `sync`.
+        Returns a future. The tensor must not change until the future is done. The bytes are durable only
+        after a later `sync`. `source`, `deadline` and errors are otherwise like those of `read`.
         """
         return self._open_volume().write(source, self._place(lease, offset, source.nbytes), deadline)
 
     def sync(self) -> Future:
-        """Make every write durable whose future is done now (fdatasync of every slab)."""
+        """Start an fdatasync of every slab, which makes durable the writes whose futures are done now.
+
+        Returns a future.
+        """
         return self._open_volume().sync()
 
     def extents(self, lease: NvmeLease) -> list[NvmeExtent]:
-        """The ranges of slab files in which the lease's bytes lie, in order."""
+        """The ranges of slab files in which the lease's bytes lie, in the order of these bytes."""
         pieces = self._open_volume().map.extents(lease.offset, lease.nbytes)
         return [
             NvmeExtent(os.fspath(self.slabs[slab].path), offset, nbytes) for slab, offset, nbytes in pieces
         ]
 
     def register(self, arena: HostArena) -> list[str]:
-        """Have every engine register the arena's memory, which saves work per request and pins its pages.
+        """Register the arena's memory with every I/O engine.
 
-        Returns the reasons of the engines that could not, which work all the same. The registration ends with
-        the tier; until then the memory stays mapped, also after the arena is closed, because the engines know
-        it by address.
+        This saves work per request, and pins the memory's pages. Returns one reason for each engine that
+        could not register the memory. Such an engine works without registration. The registration ends when
+        the tier is closed. Until then the memory stays mapped, even if the arena is closed, because the
+        engines know the memory by its address.
         """
         region = arena.region
         self._registered.append(region)
@@ -215,19 +232,22 @@ class NvmeTier(Closing):
         return [engine.facts.registration_failure for engine in failed]
 
     def close(self) -> None:
-        """Wait for what is in flight, cancel what is queued, remove the files. Again: does nothing."""
+        """Wait for requests in flight, cancel queued requests, and remove the files.
+
+        A second call does nothing.
+        """
         self._cleanup.close()
-        self._volume = None  # its descriptors would keep the room of the removed files
+        self._volume = None  # open descriptors would keep the room of the removed files
         self._registered.clear()
 
     def _open_volume(self) -> Volume:
         if self._volume is None:
-            raise ConfigError("The nvme tier is closed.", "Use it before it is closed.")
+            raise ConfigError("The nvme tier is closed.", "Use the tier before it is closed.")
         return self._volume
 
     def _place(self, lease: NvmeLease, offset: int, nbytes: int) -> int:
         if lease.released:
-            raise ConfigError("The lease was released.", "Keep it until its last read or write.")
+            raise ConfigError("The lease was released.", "Keep a lease until its last read or write is done.")
         if offset < 0 or offset + nbytes > lease.nbytes:
             raise ConfigError(
                 f"Bytes {offset} to {offset + nbytes} are outside a lease of {lease.nbytes} bytes.",
@@ -237,7 +257,12 @@ class NvmeTier(Closing):
 
 
 def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequence[float]:
-    """The speed of each path as `infinity tune` found it, else as measured now; 1.0 where none is needed."""
+    """Relative speeds of the directories `paths`, as tuned or else as measured now.
+
+    The tuned speeds are the shares that `infinity tune` found, the measured speeds are bytes per second.
+    limits: the budget of each directory in bytes. wanted: bytes needed in all. All speeds are 1.0 where
+    they do not matter: for one directory, and where the budgets cannot hold `wanted` bytes.
+    """
     if len(paths) == 1 or not 0 < wanted <= sum(limits):
         return [1.0] * len(paths)
     return tuned_shares(paths) or [
@@ -246,5 +271,8 @@ def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequ
 
 
 def _probe(path: str, limit: int) -> float:
-    """Bytes per second of reads and writes mixed, on a file of at most `limit` bytes."""
+    """Measure the bytes per second of mixed reads and writes in the directory `path`.
+
+    limit: the most bytes of the test file.
+    """
     return disk_speed(path, nbytes=min(limit, _PROBE_BYTES)).mixed

@@ -1,10 +1,10 @@
-"""Pools of leases: how bytes of a memory tier are borrowed, and how they come back.
+"""Pools of leases: ranges of a memory tier whose bytes are lent, and come back.
 
 [Note: a residency is a Storage]
 A unit that becomes resident gets a `torch.Storage` of its own over leased bytes (`Lease.residency`). The
-Storage's deleter gives the lease back, so the bytes stay taken for as long as any view of them lives: in an
-autograd context, in a user's variable, in another thread. No byte is ever lent twice at a time. A view that
-is kept too long shows as taken bytes of the pool, never as garbage in a tensor.
+Storage's deleter gives the lease back, so the bytes stay taken for as long as any view of the Storage
+lives: in an autograd context, in a user's variable, in another thread. No byte is lent twice at the same
+time. A view that is kept too long shows as taken bytes of the pool, and never as wrong numbers in a tensor.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ atexit.register(_tiers._leave)
 _Answer = TypeVar("_Answer")
 
 _LARGEST_REQUEST = 1 << 62
-"""Bytes beyond any address space, and far from the overflow of 64 bits; larger requests count as this."""
+"""The most bytes that are asked of the native pool; a larger request is replaced by this number. The number
+is beyond any address space, and far from overflowing 64 bits.
+"""
 
 
 @dataclass(frozen=True)
 class PoolCounters:
-    """Counts of a pool's leases and requests. Bytes are in whole granules."""
+    """Counters of a pool's leases and requests. Bytes are counted in whole granules."""
 
     leased: int
-    """Bytes out now."""
+    """Bytes on loan now."""
     peak: int
-    """The most bytes that were out at one time."""
+    """The most bytes that were on loan at one time."""
     leases: int
-    """Leases out now."""
+    """Number of leases that are on loan now."""
     granted: int
-    """Leases ever handed out."""
+    """Number of leases handed out since the pool was made."""
     waits: int
-    """Requests that waited for another lease to return."""
+    """Number of requests that had to wait for a lease to return."""
     refused: int
-    """Requests that ended without a lease."""
+    """Number of requests that ended without a lease."""
     returns: int
-    """Leases that have come back, ever; see `Lease.last_return`."""
+    """Number of leases that have come back since the pool was made; see `Lease.last_return`."""
 
 
 class Lease:
-    """Bytes on loan from a pool: a context manager that returns them at its end.
+    """Bytes on loan from a pool. A context manager that gives the bytes back at its end.
 
-    A lease knows nothing of streams. Work that was queued before the lease came back (a kernel, a copy with
-    non_blocking=True from or to pinned host memory) may still use the bytes, so the next holder orders its
-    first write after that work: `last_return` says when the bytes came back.
+    A lease does not know about streams. Work that was queued under an earlier lease of the same bytes (a
+    kernel, or a copy with non_blocking=True) may still use the bytes. The holder of the lease must order
+    its first write after that work. `last_return` tells when the bytes came back.
     """
 
     __slots__ = ("_native",)
@@ -65,38 +67,44 @@ class Lease:
 
     @property
     def address(self) -> int:
-        """Address of the first byte (on the device, for device memory); a multiple of the pool's granule."""
+        """Address of the first byte, a multiple of the pool's granule.
+
+        For device memory, a device address.
+        """
         return self._native.address
 
     @property
     def offset(self) -> int:
-        """Bytes from the start of the tier's region."""
+        """Bytes from the start of the tier's region to the lease's first byte."""
         return self._native.offset
 
     @property
     def nbytes(self) -> int:
-        """Bytes asked for."""
+        """Number of bytes in the lease, as requested."""
         return self._native.nbytes
 
     @property
     def last_return(self) -> int:
-        """The pool's count of returns when any of these bytes last came back; 0 if they never were lent.
+        """The pool's count of returned leases when any of these bytes last came back; 0 if none ever did.
 
-        An event recorded on the device when `PoolCounters.returns` was at least this covers all earlier
-        use of the bytes.
+        An event that is recorded on the device when `PoolCounters.returns` is at least this count comes
+        after all earlier use of the bytes.
         """
         return self._native.last_return
 
     def residency(self) -> torch.Tensor:
-        """A uint8 tensor of shape (nbytes,) over the bytes, in a Storage of its own that shares the lease.
+        """A uint8 tensor of shape (nbytes,) over the bytes, in a new Storage that keeps the bytes on loan.
 
-        The bytes return to the pool once this handle is released and every such Storage is gone.
+        The bytes return to the pool once this lease is released and all Storages made from it are gone.
         Raises ValueError after `release`.
         """
         return tensor_over(self._native)
 
     def release(self) -> None:
-        """Give up this handle's share. Calling it again does nothing."""
+        """Release this object's hold on the bytes. A second call does nothing.
+
+        The bytes return to the pool once all tensors made by `residency` are gone too.
+        """
         self._native.release()
 
     def __enter__(self) -> Lease:
@@ -109,10 +117,11 @@ class Lease:
 
 
 class Pool:
-    """A hard budget of `nbytes` in one piece, lent out in leases. Made by a tier's `pool`; thread-safe.
+    """A contiguous range of `nbytes` bytes that is lent out in leases, never more than the range holds.
 
-    A lease gets the smallest free range that holds it, and free neighbours are merged: a pool whose leases
-    all have one size never fragments.
+    Thread-safe. A pool is made by a tier's `pool` method. A lease gets the smallest free range that is
+    large enough, and adjacent free ranges are merged. A pool whose leases all have one size therefore never
+    fragments.
     """
 
     def __init__(self, name: str, native: _tiers.Pool) -> None:
@@ -121,36 +130,39 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """The budget in bytes: whole granules."""
+        """Bytes of the pool, a multiple of the granule."""
         return self._native.capacity
 
     @property
     def largest_free(self) -> int:
-        """The largest lease, in bytes, that would be granted now."""
+        """Bytes of the largest lease that would be granted now."""
         return self._asked(lambda: self._native.largest_free)
 
     @property
     def leased(self) -> int:
-        """Bytes out now; see `PoolCounters`."""
+        """Bytes on loan now, counted in whole granules."""
         return self._asked(lambda: self._native.leased)
 
     @property
     def returns(self) -> int:
-        """Leases that have come back, ever; see `Lease.last_return`."""
+        """Number of leases that have come back since the pool was made; see `Lease.last_return`."""
         return self._asked(lambda: self._native.returns)
 
     @property
     def counters(self) -> PoolCounters:
-        """All counters as they are now."""
+        """A snapshot of all counters of the pool."""
         return self._asked(lambda: PoolCounters(**self._native.counters()))
 
     def lease(self, nbytes: int, *, timeout: float = 0.0) -> Lease:
-        """Borrow `nbytes` bytes, waiting up to `timeout` seconds for others to return theirs.
+        """Borrow `nbytes` bytes. Waits up to `timeout` seconds for other leases to return.
 
-        Requests that wait are served in their order. The contents are whatever the last holder left.
-        Raises BudgetError (`needed`: the smallest pool that would have had the room) where the bytes do not
-        come free in time, at once where they never can; ConfigError for a negative size, a closed pool, or
-        a process forked from the pool's.
+        Waiting requests are served in the order in which they came. The contents of the bytes are what
+        their last holder left.
+
+        Raises BudgetError where the bytes do not become free in time, and at once where the pool can never
+        hold them. The error's `needed` is the number of bytes of the smallest pool that would have had
+        room, or None where other requests were waiting before. Raises ConfigError for a negative size, a
+        closed pool, or a process forked from the pool's process.
         """
         if nbytes < 0:
             raise ConfigError(f"A lease of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")
@@ -166,27 +178,36 @@ class Pool:
             )
         raise BudgetError(
             cause + f"of which {format_size(self.largest_free)} are free in one piece.",
-            f"Let go of tensors that alias its pages, or give it {format_size(granted.needed)} "
+            f"Release tensors that alias its pages, or give the pool {format_size(granted.needed)} "
             f"({granted.needed} bytes).",
             needed=granted.needed,
         )
 
     def close(self) -> None:
-        """Grant no further lease. Those out stay valid until they are let go. In a forked child: nothing."""
+        """Grant no further lease. Leases that are out stay valid until they are released.
+
+        Does nothing in a forked child.
+        """
         if not self.forked:
             self._native.close()
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that made the pool: its bytes are not mapped here."""
+        """Whether this process was forked from the process that made the pool.
+
+        In a forked process the pool's bytes are not mapped.
+        """
         return self._native.forked
 
     def _asked(self, question: Callable[[], _Answer]) -> _Answer:
-        """The native pool's answer. Raises ConfigError in a process forked from the pool's."""
+        """The native pool's answer to `question`.
+
+        Raises ConfigError in a process forked from the pool's process.
+        """
         try:
             return question()
         except ChildProcessError as error:
             raise ConfigError(
                 f"The pool {self.name!r} belongs to the process that this one was forked from.",
-                "Use it there, or start this process with the spawn method.",
+                "Use the pool there, or start this process with the spawn method.",
             ) from error

@@ -1,4 +1,4 @@
-"""Probes: the present speeds of the disk under a directory and of the link to a device."""
+"""Probes: measurements of the speed of the disk under a directory, and of the link to a device."""
 
 from __future__ import annotations
 
@@ -14,39 +14,46 @@ from infinity.system.io_settings import IoSettings, open_engine
 from infinity.tiers.trial_file import Memory, TestFile
 
 _BUFFERS = 32 << 20
-"""Bytes of RAM that a disk is probed with, at most."""
+"""The most bytes of RAM that a measurement of a disk uses as buffers."""
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second of one path through the I/O engine, with direct I/O where the file system has it."""
+    """Speed of the disk under one directory in bytes per second, measured through the I/O engine.
+
+    I/O is direct (O_DIRECT) where the file system supports it.
+    """
 
     read: float
     write: float
     mixed: float
-    """Reads and writes together, half of the bytes each, as in a training step."""
+    """Bytes per second of reads and writes together, half of the bytes each, as in a training step."""
     backend: str
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Bytes per second between pinned host memory and a CUDA device, one way at a time."""
+    """Speed of copies between pinned host memory and a CUDA device in bytes per second.
+
+    Each direction is measured alone.
+    """
 
     to_device: float
     to_host: float
 
 
 def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:
-    """The link's speed: medians of `repeats` copies of `host` each way, timed by CUDA events.
+    """Measure the link's speed: the median of `repeats` copies of `host` in each direction.
 
-    host: a page-locked uint8 tensor, such as a residency of an arena.
+    device: a CUDA device. host: a page-locked uint8 tensor, such as a residency of an arena. CUDA events
+    time the copies.
     """
     there = torch.empty_like(host, device=device)
-    cuda: Any = torch.cuda  # its events have no types
+    cuda: Any = torch.cuda  # torch.cuda.Event has no type annotations
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> float:
         rates: list[float] = []
-        for _ in range(repeats + 1):  # the first warms up
+        for _ in range(repeats + 1):  # the first copy warms up and is left out
             start, end = (cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             target.copy_(source, non_blocking=True)
@@ -67,12 +74,13 @@ def disk_speed(
     fill_seconds: float = math.inf,
     backend: str = "auto",
 ) -> DiskSpeed:
-    """The disk's speed: writes, reads and both mixed, for about `seconds` each, on a file in `directory`.
+    """Measure the speed of the disk under `directory`: writes, reads and both mixed.
 
-    The file has `nbytes` bytes and no name. It is written once before anything is timed, so that no figure
-    contains a first allocation; bytes not written after `fill_seconds` are left out. Engine, block size and
-    depth are those of `infinity.system.io_settings.open_engine`. Raises StorageError and StorageFull as
-    `TestFile` and the engine do, ConfigError for an unknown backend.
+    Each of the three takes about `seconds` seconds. The test file has `nbytes` bytes and no name. It is
+    written once before anything is timed, so that no speed includes the disk's first allocation of blocks.
+    If this first writing takes longer than `fill_seconds` seconds, the file stays shorter. Engine, block
+    size and depth are those that `infinity.system.io_settings.open_engine` chooses. Raises StorageError and
+    StorageFull like `TestFile` and the engine, ConfigError for an unknown backend.
     """
     with open_engine(directory, backend=backend) as engine:
         facts = engine.facts

@@ -1,4 +1,4 @@
-"""Regions: ranges of memory that live as long as any tensor or lease over them, and tensors over regions."""
+"""Regions: ranges of memory that live as long as any tensor or lease uses them, and tensors over regions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from torch.utils.dlpack import from_dlpack
 from infinity import _tiers
 
 _CPU_KIND, _CUDA_KIND = 1, 2
-"""kDLCPU, kDLCUDA."""
+"""DLPack's numbers for the device types kDLCPU and kDLCUDA."""
 
 
 def adopt(address: int, nbytes: int, device: torch.device, owner: object) -> _tiers.Region:
-    """A region over memory that others allocated. `owner` is kept until the region's last user is gone.
+    """A region over memory that was allocated elsewhere.
 
-    address: of the first byte, on `device`, which is the CPU or a CUDA device with its index.
+    address: of the first byte. nbytes: bytes of the memory. device: where the memory lies, the CPU or a
+    CUDA device with its index. owner: an object that keeps the memory allocated. The region keeps this
+    object until the region's last user is gone.
     """
     kind = _CUDA_KIND if device.type == "cuda" else _CPU_KIND
     return _tiers.adopt(address, nbytes, device_kind=kind, device_index=device.index or 0, owner=owner)
 
 
 def tensor_over(memory: _tiers.Region | _tiers.Lease) -> torch.Tensor:
-    """A uint8 tensor of shape (nbytes,) over a region or a lease, in a Storage of its own that holds it.
+    """A uint8 tensor of shape (nbytes,) over a region or a lease, whose Storage keeps the memory alive.
 
     Raises ValueError for a lease that was released.
     """
-    with torch.inference_mode(False):  # it may outlive the mode, and be saved for a backward later
+    with torch.inference_mode(False):  # the tensor may outlive the mode and be saved for backward
         tensor: torch.Tensor = from_dlpack(memory.to_dlpack())
         return tensor

@@ -1,4 +1,6 @@
-"""Slabs: preallocated files, one per path and rank, in which NVMe pages live. Ownership only; no I/O."""
+"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This module makes, locks
+and removes the files, but does no I/O on pages.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,19 @@ from infinity.system.directory import check_directory, preallocate
 
 
 class Slab(Closing):
-    """A file of `nbytes` bytes, `directory`/infinity-rank<rank>.slab: preallocated, locked, removed on close.
+    """A file of `nbytes` bytes on disk, which is preallocated, locked, and removed on close.
 
-    Its room on the file system is taken at once, so that a full disk shows before training and not hours
-    into it. It belongs to this process for as long as it is open (flock); the file that a dead process
-    left behind is not locked and is reclaimed. Mode 0600. A context manager.
+    The file is `directory`/infinity-rank<rank>.slab, with mode 0600. Its room on the file system is taken
+    at once, so that a full disk shows before training and not hours into it. The file is locked (flock) for
+    as long as this process has it open. A file that a dead process left behind is not locked, and is
+    reclaimed. A context manager.
 
-    directory: must exist, be writable, and not be RAM. nbytes: bytes, rounded up to whole 4 KiB blocks.
+    directory: must exist, be writable, and not be in RAM. nbytes: rounded up to whole 4 KiB blocks.
 
-    Raises StorageFull where the file system has not that much room (nothing is left behind), StorageError
-    (path, errno) for everything else: a missing, read-only or RAM-backed directory, a slab in use (EBUSY,
-    naming the process that has it); ConfigError for no bytes.
+    Raises StorageFull where the file system does not have that much room; no file is left behind then.
+    Raises StorageError (with path and errno) for a directory that is missing, read-only or in RAM, and for
+    a slab in use (EBUSY, naming the process that has it). Raises ConfigError where `nbytes` is not
+    positive.
     """
 
     def __init__(self, directory: str | os.PathLike[str], nbytes: int, *, rank: int = 0) -> None:
@@ -45,25 +49,26 @@ class Slab(Closing):
         self._descriptor = descriptor
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the file (or, with `keep`, leave it) and give up its lock. Calling it again does nothing.
+        """Remove the file and release its lock. A second call does nothing.
 
-        A slab that is dropped, or still open at the end of the process, is closed so. In a forked child it
-        only closes the child's descriptor: the slab is the parent's.
+        keep: True leaves the file in place. A slab that is dropped, or still open at the end of the
+        process, is removed too. In a forked child this method only closes the child's descriptor, because
+        the slab belongs to the parent.
         """
         if keep and self._finalizer.detach() is not None:
             os.close(self._descriptor)
         self._finalizer()
 
     def _open_locked(self) -> int:
-        """A descriptor of the file that is at `path` now, with its lock held."""
+        """Open the file at `path`, which is created if it is missing, and lock it. Returns the descriptor."""
         while True:
             with storage_errors("create", self.path):
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 with storage_errors("lock", self.path):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # The last owner may have removed the file between our open and our lock: then what we
-                    # hold has no name any more, and another process can own the name.
+                    # The last owner may have removed the file between our open and our lock. The file that
+                    # we have locked then has no name any more, and another process can own the name.
                     if _is_at(descriptor, self.path):
                         return descriptor
                     os.close(descriptor)
@@ -80,21 +85,21 @@ class Slab(Closing):
                 ) from error
 
     def _preallocate(self, descriptor: int) -> None:
-        os.ftruncate(descriptor, 0)  # what a dead process left
+        os.ftruncate(descriptor, 0)  # drops what a dead process left behind
         preallocate(descriptor, self.nbytes, self.path)
 
 
 def _remove(descriptor: int, path: Path, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
-            # The name goes before the lock: a process that waits for the lock must not find this file again.
+            # The name goes before the lock, so that a process which gets the lock does not find this file.
             if _is_at(descriptor, path):
                 os.unlink(path)
     os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether `path` names the file that `descriptor` has open."""
+    """Whether `path` names the file that is open as `descriptor`."""
     try:
         there = os.lstat(path)
     except FileNotFoundError:
@@ -104,7 +109,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """The holder of an open file's flock, as text for people."""
+    """A text for users that names the process with the lock (flock) on an open file."""
     inode = os.fstat(descriptor).st_ino
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Striping: how much of the NVMe tier lies on each path. Pure arithmetic."""
+"""Striping: the share of the NVMe tier's bytes that lies on each path. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ _SMALLEST_STRIPE = 4096
 
 @dataclass(frozen=True)
 class Striping:
-    """The pattern by which a volume's stripes lie on its paths."""
+    """The pattern in which the stripes of a volume are distributed over its paths.
+
+    A period of the pattern has as many stripes as the sum of `weights`.
+    """
 
     weights: tuple[int, ...]
-    """Stripes of each path in one period, without a common divisor; a path may have none."""
+    """Number of stripes that lie on each path in one period. The numbers have no common divisor. A number
+    may be zero.
+    """
     stripe_bytes: int
 
     def path_bytes(self, nbytes: int) -> list[int]:
-        """Bytes that each path's file needs for a volume of `nbytes`: those of whole periods.
+        """Bytes that the file on each path needs for a volume of `nbytes` bytes, in whole periods.
 
-        A single path is not striped and needs just `nbytes`.
+        If only one path has a weight above zero, the volume is not striped, and the file there needs
+        exactly `nbytes` bytes.
         """
         if sum(weight > 0 for weight in self.weights) == 1:
             return [nbytes if weight else 0 for weight in self.weights]
@@ -34,10 +40,10 @@ class Striping:
 
 
 def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[float]) -> list[float]:
-    """Bytes per path: in proportion to `speeds`, none above its budget, adding up to `nbytes`.
+    """Bytes for each path, in proportion to `speeds`, never above the path's budget, and `nbytes` in all.
 
-    All paths then finish a transfer of everything at one time, except those whose budget holds them back.
-    The sum of budgets must be at least `nbytes`.
+    With these shares all paths finish a transfer of all bytes at the same time, except for paths at their
+    budget. budgets: bytes for each path, whose sum must be at least `nbytes`.
     """
     shares = [0.0] * len(budgets)
     left, open_paths = float(nbytes), list(range(len(budgets)))
@@ -58,12 +64,15 @@ def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[fl
 def choose_striping(
     nbytes: int, budgets: Sequence[int], speeds: Sequence[float], stripe_bytes: int
 ) -> Striping:
-    """The striping of a volume of `nbytes` bytes over paths with these budgets (bytes) and speeds.
+    """The striping of a volume of `nbytes` bytes over paths with the given budgets (in bytes) and speeds.
 
-    It comes close to `proportional_shares`, with the shortest period that is within 5% of them, and never
-    above a budget. Stripes are `stripe_bytes` long; where budgets are so tight that whole periods of such
-    stripes do not fit, stripes are halved until they do. Raises BudgetError where the budgets cannot hold
-    `nbytes`, and ConfigError for numbers that make no sense.
+    The striping has the shortest period in which each path's share differs from `proportional_shares` by at
+    most 5% of an even share. Where no period does, the closest shares are taken. No path gets more than its
+    budget. Stripes are `stripe_bytes` long. Where budgets are so tight that whole periods of such stripes
+    do not fit, the stripes are halved until they fit.
+
+    Raises BudgetError where the budgets cannot hold `nbytes` bytes. Raises ConfigError where `nbytes` or a
+    speed is not positive, or the numbers of speeds and budgets differ.
     """
     if nbytes <= 0:
         raise ConfigError(f"An nvme tier of {nbytes} bytes was asked for.", "Ask for at least one page.")
@@ -83,7 +92,7 @@ def choose_striping(
     raise BudgetError(
         f"{format_size(nbytes)} do not fit the nvme budget of {format_size(sum(budgets))} on {len(budgets)} "
         "path(s).",
-        f"Give one path {nbytes} bytes, or all of them some 3% more than that together.",
+        f"Give one path {nbytes} bytes, or all paths together about 3% more.",
         needed=nbytes if len(budgets) == 1 else None,
     )
 
@@ -107,7 +116,11 @@ def _closest(nbytes: int, budgets: Sequence[int], shares: Sequence[float], strip
 
 
 def _apportion(shares: Sequence[float], period: int, limits: Sequence[float]) -> list[int]:
-    """Whole stripes per path that add up to `period`: by largest remainders, paths at their limit last."""
+    """Number of stripes for each path, `period` in all, by the method of largest remainders.
+
+    shares: bytes for each path. limits: the most stripes that each path's budget allows. A path at its
+    limit gets a remaining stripe only if every other path is at its limit too.
+    """
     total = sum(shares)
     exact = [share / total * period for share in shares]
     weights = [math.floor(share) for share in exact]

@@ -1,4 +1,4 @@
-"""The three tiers, and the memory tier, which two of them are."""
+"""The three tiers, and the base class of the two tiers that are memory (device and host)."""
 
 from __future__ import annotations
 
@@ -14,39 +14,48 @@ from infinity.system.closing import Closing
 from infinity.tiers.pool import Pool
 
 PAGE_ALIGNMENT = 4096
-"""Bytes of the default granule: direct I/O accepts it everywhere, and every vector width divides it."""
+"""Bytes that leases are aligned to by default. Every disk accepts this alignment for direct I/O, and it is
+a multiple of the width of every vector register.
+"""
 
 LEAST_MARGIN = 512 << 20
-"""Bytes of RAM, and of a device's memory, that are left to others at least where no budget is given."""
+"""The least number of bytes of RAM, or of a device's memory, that a default budget leaves unused."""
 
 
 class Tier(enum.Enum):
-    """The places where a page can be."""
+    """The kinds of memory and storage in which a page can lie."""
 
     DEVICE = "device"
-    """Memory of the device that computes. The scarcest."""
+    """Memory of the device that computes. It is usually the smallest tier."""
     HOST = "host"
-    """RAM: pinned where there is a CUDA device, reachable by the CPU update and by direct I/O."""
+    """RAM. It is pinned where there is a CUDA device. The CPU update and direct I/O use it in place."""
     NVME = "nvme"
-    """A slab file. Costs no memory; pages come up through leases of the tiers above."""
+    """Slab files on disk. Pages there take no memory. They are read into leases of the other tiers before
+    use.
+    """
 
 
 def less_margin(free: int, margin: int) -> int:
-    """The budget where none is given: `free` bytes less `margin`, in whole 4 KiB. Pure."""
+    """The default budget in bytes: `free` - `margin`, at least 0, in whole 4 KiB. A pure function."""
     return max(0, free - margin) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
 def map_ram(
     tier: Tier, nbytes: int, *, huge_pages: bool = False, numa_node: int = -1, populate: bool = False
 ) -> _tiers.Region:
-    """RAM for a tier: exactly `nbytes` (to whole 4 KiB pages), 2 MiB aligned, not inherited over fork().
+    """Map `nbytes` bytes of RAM for a tier, rounded up to whole 4 KiB pages.
 
-    Raises BudgetError where this process cannot have that much now: the kernel would grant the addresses all
-    the same, and kill a process once they are written.
+    The memory is 2 MiB aligned and not inherited over fork(). tier: is named in errors. huge_pages: asks
+    the kernel for huge pages. numa_node: the preferred node, -1 for none. populate: faults all pages in at
+    once.
+
+    Raises BudgetError where this process cannot have so many bytes now. Without this check the kernel would
+    grant the addresses all the same, and would kill a process once the pages are written. Raises
+    ConfigError where `nbytes` is not positive.
     """
     if nbytes <= 0:
         raise ConfigError(f"A {tier.value} tier of {nbytes} bytes was asked for.", "Give at least one page.")
-    # Memory that was mapped before and is not touched yet still counts as available.
+    # The kernel still counts memory as available that was mapped before and is not touched yet.
     usable = max(0, machine.memory().usable - _tiers.unbacked_bytes())
     cure = f"Give a {tier.value} budget of at most {format_size(usable)} ({usable} bytes)."
     if nbytes > usable:
@@ -63,7 +72,10 @@ def map_ram(
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """`device` with its index, checked. Raises ConfigError unless it is the CPU or a CUDA device at hand."""
+    """`device` as a torch.device, with an index if it is a CUDA device.
+
+    Raises ConfigError unless `device` is the CPU or a CUDA device that this process can use.
+    """
     cure = 'Give "cpu", or "cuda" on a machine whose torch build finds a CUDA device.'
     try:
         target = torch.device(device)
@@ -75,15 +87,15 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"The device {target} cannot be used here.", cure)
     index = torch.cuda.current_device() if target.index is None else target.index
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"There are {torch.cuda.device_count()} CUDA devices, no {target}.", cure)
+        raise ConfigError(f"There are {torch.cuda.device_count()} CUDA devices, none is {target}.", cure)
     return torch.device("cuda", index)
 
 
 class MemoryTier(Closing):
-    """A tier in memory: one region of exactly the budget's bytes, carved into pools.
+    """A tier in memory: one region of exactly `budget` bytes, which is divided into pools.
 
-    A context manager. Closing it ends its pools; the memory itself goes when the last lease and storage
-    over it does, so an alias that outlives the tier stays readable.
+    A context manager. Closing the tier closes its pools. The memory itself is freed when the last lease and
+    the last Storage over it are gone, so that a tensor that outlives the tier stays readable.
     """
 
     def __init__(
@@ -92,7 +104,8 @@ class MemoryTier(Closing):
         self.tier = tier
         self.budget = budget
         self.granule = granule
-        """Bytes that leases are multiples of, in pools that are given no granule of their own."""
+        """The default granule of the tier's pools: each lease starts at a multiple of this number of bytes.
+        """
         self.pools: dict[str, Pool] = {}
         self._region: _tiers.Region | None = region
         self._carved = 0
@@ -104,9 +117,9 @@ class MemoryTier(Closing):
 
     @property
     def region(self) -> _tiers.Region:
-        """The tier's memory. Raises ConfigError once closed."""
+        """The tier's memory. Raises ConfigError after `close`."""
         if self._region is None:
-            raise ConfigError(f"The {self.tier.value} tier is closed.", "Use it before it is closed.")
+            raise ConfigError(f"The {self.tier.value} tier is closed.", "Use the tier before it is closed.")
         return self._region
 
     @property
@@ -115,11 +128,12 @@ class MemoryTier(Closing):
         return self.budget - self._carved
 
     def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
-        """Carve a pool of `nbytes` bytes (rounded up to whole granules) out of the budget, for good.
+        """Carve a pool of `nbytes` bytes out of the budget, rounded up to whole granules.
 
-        granule: bytes, a power of two up to 2 MiB; by default the tier's. Raises BudgetError where the
-        budget has not that many bytes left, ConfigError for a name in use, a negative size, or a granule
-        that is none.
+        The tier never gets the pool's bytes back. name: the pool's name, unique in the tier. granule: bytes
+        that leases are aligned to, a power of two up to 2 MiB; by default the tier's `granule`. Raises
+        BudgetError where the budget does not have that many bytes left. Raises ConfigError for a name in
+        use, a negative size, or a granule that cannot be used.
         """
         region = self.region
         granule = self.granule if granule is None else granule
@@ -127,13 +141,13 @@ class MemoryTier(Closing):
             raise ConfigError(f"The pool {name!r} was given {nbytes} bytes.", "Give zero bytes or more.")
         if name in self.pools:
             raise ConfigError(
-                f"The {self.tier.value} tier has a pool {name!r}.", "Give each pool its own name."
+                f"The {self.tier.value} tier already has a pool {name!r}.", "Give each pool its own name."
             )
         if granule <= 0 or granule & (granule - 1) or granule > 2 << 20:
             raise ConfigError(
                 f"A granule of {granule} bytes cannot be used.", "Give a power of two up to 2097152."
             )
-        # Pools start at multiples of the granule in the address space: a device's region may start anywhere.
+        # A pool's address is a multiple of the granule. A device's region may start at any address.
         start = round_up(region.address + self._carved, granule) - region.address
         size = round_up(nbytes, granule)
         if start + size > self.budget:
@@ -150,7 +164,7 @@ class MemoryTier(Closing):
         return pool
 
     def close(self) -> None:
-        """End every pool and let go of the memory. Calling it again does nothing."""
+        """Close every pool and drop this object's reference to the memory. A second call does nothing."""
         if self._region is None:
             return
         for pool in self.pools.values():

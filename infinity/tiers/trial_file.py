@@ -1,4 +1,6 @@
-"""Trial file: a file to time a disk on, and the rate of a short burst of I/O with some settings."""
+"""Trial file: a temporary file on which I/O is timed, and the rate of a short burst of I/O with given
+settings.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +22,45 @@ from infinity.system.io_settings import IoSettings
 from infinity.tiers.region import tensor_over
 
 MODES = ("read", "write", "mixed")
-"""Kinds of trials; "mixed" is reads and writes, half of the bytes each, as in a training step."""
+"""Names of the kinds of trials. "mixed" means that reads and writes alternate, half of the bytes each, as
+in a training step.
+"""
 
 REQUEST_BYTES = 4 << 20
-"""Bytes of a request, as the runtime makes them: larger than most blocks, so that the engine cuts them."""
+"""Bytes of one request of a trial, as in the runtime. Most blocks are smaller, so that the engine cuts each
+request.
+"""
 SMALLEST = 32 << 20
-"""Bytes of the smallest file that still says something about a disk."""
+"""The smallest file, in bytes, on which a measurement says something about the disk."""
 _AHEAD = 2
-"""Requests that wait in the queue beyond those in flight."""
+"""Number of requests that wait in the queue, in addition to the requests in flight."""
 _PATTERN_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Bytes per second of some requests, over two spans of time."""
+    """Speed of a series of requests in bytes per second, computed for two different spans of time."""
 
     whole: float
-    """Bytes per second from the start of the first request to the end of the last."""
+    """Bytes per second from the start of the first request to the end of the last request."""
     steady: float
-    """Bytes per second from the end of the first request to the last end within the time, so that neither the
-    filling of the queue nor its draining counts. Short trials of settings are compared by it."""
+    """Bytes per second from the end of the first request to the end of the last request that ended within
+    the trial's time. The filling of the queue and its draining do not count. Short trials are compared by
+    this rate.
+    """
 
 
 class Memory:
-    """RAM that transfers start from or end in.
+    """RAM that the requests of a trial read into and write from.
 
-    Its bytes are random: zeros, or bytes that compress, may be less work for a disk. It has huge pages, as an
-    arena has: requests over base pages have more segments, and run at half the speed.
+    The bytes are random, because zeros or compressible bytes may be less work for a disk. The RAM has huge
+    pages, like an arena. Requests over base pages have more segments, and run at half the speed.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.region = _tiers.map_host(nbytes, huge_pages=True, populate=True)
         words = tensor_over(self.region)[: nbytes // 8 * 8].view(torch.int64)
-        # A generator of its own: measuring must not change the caller's random numbers.
+        # The generator is separate, because measuring must not change the caller's random numbers.
         own = torch.Generator().manual_seed(0)
         pattern = words[: _PATTERN_BYTES // 8].random_(generator=own)
         for start in range(pattern.numel(), words.numel(), pattern.numel()):
@@ -64,21 +72,23 @@ class Memory:
         return self.region.nbytes
 
     def part(self, offset: int, nbytes: int) -> tuple[int, int, object]:
-        """A buffer as the engine takes it: address, bytes, and the object that owns them."""
+        """A buffer for the engine, `nbytes` bytes from byte `offset` on: (address, nbytes, owner)."""
         return self.region.address + offset, nbytes, self.region
 
 
 class TestFile(Closing):
-    """A nameless file in `directory`, every byte of it written. Nothing is left behind, however this ends.
+    """A file without a name in `directory`, filled with bytes, which vanishes when it is closed.
 
-    nbytes: its size; preallocated, so that a full disk says so at once. settings: how it is written. Bytes
-    not written after `seconds` are left out, so that slow disks are tried on a smaller file. A context
-    manager.
+    The file vanishes also when the process ends. A context manager. nbytes: size of the file, preallocated
+    so that a full disk shows at once. memory: the bytes to write. settings: the I/O settings for writing.
+    seconds: the time limit for writing. If a slow disk needs longer, the file stays shorter, but it gets at
+    least `SMALLEST` bytes.
 
-    Raises StorageError for a directory that cannot be written, StorageFull for one without that much room.
+    Raises StorageError for a directory that cannot be written, StorageFull where the directory does not
+    have that much room.
     """
 
-    __test__ = False  # for pytest, which collects by name
+    __test__ = False  # pytest collects classes by this name otherwise
 
     def __init__(
         self, directory: str, nbytes: int, memory: Memory, settings: IoSettings, *, seconds: float = 8.0
@@ -90,7 +100,7 @@ class TestFile(Closing):
         self._cleanup.callback(os.close, self._descriptor)
         self._position = 0
         self.direct = False
-        """Whether the file is open with O_DIRECT; without it, all I/O passes through the page cache."""
+        """Whether the file is open with O_DIRECT. Otherwise all I/O passes through the page cache."""
         try:
             preallocate(self._descriptor, nbytes, self.directory)
             with self._errors_of_the_directory():
@@ -99,9 +109,9 @@ class TestFile(Closing):
             self.close()
             raise
         self.nbytes = written
-        """Bytes that were written, and that trials use."""
+        """Number of bytes that were written. Trials use only these bytes."""
         self.first_write = rate
-        """Bytes per second of writing them."""
+        """Bytes per second at which the file was first written."""
 
     @property
     def path(self) -> str:
@@ -109,9 +119,10 @@ class TestFile(Closing):
         return f"/proc/self/fd/{self._descriptor}"
 
     def rate(self, settings: IoSettings, mode: str, seconds: float) -> Rate:
-        """The rate of `mode` (one of MODES) with these settings, over about `seconds`.
+        """Measure the rate of requests of kind `mode` (one of MODES) for about `seconds` seconds.
 
-        Raises StorageError and StorageFull, naming the directory.
+        settings: the I/O settings to measure. Raises StorageError and StorageFull, which name the
+        directory.
         """
         request = min(max(settings.block_bytes, REQUEST_BYTES), self.nbytes, self._memory.nbytes)
         blocks = -(-request // settings.block_bytes)
@@ -123,20 +134,27 @@ class TestFile(Closing):
 
     @contextlib.contextmanager
     def opened(self, settings: IoSettings) -> Iterator[aio.File]:
-        """The file, open in an engine of its own that has the memory registered where the kernel allows."""
-        # The engine gets no directory, so that it tries itself out in memory: that it works on this disk is
-        # known, and a trial there would cost a sync each time.
+        """A context with the file open in an I/O engine of its own.
+
+        The engine has the memory registered where the kernel allows it.
+        """
+        # The engine gets no directory, so that it tests its backend in memory. The backend is known to work
+        # on this disk, and a test there would cost a sync each time.
         engine = aio.Engine(backend=settings.backend, depth=settings.depth, block_bytes=settings.block_bytes)
         with engine, engine.open(self.path) as file:
             engine.register_buffer(self._memory.region.address, self._memory.nbytes)
             yield file
 
     def close(self) -> None:
-        """Close the file, which removes it. Calling it again does nothing."""
+        """Close the file, which also removes it. A second call does nothing."""
         self._cleanup.close()
 
     def requests(self, file: aio.File, mode: str, nbytes: int) -> Iterator[aio.Future]:
-        """Requests along the file from where the last ones ended, so that no cache has what they read."""
+        """Start one request of `nbytes` bytes after another, without end, and yield the requests' futures.
+
+        The requests go along the file from where the previous requests ended, so that no cache has the
+        bytes that they read.
+        """
 
         def places() -> Iterator[int]:
             while True:
@@ -148,7 +166,10 @@ class TestFile(Closing):
         return issue(file, mode, nbytes, places(), self._memory)
 
     def _fill(self, nbytes: int, seconds: float, settings: IoSettings) -> tuple[int, float]:
-        """Write from the start until all is written or time is up; the bytes written, and their rate."""
+        """Write the file from its start until `nbytes` bytes are written or `seconds` seconds are over.
+
+        Returns the number of bytes written, and the bytes per second.
+        """
         written, in_flight = 0, deque[aio.Future]()
         buffers = max(1, self._memory.nbytes // REQUEST_BYTES)
         start = time.monotonic()
@@ -167,7 +188,7 @@ class TestFile(Closing):
         return written, rate
 
     def _drop_page_cache(self) -> None:
-        """Drop the file from the page cache. Without O_DIRECT, reads would find earlier bytes in RAM."""
+        """Drop the file from the page cache. Without O_DIRECT, reads would otherwise find bytes in RAM."""
         os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -184,15 +205,22 @@ class TestFile(Closing):
 def issue(
     target: aio.File | aio.Volume, mode: str, nbytes: int, places: Iterator[int], memory: Memory
 ) -> Iterator[aio.Future]:
-    """Requests of `nbytes` at these offsets: reads, writes, or for "mixed" both alternately."""
+    """Start one request of `nbytes` bytes at each offset of `places`, and yield the requests' futures.
+
+    mode: "read", "write", or "mixed" for reads and writes in turn. memory: the buffers of the requests,
+    which may share a buffer.
+    """
     kinds = {"read": (target.read,), "write": (target.write,), "mixed": (target.read, target.write)}[mode]
-    buffers = max(1, memory.nbytes // nbytes)  # requests may share a buffer; its bytes do not matter
+    buffers = max(1, memory.nbytes // nbytes)  # requests may share a buffer, since its bytes do not matter
     for number, place in enumerate(places):
         yield kinds[number % len(kinds)](memory.part(number % buffers * nbytes, nbytes), place)
 
 
 def measure(requests: Iterator[aio.Future], nbytes: int, window: int, seconds: float) -> Rate:
-    """The rate of requests of `nbytes` each, `window` of them pending, for about `seconds`."""
+    """Measure the rate of `requests`, of `nbytes` bytes each, for about `seconds` seconds.
+
+    window: number of requests that are pending at a time.
+    """
     begun = time.perf_counter()
     pending = deque(itertools.islice(requests, window))
     pending.popleft().result()
