@@ -1,4 +1,4 @@
-"""Tests that benchmarks/overhead.py counts calls correctly and leaves no file. The figures are not checked."""
+"""Tests that benchmarks/overhead.py counts calls correctly and leaves no file. Figures are not checked."""
 
 from __future__ import annotations
 

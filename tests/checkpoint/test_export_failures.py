@@ -273,7 +273,7 @@ def test_an_interrupt_between_tensors(out: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interrupt_while_a_file_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT is sent from the thread that writes, while the caller waits for the write or is about to wait."""
+    """The thread that writes sends SIGINT while the caller waits for the write or is about to wait."""
     real = os.fsync
     caller = threading.get_ident()
     calls: list[int] = []
