@@ -61,7 +61,7 @@ def width(values: torch.Tensor, name: str, form: str) -> torch.Tensor:
 
 
 def ordinary(n: int, seed: int = 1) -> State:
-    """Make states and gradients as in training: heavy tails, zeros, denormals, rows of different magnitude."""
+    """Make states and gradients as in training: heavy tails, zeros, denormals, rows of unlike sizes."""
     random = torch.Generator().manual_seed(seed)
     size = torch.exp(3 * torch.randn(n, generator=random)) * 1e-3
     size[n // 2 : n // 2 + 200] = 0.0

@@ -111,7 +111,7 @@ def test_edges_against_each_other_have_the_bits_of_the_cpus(rule: str, device: s
 @pytest.mark.parametrize("rule", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_ten_million_values_have_the_bits_of_the_cpus(form: str, rule: str) -> None:
-    """Ten million values are spread over all formats of parameters and gradients, for each rule and `form`."""
+    """Ten million values are spread over all formats of parameters and gradients."""
     kinds = list(product(GRADIENTS, MASTERS))
     given, g = adversarial(10_000_000 // len(kinds) // 2)
     n = g.numel()
