@@ -262,7 +262,7 @@ class Twins(RuleBasedStateMachine):
         return got, expected
 
     def let_go(self, error: BudgetError, *, fits: bool = True) -> None:
-        """Drop all held views after an operation that did not fit. Only views may cause this if `fits` is True."""
+        """Drop all held views after an operation that did not fit. Only views may cause this if `fits`."""
         assert self.held or not fits, error
         assert error.needed is not None
         assert error.needed > 0
