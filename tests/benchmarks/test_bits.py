@@ -123,7 +123,7 @@ def test_digests_are_of_what_the_case_says(
 ) -> None:
     """A case's digest depends on the format of the states and not on the tier where pages rest.
 
-    Only the case that is named after device updates has the device update anything.
+    Only the case named "device updates" makes the device update parameters.
     """
     updated: list[int] = []
     update = DeviceUnits.update

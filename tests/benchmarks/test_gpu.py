@@ -146,7 +146,7 @@ def test_the_first_two_minutes_give_parity_a_step_and_its_idle_share(tmp_path: P
 
 
 def test_all_cuda_tests_are_asked_for(tmp_path: Path) -> None:
-    """The script's `-k` expressions select every test that needs a GPU. Other tests would never run there."""
+    """The script's pytest options (`-k`) select every test that needs a GPU, so that none is left out."""
     done = run(tmp_path)
     chosen = [line.partition("-k ")[2] for line in done.calls if "-m pytest" in line]
     known = {word for each in chosen for word in re.findall(r"\w+", each)} - {"or", "and", "device"}

@@ -1,4 +1,4 @@
-"""Tests that README and the index of results quote the result files, whose figures follow from their data."""
+"""Tests that README and the index quote the result files correctly, and that figures agree with the data."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_closed_runtime(out: Path) -> None:
 
 
 def shards(out: Path) -> dict[str, Any]:
-    """The arguments of an export in several files, to a directory whose parent does not exist yet."""
+    """Keyword arguments of an export to several files, in a directory whose parent is missing."""
     return {"path": out / "a" / "b", "shard": "8KiB"}
 
 

@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 
 
 def load_all(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
-    """Load `path` into the model, and return the value given to each parameter, by its first name.
+    """Load `path` into the model, and return the value that each parameter was given, by name.
 
-    Every parameter must be filled exactly once.
+    A tied parameter has the first of its names. Every parameter must be filled exactly once.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values: dict[str, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from tiny_job import PATIENCE, TinyJob, ended
 
 pytestmark = pytest.mark.usefixtures("warm")
 ENDLESS = 1_000_000
-"""A number of training steps that no test lives to see completed."""
+"""A number of training steps that takes longer than any test waits."""
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -54,7 +54,7 @@ def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureF
 
 
 def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
-    """SIGTERM arrives while `infinity plan` measures the disk. It leaves and prints nothing."""
+    """`infinity plan` prints nothing and leaves no file when SIGTERM ends it while the disk is measured."""
     process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), script=False)
 
     def measures() -> bool:
@@ -72,7 +72,7 @@ def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
-    """Open a pseudo terminal: (descriptor of its output, keyword arguments for Popen to run on it)."""
+    """Open a pseudo terminal, and yield (descriptor to read from, arguments of Popen for a process on it)."""
     ours, theirs = pty.openpty()
     environment = {"TERM": "xterm-256color", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
     try:

@@ -43,7 +43,7 @@ class Oracle:
 
 
 def fit(x: torch.Tensor) -> torch.Tensor:
-    """Replace values that fp32 cannot hold by an infinity of their sign."""
+    """Replace values beyond fp32's range by an infinity of their sign."""
     return torch.where(x.abs() < LARGEST * (1 + 2**-25), x, x.sign() * torch.inf)
 
 
@@ -53,12 +53,18 @@ def ulp(size: torch.Tensor) -> torch.Tensor:
 
 
 def unit_of_change(rest: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The unit of the error of `rest - source * factor`."""
+    """The error unit of `rest - source * factor`: one ULP of its largest operand.
+
+    One ULP of `source`, times `factor`, is taken where that is larger.
+    """
     return torch.maximum(ulp(torch.maximum(rest, source * factor)), ulp(source) * factor)
 
 
 def decayed(g: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient with L2 decay added, and the largest operand of the sum. decay: wd times parameter."""
+    """The gradient `g` with L2 decay added, and the largest operand of that sum.
+
+    decay: weight decay times parameter.
+    """
     total = g + decay
     return total, torch.maximum(torch.maximum(g.abs(), decay.abs()), total.abs())
 
@@ -183,9 +189,10 @@ def torchs(h: Any, s: State, g: torch.Tensor, **how: bool) -> State:
 
 
 def errors(now: torch.Tensor, exact: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """The error of each element of `now`, divided by the element's unit.
+    """The error of each element of `now`, as a multiple of the element's `unit`.
 
-    Where the oracle is infinite or NaN, the error is 0 if the result is the same and infinite otherwise.
+    exact: the oracle's results. Where they are infinite or NaN, the error is 0 if the result is the same
+    and infinite otherwise.
     """
     finite = exact.isfinite()
     error = ((now.double() - exact) / unit).abs()

@@ -1,5 +1,4 @@
-"""Tests of infinity.cpu_adam: every format and rule, norms, and bits that depend on nothing but the
-element.
+"""Tests of updates on the CPU: every format and rule, norms, and bits that depend on the element alone.
 
 Accuracy against an fp64 oracle is in test_accuracy.py. The thread pool and bad input are in test_pool.py.
 """
@@ -255,8 +254,9 @@ def test_flushing_denormals_changes_nothing() -> None:
 
 
 def reference_blocks(x: torch.Tensor) -> list[float]:
-    """Sums of squares, one for each block of `x`: [Note: fixed lanes] of csrc/cpu_adam/formats.hpp, in
-    numpy.
+    """The sum of squares of each block of `x`, added up in numpy in the order that the kernels must use.
+
+    The order is defined by [Note: fixed lanes] in csrc/cpu_adam/formats.hpp.
     """
     sums = []
     squares = x.numpy().astype(np.float64) ** 2

@@ -98,9 +98,10 @@ def test_an_update_is_exact_but_for_one_rounding_of_its_moments(
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_update_is_within_its_bound_of_fp64(pool: ThreadPool, form: str) -> None:
-    """The error is at most one step of the format plus the bound of fp32, 8 ULP of the largest operand.
+    """The error is at most one step of the format plus 2**-20 of the largest operand.
 
-    The bound of fp32 is relaxed to 2**-20 of the largest operand.
+    A step is the distance between neighbouring values of the format. The second part covers the bound of
+    fp32 updates, 8 ULP of the largest operand.
     """
     n = 50_000
     inputs = ordinary(n, 3)
@@ -185,9 +186,9 @@ def test_rounding_is_right_on_average(pool: ThreadPool, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_means_do_not_stand_still(form: str) -> None:
-    """A second moment decays to half through stochastic rounding, by a thousandth a step.
+    """A second moment that falls by at most a thousandth a step reaches its expected mean.
 
-    Rounded to nearest, the moment would stay at 1.
+    Rounded to nearest, not stochastically, the moment would stay at 1.
     """
     n, steps = 4096, 3000
     now = stored({name: torch.ones(n) for name in ("parameter", *SPANS)}, form)

@@ -51,9 +51,7 @@ def update_of(n: int) -> Update:
 
 @pytest.fixture
 def openmp_threads() -> Iterator[Callable[[int], None]]:
-    """A function that sets the number of threads with which torch computes. The fixture restores the
-    number.
-    """
+    """A function that sets the number of threads of torch. The fixture restores the number afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -105,7 +103,7 @@ def test_a_model_trains_to_the_same_bits_whoever_does_its_updates(
     def trained(threads: int) -> dict[str, torch.Tensor]:
         """The parameters after three steps. threads: the number of threads of the update pool.
 
-        With two threads the updates are done by OpenMP's two threads, with more by the pool.
+        A pool of two threads leaves its updates to OpenMP's two threads. A wider pool does them itself.
         """
 
         def pool_of(**options: Any) -> ThreadPool:

@@ -1,6 +1,6 @@
 """Tests of device kernels compiled by NVRTC, without a GPU: the compiled code, its errors and its cache.
 
-test_device_update.py runs the same sources.
+test_device_update.py runs kernels from the same sources, compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_nothing_is_fused_approximated_or_flushed(architecture: str, kept: Path)
 def test_a_kernel_of_a_run_keeps_its_values_in_registers(kept: Path) -> None:
     """The kernel of a training run uses less than 1 KiB of local memory per thread.
 
-    It reads the arrays of a launch, 4 KB, where they are, and makes no copy in each thread.
+    The kernel reads the launch's arguments of 4 KB in place, so no thread has a copy of them.
     """
     text = image(ADAMW, "compute_90").decode()
     entry = text[text.index(".entry infinity_update(") :]
@@ -157,10 +157,10 @@ class FakeDriver:
 
 
 def test_updates_that_nobody_foresaw_are_compiled_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind of update that is required later is compiled then, once, with all new kinds of that launch.
+    """An update kind that is not compiled yet is compiled at the first launch that needs it.
 
-    A parameter group may change to another rule at any step, and one launch may have updates of several
-    rules.
+    All new kinds of that launch are compiled together. A parameter group may change to another rule at any
+    step, and one launch may have updates of several rules.
     """
     asked: list[tuple[set[UpdateKind], str]] = []
 

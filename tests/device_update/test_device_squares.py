@@ -1,6 +1,4 @@
-"""Tests that sums of squares on the device have the bits of the CPU's, with two launches for all
-parameters.
-"""
+"""Tests that sums of squares on the device have the CPU's bits, with two launches for all parameters."""
 
 from __future__ import annotations
 

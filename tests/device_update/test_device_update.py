@@ -58,9 +58,7 @@ from infinity.tiers.driver import Driver, Stream
 
 
 class Queued(Kernels):
-    """Kernels whose launches are queued on a stream of the test driver, and run when the stream gets to
-    them.
-    """
+    """Kernels whose launches are queued on a stream of the test driver, and run when the stream runs."""
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
         super().__init__(torch.device("cpu"), ())
@@ -198,7 +196,7 @@ def test_a_rule_without_momentum_leaves_the_buffer_alone() -> None:
 
 
 def many(count: int, hypers: int) -> tuple[Arrays, dict[str, Any]]:
-    """Make the arrays and the work of `count` parameters of one block each.
+    """Return the arrays and the other arguments of an update of `count` parameters, of one block each.
 
     The parameters use the `hypers` different sets of hyper-parameters in turn.
     """

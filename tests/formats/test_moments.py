@@ -1,6 +1,4 @@
-"""Tests of infinity.formats.moments: the codec of int8 moments, its equality with the kernels, and its
-error.
-"""
+"""Tests of the codec of int8 moments: its error, and that it agrees with the update kernels."""
 
 from __future__ import annotations
 
@@ -58,10 +56,10 @@ def test_what_is_not_tiny_in_its_block_is_off_by_a_sixteenth_at_most() -> None:
 
 @pytest.mark.parametrize("span", SPANS)
 def test_every_block_that_an_update_can_write_survives_a_round_trip(span: int) -> None:
-    """Each block that an update can write is decoded and encoded again without a change.
+    """Blocks of codes that an update can write have equal values after decoding, encoding and decoding.
 
-    In such blocks the code of the largest element is in the upper binade of codes, or is the last code
-    below it, to which the element was rounded.
+    In such blocks the largest element has one of the nine highest codes, since its magnitude sets the
+    block's exponent.
     """
     last = 8 * span + 7
     random = torch.Generator().manual_seed(0)

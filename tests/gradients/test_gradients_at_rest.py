@@ -1,6 +1,6 @@
 """Tests of gradients that rest in the parameter's dtype, where one backward a step is declared.
 
-They take half the bytes of fp32 gradients, and every bit of the training stays the same.
+Such gradients take half the bytes of fp32 gradients, and every bit of the training stays the same.
 """
 
 from __future__ import annotations
@@ -149,9 +149,7 @@ def backward(model: nn.Module, number: int) -> None:
 
 
 def moved(runtime: Any, *edges: Edge) -> list[int]:
-    """The bytes moved over each of these edges between tiers since the start, after all transfers have
-    ended.
-    """
+    """The bytes moved so far over each of these edges between tiers, after all transfers have ended."""
     runtime._components.store.settle()
     return [runtime.stats.edges[edge].bytes for edge in edges]
 
@@ -161,7 +159,10 @@ NEAR = {Kind.PARAMETER: Tier.DEVICE, Kind.GRADIENT: Tier.DEVICE, Kind.OPTIMIZER:
 
 
 def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tuple[list[int], list[int]]:
-    """Train a step, and return bytes over each edge: (until gradients are home, until updates end)."""
+    """Train step `number`, and return the bytes moved over each of these edges between tiers.
+
+    The bytes are (moved until the gradients are at home, moved until the updates have ended).
+    """
     parts = runtime._components
     start = moved(runtime, *edges)
     backward(model, number)
@@ -179,8 +180,7 @@ def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tupl
 
 @pytest.mark.parametrize("declared", DECLARED)
 def test_bytes_to_and_from_the_disk(declared: bool, tmp_path: Path) -> None:
-    """Each gradient element takes 2 bytes of disk traffic if one backward is declared, and 4 bytes
-    otherwise.
+    """Gradients take 2 bytes an element on the disk if one backward is declared, and 4 bytes otherwise.
 
     The backward writes the gradients and the update reads them. Each state is read and written once.
     """

@@ -1,4 +1,7 @@
-"""Tests of the loss scale: it is applied to the root module's output, in whatever container the output is."""
+"""Tests of the loss scale: gradients are scaled where they enter at the root module's output.
+
+The output may be any of several containers.
+"""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ class Words:
 
 @pytest.fixture
 def halves(tmp_path: Path) -> Text:
-    """A text of 60000 bytes: the letter a in the part to train on, the letter b in the part that is held
-    out.
-    """
+    """A text of 60000 bytes: the letter a in the part to train on, the letter b in the held-out part."""
     return text_of(tmp_path, [b"a" * 56_999, b"b" * 3000])
 
 

@@ -1,6 +1,4 @@
-"""Tests of materialising meta models: equal bits to construction on the CPU, little RAM, no tensor
-forgotten.
-"""
+"""Tests of materialising meta models: the bits of construction on the CPU, little RAM, no tensor left out."""
 
 from collections.abc import Callable
 

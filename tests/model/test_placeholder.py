@@ -304,7 +304,10 @@ def test_a_stand_in_that_is_written_to_and_gone_is_seen_too() -> None:
 
 
 def test_memory_that_kernels_may_still_read_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The release of a stand-in waits for kernels. Without the wait, the test driver finds a violation."""
+    """The release of a placeholder's memory waits for kernels that may still read the memory.
+
+    Without that wait, the test driver reports a violation.
+    """
 
     class Hasty:
         def __init__(self, driver: Driver) -> None:

@@ -1,6 +1,4 @@
-"""Tests of the paged optimizer's states: torch's form, exchange with torch, and refusal of unfitting
-states.
-"""
+"""Tests of the paged optimizer's states: torch's form, exchange with torch, and refusal of bad states."""
 
 from __future__ import annotations
 

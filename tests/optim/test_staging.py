@@ -1,4 +1,4 @@
-"""Tests of granting staging memory to chains, while pages that are counted on may go away."""
+"""Tests of the staging memory granted to updates, while the pages that updates could use are evicted."""
 
 from pathlib import Path
 from typing import Any

@@ -189,7 +189,7 @@ def test_the_bits_of_states_that_are_read_by_their_update(act: Any, gradients: T
 def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
     """States that fit half of the staging are read before step(), in the order of their update.
 
-    They are not read a second time.
+    These states are not read a second time.
     """
     with opened(tmp_path, gradients=gradients) as (model, runtime):
         store, read = runtime._components.store, 0

@@ -38,9 +38,7 @@ class Twins(RuleBasedStateMachine):
         super().__init__()
         self.stack = contextlib.ExitStack()
         self.graphs: list[tuple[Forward, Tensor, Tensor]] = []
-        """Forwards whose backward is still to come: (arguments, the paged model's output, the twin's
-        output).
-        """
+        """Forwards whose backward is still to come: (arguments, paged model's output, twin's output)."""
         self.held: list[tuple[Tensor, Tensor, str]] = []
         """Views that are held: (view of the paged model's parameter, the twin's view, kind of view)."""
         self.clipped = False
@@ -262,7 +260,10 @@ class Twins(RuleBasedStateMachine):
         return got, expected
 
     def let_go(self, error: BudgetError, *, fits: bool = True) -> None:
-        """Drop all held views after an operation that did not fit. Only views may cause this if `fits`."""
+        """Drop all held views after an operation that did not fit.
+
+        fits: whether the operation would fit without held views. If it would, some view must be held.
+        """
         assert self.held or not fits, error
         assert error.needed is not None
         assert error.needed > 0
@@ -270,7 +271,10 @@ class Twins(RuleBasedStateMachine):
         self.held.clear()
 
     def units_together(self, arguments: Forward) -> list[int]:
-        """Indices of the units of the module, among this forward's, that needs the most bytes at a time."""
+        """The indices of the units that the largest module of this forward needs at the same time.
+
+        The largest module is the one whose units have the most bytes.
+        """
         modules = self.runtime.plan.layout.module_units
         pages = self.runtime._components.pages
         count = len(self.model.parts)

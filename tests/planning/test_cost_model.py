@@ -35,7 +35,7 @@ def check(found: Prediction, least: float, most: float, limited_by: str, **busy:
 
 
 def exactly(seconds: float) -> Seconds:
-    """The range of seconds of operations that take equally long in every round."""
+    """A range of seconds of which both the least and the most are `seconds`."""
     return Seconds(seconds, seconds)
 
 

@@ -80,7 +80,7 @@ def test_the_cpu_has_none() -> None:
 def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int, int | None]]]:
     """Record the allocations of a training step without data: (bytes at the peak, log in order).
 
-    Each entry of the log is (number of a tensor, its bytes, or None where the tensor is freed).
+    Each entry of the log is (number of a tensor, bytes). The bytes are None where the tensor is freed.
     """
     log: list[tuple[int, int | None]] = []
     real = fake_step._Watch._made
@@ -155,7 +155,7 @@ def logs() -> Any:
 
 
 def test_a_micro_batch_more_needs_a_workspace_more() -> None:
-    """Each micro-batch has a thread that runs its backward, and each thread takes a workspace of its own."""
+    """Micro-batches that are computed together have a thread each, and each thread takes a workspace."""
     headroom = Headroom.for_cuda(HOPPER, {})
     assert headroom.one_more(0) == 32 * MIB
     with_two = headroom.beside(80 * MIB)
@@ -220,7 +220,7 @@ def test_as_many_micro_batches_go_together_as_have_workspaces(monkeypatch: pytes
 
 
 class TestAttentionScratch:
-    """Scratch memory that CUDA's kernels of attention's backward allocate, which no operation shows."""
+    """Tests of the scratch memory that CUDA's attention kernels allocate in backward beside results."""
 
     def test_it_is_counted_while_the_kernel_runs(self) -> None:
         watch = fake_step._Watch()
@@ -242,9 +242,7 @@ class TestAttentionScratch:
 
 
 def run_with_usual_workspaces(*arguments: str) -> None:
-    """Run a program in a process of its own, with torch's default workspaces in place of the tests'
-    setting.
-    """
+    """Run a program in a process of its own, with torch's default workspaces, not those that tests set."""
     variables = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
     command = [sys.executable, "-c", *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

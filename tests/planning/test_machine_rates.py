@@ -22,8 +22,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def fast_probes(monkeypatch, tmp_path) -> list[str]:
-    """Replace the probes by fakes, and give the test a cache of its own. Returns the list of what was
-    probed.
+    """Replace the probes by fakes, and the user's cache by an empty one.
+
+    Returns the list of what has been probed.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     probed: list[str] = []

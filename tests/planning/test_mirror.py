@@ -1,6 +1,4 @@
-"""Tests of mirrored parameters, which rest in host RAM and stay on the device: exact traffic and equal
-bits.
-"""
+"""Tests of mirrors, parameters that rest in host RAM and stay on the device: exact traffic, equal bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests that units updated on the device train as units updated on the CPU, whatever people do between
-steps.
+"""Tests that units updated on the device train as units updated on the CPU do.
 
 The choice of these units is tested in test_twin_flow.py, the arithmetic in test_device_update.py.
 """
@@ -58,9 +57,9 @@ RECIPES = [
 def test_it_trains_as_plain_pytorch_does(
     name: str, recipe: Recipe, device: str, updated: list[int], tmp_path: Path
 ) -> None:
-    """Gradients have the bits of plain PyTorch's. Losses differ by at most 1e-5 relative.
+    """Gradients have the bits of plain PyTorch's.
 
-    A larger difference is allowed where torch's own versions differ: twice their difference.
+    Losses differ by at most 1e-5, or by twice the difference between torch's own implementations.
     """
     entry = zoo.entry(name)
     recipe = Recipe(**{**vars(recipe), "device": device})

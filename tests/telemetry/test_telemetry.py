@@ -193,7 +193,10 @@ def test_the_text_is_a_short_table() -> None:
 
 
 def test_every_total_grows_by_what_a_step_counts() -> None:
-    """Each field of Stats is counted in the total and in the last step, also a field that is added later."""
+    """Every field of Stats grows in the total and in the last step.
+
+    The test fails for a new field that no total counts.
+    """
     meter = Meter()
     busy_step(meter)
     meter.skipped()

@@ -125,9 +125,7 @@ def test_the_trainers_time_is_parted_into_compute_and_waits(clock: Clock, tmp_pa
 
 
 def test_transfers_end_when_they_landed(clock: Clock, tmp_path: Path) -> None:
-    """A transfer ends when its bytes landed, not when somebody asked. A transfer that never ended is
-    marked.
-    """
+    """A transfer ends when its bytes landed, not when somebody asked. An unfinished transfer is marked."""
     path = tmp_path / "out.json"
     meter, transfers = Meter(), [Slow() for _ in range(4)]
     with Timeline(path) as lines, meter.recording(lines):
@@ -250,9 +248,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
 
 
 class FakeEvent:
-    """A fake event that happens when it is made. The event takes the next number of `times`, in
-    milliseconds.
-    """
+    """A fake CUDA event, recorded when it is made. Its time is the next of `times`, in milliseconds."""
 
     times: Iterator[float]
 

@@ -1,4 +1,4 @@
-"""Tests of the test driver's memory: registered RAM, mapped addresses, and what is left of either."""
+"""Tests of the test driver's memory: registered RAM, mapped addresses, and what was not given back."""
 
 from __future__ import annotations
 
@@ -148,9 +148,7 @@ def test_mapped_addresses_are_used_by_nobody(device: EmulatedDevice) -> None:
 
 
 def test_addresses_beside_what_is_mapped_are_refused(device: EmulatedDevice) -> None:
-    """A partly released mapping leaves reserved addresses without memory, and a copy from there is an
-    error.
-    """
+    """A partly released mapping leaves addresses without memory. A copy from such an address is an error."""
     memory = device.driver.repeat(GRANULE, 2, 0xFF)
     other = torch.zeros(8)
     device.fail("cuMemUnmap", 1, 2)

@@ -215,7 +215,7 @@ tier = NvmeTier({{{os.fspath(directory)!r}: {MIB}}}, {MIB})
 def test_a_registered_arena_that_goes_is_never_mistaken_for_the_next(
     tmp_path: Path, backend: str, forget: bool
 ) -> None:
-    """A new arena at the address of a closed one is read into correctly.
+    """Reads into a new arena are correct, even if the arena lies at the address of an earlier, closed arena.
 
     io_uring knows registered memory by its address, so a stale registration would be taken for the new
     arena's.

@@ -222,9 +222,9 @@ def test_a_seed_gives_the_same_order_again_and_another_another() -> None:
 
 
 def test_an_event_that_is_used_again_is_another_moment(bench: Bench) -> None:
-    """A stream waits for the moment of an event's first record, even after the event has been reused.
+    """A stream waits for the moment at which an event was recorded, even after the event has been reused.
 
-    Events of the driver go back for reuse while streams may still wait for them.
+    The driver reuses events while streams may still wait for their earlier moments.
     """
     bench.device.hold(bench.first)
     bench.write(bench.first)

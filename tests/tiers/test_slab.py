@@ -120,7 +120,7 @@ def test_paths_that_are_none(tmp_path: Path, path: str, error: type[Exception]) 
 def as_another_user(tmp_path: Path, path: Path) -> str:
     """The text of the error that a slab in `path` raises for the user nobody.
 
-    Only root can become nobody. Other users open the slab themselves.
+    If the test does not run as root, the present user opens the slab.
     """
     for parent in (tmp_path, *tmp_path.parents[:3]):
         if parent.stat().st_uid == os.geteuid():

@@ -24,9 +24,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """The kernel's record (/proc/self/smaps) of the mapping that starts at `address`, or {} if there is
-    none.
-    """
+    """The kernel's record (/proc/self/smaps) of the mapping that starts at `address`. {} if there is none."""
     record: dict[str, str] = {}
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
@@ -269,10 +267,10 @@ def test_a_registration_that_fails_says_why() -> None:
 
 
 def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed registration with CUDA warns once, naming the cure. All bytes of the arena are in RAM
-    before.
+    """A failed registration with CUDA warns once, naming the cure.
 
-    Otherwise CUDA would fault them in on one thread.
+    All bytes of the arena are brought into RAM before the registration. Otherwise CUDA would fault them in
+    on one thread.
     """
     emulated = EmulatedDevice()
     device = torch.device("cuda", 0)

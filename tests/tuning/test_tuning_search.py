@@ -33,7 +33,8 @@ class Disk:
     def truth(self, settings: IoSettings) -> dict[str, float]:
         """The true rates of these settings, in bytes/s by mode.
 
-        Too few bytes in flight are slow. A block of the wrong size costs some speed, and so do threads.
+        Too few bytes in flight are slow. A block of the wrong size costs some speed, and so does the
+        backend "threads".
         """
         filled = settings.bytes_in_flight / (settings.bytes_in_flight + 2 * MIB)
         off = abs(math.log2(settings.block_bytes / self.favourite))
@@ -158,7 +159,7 @@ def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_nois
 
 @pytest.mark.parametrize("noise", [0.1, 0.2])
 def test_tuning_loses_nothing_where_nothing_is_to_be_won(noise: float) -> None:
-    """Where the settings used without tuning are the best, tuning keeps settings of 95% of the best speed."""
+    """Where the settings used without tuning are the best, tuning loses at most 5% of their speed."""
     usual = IoSettings("io_uring", 4 * MIB, 32)
     shares = []
     for seed in range(60):
