@@ -59,7 +59,8 @@ def test_it_trains_as_plain_pytorch_does(
 ) -> None:
     """Gradients have the bits of plain PyTorch's.
 
-    Losses differ by at most 1e-5, or by twice the difference between torch's own implementations.
+    Losses differ by at most 1e-5 in fp32 and 5e-4 in bf16, or by twice the difference between torch's own
+    implementations.
     """
     entry = zoo.entry(name)
     recipe = Recipe(**{**vars(recipe), "device": device})
