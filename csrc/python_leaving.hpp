@@ -1,5 +1,5 @@
-// What becomes of threads that wait without the GIL when the interpreter goes. Each module that
-// includes this has its own.
+// What happens to threads that wait without the GIL when the interpreter exits. Each module that
+// includes this file has a state of its own.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,11 +11,12 @@
 namespace infinity {
 
 // [Note: leaving] A daemon thread that sleeps without the GIL cannot get it back once the
-// interpreter has begun to go. So a module's last act at exit is to end all waits and see them out.
+// interpreter has begun to exit. So the last thing that a module does at exit is to end all waits,
+// and to let the waiting threads return.
 inline std::atomic<bool> leaving = false;
 inline std::atomic<int> waiting = 0;
 
-// A thread is in a wait, or about to be: made and gone with the GIL held.
+// Counts a thread that is in a wait, or about to be. Made and destroyed with the GIL held.
 struct Waiting {
     Waiting() { ++waiting; }
     ~Waiting() { --waiting; }
@@ -23,7 +24,8 @@ struct Waiting {
     Waiting& operator=(const Waiting&) = delete;
 };
 
-// At exit, with the GIL held: waits look at `leaving`, and `patience` is for those that do not.
+// Called at exit with the GIL held. Waits check `leaving`. The call gives up after `patience`, for
+// waits that do not.
 inline void see_waits_out(std::chrono::seconds patience) {
     leaving = true;
     const nanobind::gil_scoped_release without_gil;

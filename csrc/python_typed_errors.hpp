@@ -13,7 +13,7 @@ inline nanobind::object errors_of(const char* name) {
     return nanobind::module_::import_("infinity.errors").attr(name);
 }
 
-// Makes an error Python's present one, as a translator of exceptions does.
+// Sets Python's current exception, as a translator of exceptions does.
 inline void set_error(const nanobind::object& error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }

@@ -1,4 +1,4 @@
-// The interface between an engine and a way of doing I/O.
+// The interface between an engine and a way of doing I/O, its backend.
 #pragma once
 
 #include <cstddef>
@@ -16,41 +16,42 @@ struct Completion {
     int64_t result;  // bytes moved, or -errno
 };
 
-// Every method but wake() is called from one thread: the one that called start().
+// Every method but wake() is called from one thread, which is the one that called start().
 class Backend {
   public:
     virtual ~Backend() = default;
 
     virtual const char* name() const = 0;
 
-    // First call on the thread that will use it.
+    // The first call on the thread that will use the backend.
     virtual void start() {}
 
-    // Accepts a transfer. The kernel may not see it before the next wait(). At most the depth given
-    // at creation are outstanding.
+    // Accepts a transfer. The kernel may not see it before the next wait(). The engine never has
+    // more transfers outstanding than the depth given at creation.
     virtual void submit(Transfer& transfer) = 0;
 
-    // Hands over what was submitted and appends completions to `done`. Sleeps until there is one,
-    // until wake(), or until `until`, whichever is first; a past `until` does not sleep.
-    // `wakeable` false: the caller would not mind missing a wake() until the next completion.
+    // Hands over the submitted transfers and appends completions to `done`. Sleeps until there is a
+    // completion, until wake(), or until `until`, whichever is first. A past `until` does not
+    // sleep. wakeable: if false, a wake() may go unseen until the next completion.
     virtual void wait(TimePoint until, bool wakeable, std::vector<Completion>& done) = 0;
 
-    // From any thread: ends the present wait(), or the next.
+    // From any thread: ends the present wait(), or the next one.
     virtual void wake() = 0;
 
-    // Complete what is held back on purpose (injected delays) without waiting longer.
+    // Completes transfers that are held back on purpose (injected delays) without waiting longer.
     virtual void expedite() {}
 
-    // Registered files: slots, or false where that is not to be had.
+    // Registers a file: sets its slots, or returns false where that is not possible.
     virtual bool attach(File&) { return false; }
     virtual void detach(File&) {}
 
-    // Registered buffers, by pieces of at most 1 GiB. Empty, or the reason why not.
+    // Registers memory, in pieces of at most 1 GiB. Returns an empty string, or the reason for a
+    // failure.
     virtual std::string register_buffer(std::byte*, size_t) {
         return std::string(name()) + " has no registered buffers";
     }
 
-    // What of the kernel's newer offers is in use, for people.
+    // Names the newer features of the kernel that are in use, for people.
     virtual std::string features() const { return ""; }
 };
 

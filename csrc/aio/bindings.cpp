@@ -1,5 +1,5 @@
 // infinity._aio: the engine for Python. No thread of the engine ever takes the GIL, so everything
-// that must happen under it (dropping the owners of buffers above all) happens here.
+// that needs the GIL happens here, above all dropping the owners of buffers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -313,9 +313,9 @@ void bind_volume(nb::module_& m) {
 
 NB_MODULE(_aio, m) {
     m.doc() = "The native I/O engine. Use infinity.aio.";
-    // A daemon thread may hold objects of ours to the very end; that is no news for a user.
+    // A daemon thread may hold objects of this module to the very end, so leaks are not reported.
     nb::set_leak_warnings(false);
-    // None of those threads is in a child.
+    // No thread that waits exists in a forked child.
     pthread_atfork(nullptr, nullptr, [] { infinity::waiting = 0; });
     bind_faults(m);
     bind_future(m);

@@ -1,4 +1,4 @@
-// A transfer by one blocking system call.
+// Does a transfer by one blocking system call.
 #pragma once
 
 #include <unistd.h>

@@ -39,8 +39,8 @@ Engine::Engine(Options options) : options_(validated(std::move(options))) {
 }
 
 std::shared_ptr<Engine> Engine::create(Options options) {
-    // In a forked child an engine is left as it is: its thread does not exist there, its ring is
-    // the parent's, and destroying a condition variable that had waiters may never return.
+    // In a forked child an engine is left as it is. Its thread does not exist there, its ring
+    // belongs to the parent, and destroying a condition variable that had waiters may never return.
     return {new Engine(std::move(options)), [](Engine* engine) {
                 if (!engine->forked()) delete engine;
             }};
@@ -81,7 +81,7 @@ void Engine::submit(std::vector<std::unique_ptr<Request>> requests) {
         request->future->land({verb(request->kind), request->file->path(), {}, ECANCELED});
 }
 
-// With the mutex held, so that the backend cannot go away meanwhile.
+// Called with the mutex held, so that the backend cannot be destroyed meanwhile.
 void Engine::wake_if_asleep() {
     if (!wake_me_) return;
     wake_me_ = false;
@@ -89,7 +89,7 @@ void Engine::wake_if_asleep() {
     backend_->wake();
 }
 
-// Runs something on the submission thread and waits for it; false: the engine is closed.
+// Runs a command on the submission thread and waits for it. Returns false if the engine is closed.
 bool Engine::call(const std::function<void()>& command) {
     std::promise<void> ran;
     {
@@ -165,7 +165,7 @@ void Engine::run() {
     }
 }
 
-// Trades with the other threads: what has landed for what is new.
+// Exchanges with the other threads: hands over what has landed, and takes new requests.
 Engine::Next Engine::exchange(Loop& loop) {
     std::vector<Landed> landed = loop.take_landed();
     if (!landed.empty()) {
@@ -181,7 +181,7 @@ Engine::Next Engine::exchange(Loop& loop) {
         const std::lock_guard lock(mutex_);
         for (const Landed& request : landed) --request.file->pending;
         if (!landed.empty()) {
-            landed.clear();  // before anyone believes that the file is free of references
+            landed.clear();  // before anyone is told that nothing refers to the file any more
             landed_.notify_all();
         }
         stats_ = loop.stats();

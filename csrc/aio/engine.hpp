@@ -1,4 +1,4 @@
-// One path's I/O: a queue, a submission thread and a backend.
+// The I/O of one path: a queue, a submission thread and a backend.
 #pragma once
 
 #include <condition_variable>
@@ -27,28 +27,30 @@ class Loop;
 struct Options {
     std::optional<std::string> directory;  // where backends are tried; none: in memory
     std::string backend = "auto";
-    unsigned depth = 32;                                // transfers in flight
-    uint32_t block_bytes = 4u << 20;                    // of a transfer, at most
+    unsigned depth = 32;                                // the most transfers in flight
+    uint32_t block_bytes = 4u << 20;                    // the most bytes of a transfer
     std::chrono::nanoseconds write_slack{100'000'000};  // a write's deadline is this much later
-    std::shared_ptr<Faults> faults;                     // none: no wrapper
+    std::shared_ptr<Faults> faults;                     // none: the backend is not wrapped
 };
 
 struct Facts {
     BackendReport chosen;
-    std::vector<BackendReport> rejected;  // those tried before it
+    std::vector<BackendReport> rejected;  // backends tried before this one
     uint64_t registered_bytes = 0;
-    std::string registration_failure;  // of the last register_buffer; empty: none
+    std::string registration_failure;  // of the last register_buffer; empty: it succeeded
 };
 
 // [Note: ordering]
-// Requests in flight together are unordered, overlapping or not: whoever needs an order waits for
-// the first before asking for the second. Blocks go out by deadline, then by order of arrival. A
-// sync covers the writes whose futures were done when it was asked for, and no others.
+// Requests in flight together are unordered, whether they overlap or not. A caller that needs an
+// order waits for the first request before making the second. Blocks go out by deadline, then by
+// order of arrival. A sync covers the writes whose futures were done when the sync was requested,
+// and no other writes.
 //
 // [Note: sleeping]
-// The submission thread sleeps in its backend, in the same call that waits for completions. Whoever
-// hands it a request wakes it only if it has said, under the mutex, that it sleeps and has a free
-// slot: a saturated engine is never interrupted, for the next completion brings it round anyway.
+// The submission thread sleeps in its backend, in the same call that waits for completions. Before
+// it sleeps, it notes under the mutex whether it has a free slot. A thread that hands it a request
+// wakes it only if it sleeps with a free slot. So a saturated engine is never interrupted: its next
+// completion ends the sleep anyway.
 class Engine {
   public:
     // Throws BadRequest, Unavailable, StorageFailure.
@@ -58,17 +60,19 @@ class Engine {
     Engine& operator=(const Engine&) = delete;
 
     std::shared_ptr<File> open(const std::string& path, bool writable);
-    // Refuses further requests, waits for those under way.
+    // Refuses further requests, and waits for the requests under way.
     void close_file(const std::shared_ptr<File>& file);
 
-    // Takes over the requests; their futures are told. A closed engine fails them with ECANCELED.
+    // Takes over the requests and tells their futures when they land. A closed engine fails them
+    // with ECANCELED.
     void submit(std::vector<std::unique_ptr<Request>> requests);
 
-    // Whether the memory is registered now, until the engine is closed; the reason against it is in
-    // the facts.
+    // Registers memory until the engine is closed. Returns whether it is registered. The reason for
+    // a failure is in the facts.
     bool register_buffer(std::byte* address, size_t bytes);
 
-    // Cancels what the kernel does not have, waits for what it has. Does nothing a second time.
+    // Cancels the transfers that the kernel does not have, and waits for the others. A second call
+    // does nothing.
     void close();
 
     bool closed() const;
@@ -78,7 +82,7 @@ class Engine {
     std::chrono::nanoseconds slack(Kind kind) const {
         return kind == Kind::write ? options_.write_slack : std::chrono::nanoseconds(0);
     }
-    // A forked child has no submission thread: nothing but destruction is allowed there.
+    // True in a forked child, which has no submission thread: only destruction is allowed there.
     bool forked() const { return process_.forked(); }
 
   private:
@@ -98,7 +102,7 @@ class Engine {
     const Process process_;
     const Options options_;
 
-    mutable std::mutex mutex_;  // guards all below, and File::pending and File::closed
+    mutable std::mutex mutex_;  // guards all members below, and File::pending and File::closed
     std::condition_variable landed_;
     Inbox inbox_;
     bool wake_me_ = false;  // the thread sleeps and has a free slot

@@ -1,4 +1,4 @@
-// What the core throws; the bindings turn these into infinity.errors.
+// The errors that the core throws. The bindings turn them into errors of infinity.errors.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace infinity::aio {
 
-// An operation on a path failed: what a StorageError says.
+// A failed operation on a path: the content of a StorageError.
 struct Failure {
     std::string operation;  // a verb for people: "read", "open"
     std::string path;
@@ -17,7 +17,8 @@ struct Failure {
     int error = 0;                   // errno; end_of_file for a read past the end
 };
 
-// A read met the end of the file: no errno exists for that, and no disk reports this one.
+// The error of a read that met the end of the file. No errno exists for that, and disks do not
+// report this one.
 inline constexpr int end_of_file = 61;  // ENODATA
 
 class StorageFailure : public std::exception {
@@ -30,7 +31,7 @@ class StorageFailure : public std::exception {
     Failure failure_;
 };
 
-// The caller asked for something that cannot be: a ConfigError's cause and cure.
+// The caller asked for something impossible: the cause and cure of a ConfigError.
 class BadRequest : public std::invalid_argument {
   public:
     BadRequest(const std::string& cause, std::string cure)
@@ -41,13 +42,13 @@ class BadRequest : public std::invalid_argument {
     std::string cure_;
 };
 
-// A backend that this machine does not offer; what() says why.
+// Thrown for a backend that this machine does not offer. what() gives the reason.
 class Unavailable : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;
 };
 
-// "io_uring_setup: Operation not permitted (errno 1)"
+// For example "io_uring_setup: Operation not permitted (errno 1)".
 std::string describe_errno(const std::string& call, int error);
 
 }  // namespace infinity::aio

@@ -56,7 +56,7 @@ std::vector<FaultRule> Faults::next(Kind kind) {
 
 namespace {
 
-constexpr std::chrono::milliseconds look_interval{1};  // for releases
+constexpr std::chrono::milliseconds look_interval{1};  // between looks for releases
 
 class Faulty final : public Backend {
   public:
@@ -80,8 +80,8 @@ class Faulty final : public Backend {
     struct Held {
         Transfer* transfer;
         TimePoint due;
-        uint64_t releases;             // it waits for more than these
-        std::vector<FaultRule> rules;  // what else happens to it then
+        uint64_t releases;             // the transfer waits for more releases than these
+        std::vector<FaultRule> rules;  // the rules that act on the transfer afterwards
     };
 
     void release(Transfer& transfer, const std::vector<FaultRule>& rules);
@@ -89,7 +89,7 @@ class Faulty final : public Backend {
     std::unique_ptr<Backend> inner_;
     std::shared_ptr<Faults> faults_;
     std::vector<Held> held_;
-    std::vector<Completion> ready_;  // completed here, never seen by the inner backend
+    std::vector<Completion> ready_;  // completed by this backend, never seen by the inner one
 };
 
 void Faulty::submit(Transfer& transfer) {
@@ -117,8 +117,8 @@ void Faulty::release(Transfer& transfer, const std::vector<FaultRule>& rules) {
             return;
         }
         if (rule.action == FaultRule::Action::shorten && transfer.kind != Kind::sync) {
-            // Truly short: exactly so many bytes move, as after a real one. Buffered, because
-            // O_DIRECT would refuse the length.
+            // The transfer is made truly short: exactly this many bytes move. It is buffered,
+            // because O_DIRECT would refuse the length.
             const uint32_t bytes = std::min(rule.bytes, transfer.bytes);
             ready_.push_back({&transfer, bytes == 0 ? 0 : transfer_now(transfer, bytes, false)});
             return;
@@ -133,7 +133,7 @@ void Faulty::wait(TimePoint until, bool, std::vector<Completion>& done) {
     for (size_t i = 0; i < held_.size();) {
         const bool until_released = held_[i].due == TimePoint::max();
         if (until_released ? held_[i].releases == releases : held_[i].due > now) {
-            // Nobody wakes the engine at a release: it looks.
+            // A release does not wake the engine, so the engine looks for one.
             until = std::min(until, until_released ? now + look_interval : held_[i].due);
             ++i;
             continue;

@@ -1,4 +1,5 @@
-// Faults on purpose: a backend around another, which fails, shortens, delays or holds transfers.
+// Faults on purpose: a backend that wraps another one, and fails, shortens, delays or holds
+// transfers.
 #pragma once
 
 #include <array>
@@ -16,28 +17,28 @@ namespace infinity::aio {
 struct FaultRule {
     enum class Action { fail, shorten, delay, hold };
 
-    std::optional<Kind> kind;  // of the transfers it counts; none: all of them
-    uint64_t nth = 1;          // the first one it acts on, counted from when the rule was added
-    uint64_t times = 1;        // how many in a row
+    std::optional<Kind> kind;  // the kind of transfers that the rule counts; none: all kinds
+    uint64_t nth = 1;    // the first transfer it acts on, counted from when the rule was added
+    uint64_t times = 1;  // the number of transfers in a row
     Action action = Action::fail;
     int error = 0;                      // fail: errno
-    uint32_t bytes = 0;                 // shorten: at most this many move
+    uint32_t bytes = 0;                 // shorten: the most bytes that move
     std::chrono::nanoseconds delay{0};  // delay: before the transfer is handed on
 };
 
-// The rules and counts, shared between engines and the test that sets them. Thread-safe.
+// The rules and counts, which engines share with the test that sets them. Thread-safe.
 class Faults {
   public:
     static constexpr uint64_t always = std::numeric_limits<uint64_t>::max();
 
     void add(FaultRule rule);
-    void clear();                               // rules, not counts
-    void release();                             // what is held, and from now on
+    void clear();                               // removes the rules, keeps the counts
+    void release();                             // lets held transfers go, now and from now on
     std::array<uint64_t, kinds> calls() const;  // transfers seen since the start, by kind
     uint64_t fired() const;
     uint64_t releases() const;  // how often `release` was called
 
-    // The rules that act on the next transfer of this kind; counts it.
+    // Counts the next transfer of this kind, and returns the rules that act on it.
     std::vector<FaultRule> next(Kind kind);
 
   private:

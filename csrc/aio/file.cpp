@@ -36,8 +36,9 @@ constexpr unsigned statx_dioalign = 0x2000;
 #endif
 #endif
 
-// What the kernel says about direct I/O on this descriptor. Nothing said: 4 KiB, which every disk
-// takes. Said to be impossible: not direct.
+// The alignment that the kernel reports for direct I/O on this descriptor. If it reports nothing, 4
+// KiB, which every disk takes. If it reports that direct I/O is impossible, the result is not
+// direct.
 Alignment direct_alignment(int descriptor) {
     const auto page = static_cast<uint32_t>(sysconf(_SC_PAGESIZE));
     uint32_t memory = default_alignment;
@@ -83,7 +84,7 @@ std::shared_ptr<File> File::open(const std::string& path, bool writable, bool di
     if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
         throw BadRequest(path + " is neither a regular file nor a block device.",
                          "Give a file on a disk.");
-    posix_fadvise(file->buffered_, 0, 0, POSIX_FADV_RANDOM);  // a hint; memory files refuse it
+    posix_fadvise(file->buffered_, 0, 0, POSIX_FADV_RANDOM);  // a hint; files in memory refuse it
     if (direct && !lives_in_memory(file->buffered_)) file->open_direct();
     return file;
 }

@@ -1,4 +1,4 @@
-// One open file: its descriptors and what direct I/O on it needs.
+// One open file: its descriptors and the alignment that direct I/O on it needs.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,22 @@
 namespace infinity::aio {
 
 // [Note: unaligned parts]
-// O_DIRECT takes only aligned offsets, lengths and addresses. Whatever of a request does not fit
-// goes through a second descriptor without O_DIRECT, that is, through the page cache. Two rules
-// keep that coherent with direct transfers of *other* requests in flight nearby:
-// - The two kinds of transfer never share a page. A buffered write reads and later writes back
-//   whole pages; were a direct write to land on another sector of such a page in between, the
+// O_DIRECT takes only aligned offsets, lengths and addresses. Parts of a request that are not
+// aligned go through a second descriptor without O_DIRECT, that is, through the page cache. Two
+// rules keep these parts coherent with direct transfers of *other* requests in flight nearby:
+// - The two kinds of transfer never share a page. A buffered write reads whole pages and later
+//   writes them back. If a direct write landed on another sector of such a page in between, the
 //   write-back would undo it. So parts are cut at `granularity`, the larger of the page size and
 //   the device's alignment, though many devices would take 512 bytes.
-// - The buffered descriptor is POSIX_FADV_RANDOM: read-ahead would fill the cache with pages that a
+// - The buffered descriptor is POSIX_FADV_RANDOM. Read-ahead would fill the cache with pages that a
 //   direct write in flight is just replacing, and in larger units than a page.
-// Two requests that share a page without overlapping both reach it buffered, where the kernel's
-// locks order them. The kernel flushes and drops cached pages around every direct transfer, so a
-// later direct read sees buffered bytes. fdatasync on either descriptor covers both.
+// Two requests that share a page without overlapping both reach that page buffered, where the
+// kernel's locks order them. The kernel flushes and drops cached pages around every direct
+// transfer, so a later direct read sees buffered bytes. fdatasync on either descriptor covers the
+// writes of both.
 class File {
   public:
-    // Throws StorageFailure. `direct` false: never O_DIRECT.
+    // Throws StorageFailure. If `direct` is false, O_DIRECT is never used.
     static std::shared_ptr<File> open(const std::string& path, bool writable, bool direct);
     ~File();
     File(const File&) = delete;
@@ -33,10 +34,11 @@ class File {
     const std::string& path() const { return path_; }
     bool writable() const { return writable_; }
     const Alignment& alignment() const { return alignment_; }
-    uint64_t size() const;  // bytes now
+    uint64_t size() const;  // the present size in bytes
     int descriptor(bool direct) const { return direct ? direct_ : buffered_; }
 
-    // Slots in the backend's table of registered files, or -1. Engine thread only.
+    // The file's slots in the backend's table of registered files, or -1. For the engine's thread
+    // only.
     int slot(bool direct) const { return direct ? direct_slot_ : buffered_slot_; }
     void set_slots(int direct_slot, int buffered_slot) {
         direct_slot_ = direct_slot;
@@ -44,7 +46,7 @@ class File {
     }
 
     // Guarded by the engine's mutex.
-    uint64_t pending = 0;  // requests not yet landed
+    uint64_t pending = 0;  // requests that have not landed yet
     bool closed = false;
 
   private:

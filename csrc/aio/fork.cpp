@@ -7,7 +7,7 @@
 namespace infinity::aio {
 namespace {
 
-// An atomic load per call; getpid() would be a system call.
+// Read by an atomic load at every call, where getpid() would be a system call.
 std::atomic<uint64_t> generation{0};
 
 void count_fork() { generation.fetch_add(1, std::memory_order_relaxed); }

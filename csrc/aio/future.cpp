@@ -12,7 +12,8 @@
 namespace infinity::aio {
 namespace {
 
-// std::atomic::wait knows neither a deadline nor signals, and Ctrl-C must end a wait.
+// A futex call of our own: std::atomic::wait knows neither a deadline nor signals, and Ctrl-C must
+// end a wait.
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* until) {
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
     return syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, until, nullptr,
@@ -49,8 +50,9 @@ Future::Wait Future::wait(TimePoint until) noexcept {
     uint32_t seen = pending;
     word_.compare_exchange_strong(seen, awaited, std::memory_order_acquire);
     if (seen == finished) return Wait::done;
-    // A limit, though a far one, in every sleep: without a timeout the kernel restarts the call
-    // after a signal handler that was installed with SA_RESTART, and nobody would look at it.
+    // Every sleep has a limit, though a far one. Without a limit the kernel restarts the call after
+    // a signal handler that was installed with SA_RESTART, and the handler's exception would go
+    // unseen.
     const TimePoint horizon = Clock::now() + std::chrono::hours(1);
     const timespec limit = absolute(until < horizon ? until : horizon);
     const long outcome = futex(&word_, FUTEX_WAIT_BITSET, awaited, &limit);

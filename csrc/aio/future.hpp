@@ -1,4 +1,4 @@
-// The result of one request, or of several that were asked for together.
+// The result of one request, or of several requests that were made together.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@ namespace infinity::aio {
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as Python's time.monotonic()
 using TimePoint = Clock::time_point;
 
-// Done when all parts have landed; from then on no engine touches the memory of the request.
-// Completing costs a system call only where somebody waits.
+// A future is done when all parts have landed. From then on no engine touches the memory of the
+// request. Completing a future costs a system call only if somebody waits.
 class Future {
   public:
     enum class Wait { done, timeout, interrupted };
@@ -28,20 +28,22 @@ class Future {
     Future(const Future&) = delete;
     Future& operator=(const Future&) = delete;
 
-    // One part has landed. The first failure of any part is the future's.
+    // Notes that one part has landed. The first failure of any part is the future's failure.
     void land() noexcept;
     void land(Failure failure) noexcept;
 
     bool done() const noexcept { return word_.load(std::memory_order_acquire) == finished; }
 
-    // Sleeps until done, `until`, or a signal handler has run in this thread.
+    // Sleeps until the future is done, until `until`, or until a signal handler has run in this
+    // thread.
     Wait wait(TimePoint until) noexcept;
 
-    // When it was asked for, and, once done, when the last part landed: not when somebody looked.
+    // When the request was made and, once done, when its last part landed. Neither depends on when
+    // somebody asked.
     TimePoint submitted() const noexcept { return submitted_; }
     TimePoint landed() const noexcept { return landed_; }
 
-    // Once done: what went wrong, or nullptr.
+    // Once done: the failure, or nullptr.
     const Failure* failure() const noexcept { return failure_ ? &*failure_ : nullptr; }
     uint64_t bytes() const noexcept { return bytes_; }
 
@@ -51,10 +53,10 @@ class Future {
     std::atomic<uint32_t> word_{pending};  // what waiters sleep on (futex)
     const uint64_t bytes_;
     std::atomic<uint32_t> parts_;
-    std::atomic<bool> failed_{false};  // claims failure_
+    std::atomic<bool> failed_{false};  // set by the thread that may write failure_
     std::optional<Failure> failure_;
     const TimePoint submitted_ = Clock::now();
-    TimePoint landed_{};  // the last part's to write; word_ publishes it
+    TimePoint landed_{};  // written by the last part, published by word_
 };
 
 }  // namespace infinity::aio

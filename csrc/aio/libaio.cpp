@@ -1,5 +1,5 @@
-// Linux native AIO by raw system calls. Direct transfers are asynchronous; buffered ones are done
-// inside io_submit, so they hold up the engine's thread, but nothing already in the kernel.
+// Linux native AIO by raw system calls. Direct transfers are asynchronous. Buffered ones are done
+// inside io_submit, so they block the engine's thread, but no transfer that the kernel already has.
 #include <linux/aio_abi.h>
 #include <poll.h>
 #include <sys/syscall.h>
@@ -49,7 +49,7 @@ void Libaio::submit(Transfer& transfer) {
     control = iocb{};
     control.aio_data = reinterpret_cast<uint64_t>(&transfer);
     control.aio_fildes = static_cast<uint32_t>(transfer.file->descriptor(transfer.direct));
-    // Completions signal the eventfd that wake() signals too: one sleep serves both.
+    // Completions signal the same eventfd as wake(), so one sleep waits for both.
     control.aio_flags = IOCB_FLAG_RESFD;
     control.aio_resfd = static_cast<uint32_t>(wakeup_.descriptor());
     switch (transfer.kind) {
@@ -72,7 +72,7 @@ void Libaio::wait(TimePoint until, bool wakeable, std::vector<Completion>& done)
     flush(done);
     const bool may_sleep = done.size() == before && until > Clock::now();
     if (may_sleep && !wakeable && in_kernel_ > 0 && until == TimePoint::max()) {
-        reap(1, done);  // nobody will call: sleep and collect in one system call
+        reap(1, done);  // no wake() is expected: sleep and collect in one system call
         return;
     }
     if (may_sleep) sleep(until);
@@ -98,8 +98,8 @@ void Libaio::flush(std::vector<Completion>& done) {
     prepared_.erase(prepared_.begin(), prepared_.begin() + static_cast<std::ptrdiff_t>(first));
 }
 
-// io_submit stops at a control block that it will not take. That is the transfer's result, except
-// that kernels before 4.18 know no IOCB_CMD_FDSYNC.
+// io_submit stops at a control block that it will not take, and the error is that transfer's
+// result. An exception: kernels before 4.18 do not know IOCB_CMD_FDSYNC.
 void Libaio::refuse(iocb& control, int error, std::vector<Completion>& done) {
     auto* transfer = reinterpret_cast<Transfer*>(control.aio_data);
     if (transfer->kind == Kind::sync && error == EINVAL)

@@ -7,7 +7,8 @@
 namespace infinity::aio {
 namespace {
 
-// A transfer that the kernel keeps refusing fails after 0.1 s in all: 0.1 ms, doubled up to 20 ms.
+// The most attempts of a transfer. One that the kernel keeps refusing fails after 0.1 s in all: the
+// pauses begin at 0.1 ms and double up to 20 ms.
 constexpr uint32_t most_tries = 12;
 constexpr std::chrono::microseconds first_backoff{100};
 constexpr std::chrono::microseconds longest_backoff{20'000};
@@ -95,7 +96,7 @@ void Loop::land(Transfer& transfer, int64_t result) {
     if (result < 0) {
         const int error = static_cast<int>(-result);
         if (error == EAGAIN || error == EINTR) return retry(transfer, error);
-        // A file system that asks for more alignment than it has told: the page cache takes all.
+        // This file system asks for more alignment than it reported, so the page cache takes all.
         if (error == EINVAL && transfer.direct && transfer.kind != Kind::sync) {
             transfer.direct = false;
             return send(transfer);
@@ -106,7 +107,7 @@ void Loop::land(Transfer& transfer, int64_t result) {
     if (result > transfer.bytes) return fail(transfer, EIO);
     if (result == 0) {
         if (transfer.kind == Kind::read) return fail(transfer, end_of_file);
-        return retry(transfer, EIO);  // a write that moves nothing gives no reason
+        return retry(transfer, EIO);  // a write that moves no bytes gives no reason
     }
     advance(transfer, static_cast<uint32_t>(result));
 }
@@ -121,7 +122,7 @@ void Loop::advance(Transfer& transfer, uint32_t moved) {
     transfer.bytes -= moved;
     transfer.tries = 0;
     transfer.direct = transfer.direct && aligned(transfer);
-    if (transfer.request->failed) return retire(transfer);  // nobody wants the rest
+    if (transfer.request->failed) return retire(transfer);  // the rest is not wanted any more
     send(transfer);
 }
 
@@ -133,8 +134,8 @@ void Loop::retry(Transfer& transfer, int error) {
     parked_.push_back(&transfer);
 }
 
-// The first failure is the request's. Blocks in flight still land before its future does: the
-// memory is the kernel's until then.
+// Fails the transfer's request. The first failure counts. Blocks in flight still land before the
+// future does, since the kernel may use the memory until then.
 void Loop::fail(Transfer& transfer, int error) {
     Request& request = *transfer.request;
     if (!request.failed) {
@@ -153,7 +154,7 @@ void Loop::retire(Transfer& transfer) {
     finish_if_landed(request);
 }
 
-// A failed request may land while it is still queued; the queue's entry then goes when its turn
+// A failed request may land while it is still queued. Its entry in the queue goes when its turn
 // comes, so the request outlives its landing.
 void Loop::finish_if_landed(Request* request) {
     if (request->in_flight != 0 || !request->issued()) return;

@@ -1,4 +1,4 @@
-// What the submission thread owns: requests on their way through a backend.
+// The state of the submission thread: requests on their way through a backend.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace infinity::aio {
 
-// A request that is over, its future not told yet.
+// A request that is over, whose future has not been told yet.
 struct Landed {
     std::shared_ptr<Future> future;
     std::shared_ptr<File> file;
@@ -27,8 +27,8 @@ struct Landed {
     }
 };
 
-// One thread at a time. The engine's mutex lets others hand requests to that thread; none of them
-// comes in here.
+// The loop belongs to one thread at a time. Other threads hand requests to that thread under the
+// engine's mutex, and never call the loop.
 class Loop {
   public:
     Loop(Backend& backend, unsigned depth, uint32_t block_bytes);
@@ -40,19 +40,19 @@ class Loop {
     // Fills free slots with blocks, earliest deadline first.
     void issue();
 
-    // No slot is free, so that a new request could not start.
+    // True if no slot is free, so that a new request could not start.
     bool full() const { return free_.empty(); }
-    // Nothing is in flight or queued.
+    // True if nothing is in flight or queued.
     bool idle() const { return free_.size() == transfers_.size() && queue_.empty(); }
 
-    // One trip to the backend, then lands what came back.
+    // Waits for the backend once, and lands the transfers that came back.
     void wait(bool wakeable);
 
-    // Fails all that the kernel does not have yet.
+    // Fails all transfers that the kernel does not have yet.
     void cancel();
 
-    // The requests that have landed since the last call. Whoever takes them tells their futures,
-    // after publishing the stats: a caller whose future is done finds it counted.
+    // The requests that have landed since the last call. The caller publishes the stats and then
+    // tells the requests' futures, so that a request whose future is done is already counted.
     std::vector<Landed> take_landed();
     Stats stats() const;
 
@@ -71,7 +71,7 @@ class Loop {
     DeadlineQueue queue_;
     std::vector<Transfer> transfers_;
     std::vector<Transfer*> free_;
-    std::vector<Transfer*> parked_;  // waiting out a back-off
+    std::vector<Transfer*> parked_;  // waiting before they are tried again
     std::vector<Completion> completions_;
     std::vector<Landed> landed_;
     uint64_t sequence_ = 0;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::chrono::seconds patience{30};
 
-// A nameless file, or one whose name is gone when this returns.
+// Makes a file without a name, or a file whose name is removed before this function returns.
 std::shared_ptr<File> temporary_file(const std::optional<std::string>& directory, bool direct) {
     const auto adopt = [direct](int descriptor) {
         std::shared_ptr<File> file;
@@ -54,12 +54,13 @@ std::shared_ptr<File> temporary_file(const std::optional<std::string>& directory
     return file;
 }
 
-// All that a transfer touches, on the heap: should the kernel never answer, it is leaked.
+// Everything that a transfer touches. It lives on the heap, and is leaked if the kernel never
+// answers.
 struct Trip {
     std::unique_ptr<Backend> backend;
     std::shared_ptr<File> file;
     std::unique_ptr<std::byte, decltype(&std::free)> memory{nullptr, &std::free};
-    uint32_t bytes = 0;  // of each half of the memory: what is written, what is read
+    uint32_t bytes = 0;  // bytes of each half of the memory: one is written, one is read
 
     int64_t transfer(Kind kind, bool direct) {
         Transfer transfer;
@@ -79,7 +80,7 @@ struct Trip {
     }
 };
 
-// Empty, or why the round trip failed.
+// Tries a write and a read. Returns an empty string, or why the round trip failed.
 std::string round_trip(const std::string& name, const std::shared_ptr<File>& file, bool direct,
                        std::string& features) {
     auto trip = std::make_unique<Trip>();
@@ -131,8 +132,8 @@ BackendReport try_backend(const std::string& name, const std::shared_ptr<File>& 
     return report;
 }
 
-// On a thread of its own: io_uring gives every task that uses it kernel workers, which stay until
-// that task ends, and the caller's should not get any.
+// Tries a backend on a thread of its own: io_uring gives every task that uses it kernel workers,
+// which stay until the task ends. The calling task should not get any.
 BackendReport try_aside(const std::string& name, const std::shared_ptr<File>& file) {
     BackendReport report;
     std::exception_ptr thrown;
@@ -147,7 +148,8 @@ BackendReport try_aside(const std::string& name, const std::shared_ptr<File>& fi
     return report;
 }
 
-// The place of a failure as the caller knows it, not as a descriptor.
+// Runs the action, and names the directory in its failures, as the caller knows it, in place of a
+// descriptor.
 template <typename Action>
 auto naming(const std::optional<std::string>& directory, const Action& action) {
     try {

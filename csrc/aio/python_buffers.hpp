@@ -1,4 +1,4 @@
-// Buffers as Python gives them, and who keeps them alive.
+// Buffers as Python gives them, and the objects that keep them alive.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@ namespace infinity::aio {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-// Memory and whoever keeps it alive.
+// Memory and the object that keeps it alive.
 struct Span {
     std::byte* address = nullptr;
     uint64_t bytes = 0;
@@ -41,7 +41,8 @@ inline Span span_of_buffer(nb::handle buffer, bool writable) {
             std::move(view)};
 }
 
-// torch tensors and storages, by what they offer rather than by type: torch is not imported here.
+// Takes torch tensors and storages by their methods rather than by their type, since torch is not
+// imported here.
 inline Span span_of_tensor(nb::handle tensor) {
     if (nb::cast<std::string>(tensor.attr("device").attr("type")) != "cpu")
         raise_config_error("The tensor is not in host memory.",
@@ -74,19 +75,20 @@ inline Span span_of(nb::handle buffer, bool writable) {
                        buffer_cure);
 }
 
-// All of it under the GIL. Never destroyed: it may outlive the interpreter.
+// Requests that Python dropped before they landed, with the owners of their memory. Used under the
+// GIL only. Never destroyed: it may outlive the interpreter.
 class Orphans {
   public:
     void adopt(std::shared_ptr<Future> future, nb::object owner) {
         waiting_.emplace_back(std::move(future), std::move(owner));
     }
 
-    // Drops the owners of what has landed. Cheap: all are looked at once in as many calls as there
-    // are entries, or whenever `all` asks for it.
+    // Drops the owners of requests that have landed. The cost is spread: all entries are checked
+    // once in as many calls as there are entries, or at once if `all` is set.
     void reap(bool all) {
         if (waiting_.empty() || (!all && ++calls_ < waiting_.size())) return;
         calls_ = 0;
-        std::vector<Entry> landed;  // dropped last: an owner's destructor may come back here
+        std::vector<Entry> landed;  // dropped last: an owner's destructor may call reap()
         for (size_t i = 0; i < waiting_.size();) {
             if (!waiting_[i].first->done()) {
                 ++i;

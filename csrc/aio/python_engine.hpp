@@ -1,4 +1,4 @@
-// Engines, files and volumes as Python holds them, and how a request of theirs starts.
+// Engines, files and volumes as Python holds them, and how their requests start.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -49,7 +49,7 @@ class PyEngine {
     std::shared_ptr<Engine> engine_;
 };
 
-// All open engines, for the end of the interpreter. Under the GIL.
+// All open engines, for the end of the interpreter. Guarded by the GIL.
 inline std::vector<std::weak_ptr<Engine>>& engines() {
     static auto* const instance = new std::vector<std::weak_ptr<Engine>>;
     return *instance;
@@ -72,9 +72,9 @@ inline void make_engine(PyEngine* self, std::optional<std::string> directory, st
     new (self) PyEngine(std::move(engine));
 }
 
-// Registered with atexit. Engines must not meet the end of the interpreter with requests in flight
-// (their memory would go under the kernel's feet), nor a thread come back from a wait to an
-// interpreter that is being taken down.
+// Registered with atexit. Engines must not meet the end of the interpreter with requests in flight,
+// whose memory would be freed while the kernel uses it. Nor may a thread come back from a wait to
+// an interpreter that is being taken down.
 inline void leave() {
     for (const std::weak_ptr<Engine>& known : engines()) {
         const std::shared_ptr<Engine> engine = known.lock();

@@ -1,4 +1,4 @@
-// The core's errors as those of infinity.errors.
+// Turns the core's errors into those of infinity.errors.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -30,7 +30,7 @@ inline nb::object make_storage_error(const Failure& failure) {
     return errors_of("storage_error")(failure.operation, failure.path, offset, failure.error);
 }
 
-// Runs something that may throw the core's exceptions, with the GIL released.
+// Runs an action that may throw the core's exceptions, with the GIL released.
 template <typename Action>
 auto unlocked(const Action& action) {
     std::optional<Failure> failure;

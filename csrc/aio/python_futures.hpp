@@ -1,4 +1,4 @@
-// Requests as Python holds them: a future, and when it began and ended.
+// Requests as Python holds them: a future, and the times at which the request began and ended.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -24,7 +24,8 @@ using namespace nb::literals;
         "Make a new engine in the child, or start children with spawn.");
 }
 
-// When a request began and ended. Without its memory: who keeps this keeps no buffer taken.
+// The times at which a request began and ended. It does not hold the request's memory, so keeping
+// it keeps no buffer in use.
 class PyTiming {
   public:
     explicit PyTiming(std::shared_ptr<Future> future) : future_(std::move(future)) {}
@@ -50,7 +51,7 @@ class PyFuture {
         : future_(std::move(future)), owner_(std::move(owner)), engines_(std::move(engines)) {}
     PyFuture(PyFuture&&) = default;
     ~PyFuture() {
-        // The kernel may still use the memory; in a forked child there is no kernel to wait for.
+        // The kernel may still use the memory. In a forked child there is no request to wait for.
         if (future_ && owner_.is_valid() && !future_->done() && !process_.forked())
             orphans().adopt(std::move(future_), std::move(owner_));
     }
@@ -58,7 +59,7 @@ class PyFuture {
     bool done() const { return future_->done(); }
     PyTiming timing() const { return PyTiming(future_); }
 
-    // False after the time limit. Throws what a signal handler throws.
+    // Returns false after the time limit. Throws the exception of a signal handler.
     bool landed_by(TimePoint until) {
         while (!future_->done()) {
             if (process_.forked()) raise_forked();
@@ -76,7 +77,7 @@ class PyFuture {
         return true;
     }
 
-    // Of a landed request: its error or None.
+    // The error of a landed request, or None.
     nb::object error() const {
         const Failure* failure = future_->failure();
         return failure ? make_storage_error(*failure) : nb::none();
@@ -90,11 +91,11 @@ class PyFuture {
     Process process_;
     std::shared_ptr<Future> future_;
     nb::object owner_;
-    std::vector<std::shared_ptr<Engine>> engines_;  // one closes when nobody holds it
+    std::vector<std::shared_ptr<Engine>> engines_;  // an engine closes when nobody holds it
 };
 
 inline TimePoint limit_of(std::optional<double> timeout) {
-    // Beyond some years, or not a number: no limit.
+    // A timeout of some decades, or one that is not a number, means no limit.
     if (!timeout || !(*timeout < 1e9)) return TimePoint::max();
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(
                               std::chrono::duration<double>(std::max(*timeout, 0.0)));

@@ -1,4 +1,4 @@
-// Requests in the order in which their blocks go out: earliest deadline first.
+// Requests in the order in which their blocks go out: the earliest deadline first.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace infinity::aio {
 
-// A heap of requests, not of blocks: a request of a terabyte is one entry, cut as room appears, and
-// one with an earlier deadline overtakes it between two blocks.
+// A heap of requests, not of blocks. A request of a terabyte is one entry, and blocks are cut off
+// it as slots come free. A request with an earlier deadline overtakes it between two blocks.
 class DeadlineQueue {
   public:
     bool empty() const { return heap_.empty(); }

@@ -1,4 +1,4 @@
-// A thread that no signal is delivered to.
+// A thread that receives no signals.
 #pragma once
 
 #include <pthread.h>
@@ -12,8 +12,8 @@
 
 namespace infinity::aio {
 
-// Signals are for the program's own threads; this one, and those it starts, inherit a full mask.
-// Throws Unavailable.
+// Starts a thread with all signals blocked: signals are for the program's own threads. Threads that
+// the new thread starts inherit its mask. Throws Unavailable.
 template <typename Action>
 std::thread quiet_thread(Action&& action) {
     sigset_t all;

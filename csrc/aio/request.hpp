@@ -1,4 +1,5 @@
-// A request is what a caller asks for; a transfer is what a backend does, one block of a request.
+// Requests and transfers. A caller makes a request, and a backend does transfers: blocks of a
+// request.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ enum class Kind : uint8_t { read, write, sync };
 inline constexpr int kinds = 3;
 const char* verb(Kind kind);
 
-// What direct I/O on a file asks for, in bytes; powers of two.
+// The alignment in bytes that direct I/O on a file asks for. Both are powers of two.
 struct Alignment {
     bool direct = false;
     uint32_t memory = 1;
@@ -35,8 +36,9 @@ struct Block {
     bool direct = false;
 };
 
-// The first block to be cut off a range: as much as can go directly, up to block_bytes; before an
-// aligned offset, behind the last one, and where the memory does not fit, a buffered one.
+// The first block to cut off a range. It is direct where that is possible, of at most block_bytes.
+// It is buffered before the first aligned offset, after the last one, and where the memory is not
+// aligned.
 inline Block first_block(const Range& range, const Alignment& alignment, uint32_t block_bytes) {
     const auto buffered = [&](uint64_t bytes) {
         return Block{static_cast<uint32_t>(std::min<uint64_t>(bytes, block_bytes)), false};
@@ -59,11 +61,11 @@ struct Request {
     TimePoint deadline;
     std::shared_ptr<Future> future;
 
-    // Below: engine thread only.
+    // For the engine's thread only, from here on.
     uint64_t sequence = 0;  // order of arrival, among equal deadlines
     uint32_t in_flight = 0;
     bool queued = false;
-    bool started = false;  // a sync has no bytes to count
+    bool started = false;  // false for a sync, until it is handed out: a sync has no bytes to count
     bool failed = false;
     Failure failure;
 
@@ -71,7 +73,7 @@ struct Request {
 };
 
 struct Transfer {
-    uint32_t slot = 0;  // its index among the engine's transfers: backends keep arrays by it
+    uint32_t slot = 0;  // its index among the engine's transfers, by which backends keep arrays
     Kind kind = Kind::read;
     bool direct = false;
     File* file = nullptr;
@@ -79,9 +81,9 @@ struct Transfer {
     uint64_t offset = 0;
     uint32_t bytes = 0;
 
-    // Below: the loop's.
+    // For the loop only, from here on.
     Request* request = nullptr;
-    uint32_t tries = 0;  // since bytes last moved
+    uint32_t tries = 0;  // attempts since bytes last moved
     TimePoint not_before;
 };
 

@@ -1,4 +1,4 @@
-// What an engine has done since it started.
+// Counts of what an engine has done since it started.
 #pragma once
 
 #include <array>
@@ -8,19 +8,19 @@
 
 namespace infinity::aio {
 
-// Arrays are by Kind.
+// Counts of an engine. Arrays are indexed by Kind.
 struct Stats {
-    std::array<uint64_t, kinds> requests{};    // landed, well or not
+    std::array<uint64_t, kinds> requests{};    // landed, with or without an error
     std::array<uint64_t, kinds> transfers{};   // handed to the backend, resubmissions included
-    std::array<uint64_t, kinds> bytes{};       // moved
+    std::array<uint64_t, kinds> bytes{};       // bytes moved
     std::array<double, kinds> busy_seconds{};  // time with at least one transfer in flight
-    uint64_t failures = 0;                     // requests landed with an error
-    uint64_t retries = 0;                      // after EAGAIN or EINTR
+    uint64_t failures = 0;                     // requests that landed with an error
+    uint64_t retries = 0;                      // attempts after EAGAIN or EINTR
     uint64_t short_transfers = 0;
-    uint64_t buffered_bytes = 0;  // moved through the page cache
-    uint64_t queue_peak = 0;      // requests waiting for a free slot
-    uint64_t in_flight_peak = 0;  // transfers
-    uint64_t waits = 0;           // trips of the submission thread to the backend
+    uint64_t buffered_bytes = 0;  // bytes moved through the page cache
+    uint64_t queue_peak = 0;      // the most requests that waited for a free slot
+    uint64_t in_flight_peak = 0;  // the most transfers in flight
+    uint64_t waits = 0;           // times that the submission thread waited in the backend
 };
 
 }  // namespace infinity::aio

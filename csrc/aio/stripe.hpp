@@ -1,4 +1,4 @@
-// Where the bytes of a volume over several files lie.
+// The map of a volume's bytes to the several files that it lies in.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ struct Extent {
 };
 
 // [Note: striping]
-// A volume is a sequence of stripes of `stripe_bytes`. A period has as many stripes as the weights
-// add up to, weights[i] of them in file i, spread as evenly as they go (smooth weighted
-// round-robin, ties to the lower file). Each file holds its stripes in order without gaps.
-// The map follows from (weights, stripe_bytes) alone, and a manifest stores just these: the
+// A volume is a sequence of stripes of `stripe_bytes`. A period has as many stripes as the sum of
+// the weights. weights[i] of them lie in file i, and they are spread as evenly as possible (smooth
+// weighted round-robin, ties to the lower file). Each file holds its stripes in order without gaps.
+// The map follows from (weights, stripe_bytes) alone, and a manifest stores just these two. So the
 // algorithm is part of the file format.
 class StripeMap {
   public:
@@ -29,14 +29,14 @@ class StripeMap {
     // The file of each stripe of a period.
     const std::vector<uint32_t>& period() const { return period_; }
 
-    // In the volume's order; neighbours in one file are merged.
+    // Extents in the volume's order. Neighbours in one file are merged.
     std::vector<Extent> extents(uint64_t offset, uint64_t bytes) const;
 
   private:
     std::vector<uint32_t> weights_;
     uint64_t stripe_bytes_;
     std::vector<uint32_t> period_;
-    std::vector<uint32_t> rank_;  // of a stripe among those of its file in the period
+    std::vector<uint32_t> rank_;  // of each stripe, among the stripes of its file in the period
 };
 
 }  // namespace infinity::aio

@@ -32,8 +32,8 @@ class Threads final : public Backend {
 
     const unsigned limit_;
     std::mutex mutex_;
-    std::condition_variable work_;    // something in queue_, or stopping_
-    std::condition_variable landed_;  // something in landing_, or woken_
+    std::condition_variable work_;    // queue_ is not empty, or stopping_
+    std::condition_variable landed_;  // landing_ is not empty, or woken_
     std::deque<Transfer*> queue_;
     std::vector<Completion> landing_;
     unsigned idle_ = 0;
@@ -54,13 +54,13 @@ Threads::~Threads() {
 void Threads::submit(Transfer& transfer) {
     const std::lock_guard lock(mutex_);
     queue_.push_back(&transfer);
-    // Threads appear as the queue asks for them; the engine's thread blocks all signals, and they
-    // inherit that.
+    // Threads are started as the queue needs them. They inherit the mask of the engine's thread,
+    // which blocks all signals.
     if (idle_ < queue_.size() && workers_.size() < limit_) {
         try {
             workers_.emplace_back([this] { work(); });
         } catch (const std::system_error&) {
-            if (!workers_.empty()) return;  // the others will get to it
+            if (!workers_.empty()) return;  // the other threads will take the work
             queue_.pop_back();
             landing_.push_back({&transfer, -EAGAIN});  // the engine tries again a little later
             return;

@@ -1,4 +1,4 @@
-// io_uring: submission and waiting in one system call, no data copied, nothing pinned twice.
+// io_uring: submission and waiting in one system call, no data copied, no memory pinned twice.
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -20,8 +20,8 @@ constexpr unsigned buffer_slots = 1024;
 constexpr size_t buffer_piece = size_t{1} << 30;  // the kernel's limit for one registered buffer
 constexpr uint64_t wake_tag = 0;
 
-// Where the eventfd's count goes. Static: closing a ring cancels the read on it, but later and
-// elsewhere, so the target must outlive every ring.
+// The target of reads of the eventfd's count. It is static, since closing a ring cancels the read
+// on it, but later and elsewhere. So the target must outlive every ring.
 uint64_t discarded_count;
 
 class Uring final : public Backend {
@@ -55,13 +55,13 @@ class Uring final : public Backend {
     int buffer_index(const Transfer& transfer) const;
     int update_buffer(unsigned index, std::byte* address, size_t bytes);
 
-    // Before the ring: closing the ring comes first.
+    // Declared before the ring, so that the ring is closed first.
     Wakeup wakeup_;
     Ring ring_;
     bool armed_ = false;
-    std::vector<int> files_;  // descriptor per slot, -1 free; empty: no table
+    std::vector<int> files_;  // descriptor per slot, -1: free; empty: there is no table
     std::vector<Piece> buffers_;
-    unsigned buffers_used_ = 0;  // no piece lies at or beyond
+    unsigned buffers_used_ = 0;  // no registered piece lies at this slot or beyond
     std::string no_buffers_;     // why there is no table
 };
 
@@ -142,7 +142,8 @@ void Uring::reap(std::vector<Completion>& done) {
     }
 }
 
-// The kernel refuses submissions altogether: whatever the reason, no transfer may be left waiting.
+// Fails the unsubmitted transfers after the kernel has refused submissions altogether. Whatever the
+// reason is, no transfer may be left waiting.
 void Uring::fail_unsubmitted(int error, std::vector<Completion>& done) {
     Sqe entry;
     while (ring_.take_back(entry)) {

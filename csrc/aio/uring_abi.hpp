@@ -1,7 +1,7 @@
-// The part of the kernel's io_uring interface that is used here. Declared rather than included:
-// <linux/io_uring.h> is missing or too old on many build machines (manylinux images among them),
-// and what the running kernel offers is found out at run time anyway. tests/native/test_aio_abi.cpp
-// compares this with the header where there is one.
+// The part of the kernel's io_uring interface that is used here. It is declared rather than
+// included, because <linux/io_uring.h> is missing or too old on many build machines, manylinux
+// images among them. What the running kernel offers is found out at run time anyway.
+// tests/native/test_aio_abi.cpp compares these declarations with the header where there is one.
 #pragma once
 
 #include <sys/syscall.h>

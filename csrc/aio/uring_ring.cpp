@@ -37,8 +37,9 @@ Ring::Ring(unsigned entries) {
 }
 
 void Ring::set_up(unsigned entries) {
-    // DEFER_TASKRUN: completions are processed when this thread asks for them and interrupt it at
-    // no other time; needs a single issuer, which start() makes the engine's thread.
+    // DEFER_TASKRUN: completions are processed only when this thread asks for them, so they
+    // interrupt it at no other time. The flag needs a single issuer, which start() makes the
+    // engine's thread.
     constexpr uint32_t attempts[] = {setup_single_issuer | setup_defer_taskrun | setup_r_disabled,
                                      setup_coop_taskrun, 0};
     for (const uint32_t flags : attempts) {
@@ -123,8 +124,8 @@ bool Ring::next(Cqe& completion) {
 
 long Ring::enter(unsigned submit, bool sleep, TimePoint until) {
     store_release(sq_tail_, tail_);
-    // GETEVENTS even without sleeping: with DEFER_TASKRUN nothing completes otherwise, and it also
-    // brings back completions that overflowed the ring.
+    // GETEVENTS is set even without sleeping. With DEFER_TASKRUN nothing completes otherwise, and
+    // the flag also brings back completions that overflowed the ring.
     if (!sleep) return enter_call(submit, 0, enter_getevents, nullptr, 0);
     if (until == TimePoint::max()) return enter_call(submit, 1, enter_getevents, nullptr, 0);
     const auto left =

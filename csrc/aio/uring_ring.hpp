@@ -1,4 +1,4 @@
-// The two queues that io_uring shares with the kernel.
+// The submission queue and the completion queue that io_uring shares with the kernel.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace infinity::aio::uring {
 
-// The ring's descriptor and its two shared mappings. Of one thread.
+// The ring's descriptor and its two shared mappings. For use by one thread.
 class Ring {
   public:
     // Throws Unavailable with the reason.
@@ -18,14 +18,15 @@ class Ring {
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    // The next free entry. There is always one: entries >= outstanding transfers + the wake-up.
+    // The next free entry. There always is one, since the ring has more entries than there can be
+    // transfers outstanding and a wake-up.
     Sqe& prepare();
-    // Prepared, not yet consumed by the kernel.
+    // The number of entries prepared that the kernel has not consumed yet.
     unsigned unsubmitted() const;
-    // Takes the unsubmitted entries back, newest first; false when there is none.
+    // Takes back the newest entry that was not submitted. Returns false if there is none.
     bool take_back(Sqe& entry);
-    // Submits so many entries and, if it is to sleep, waits for a completion until then. Returns
-    // what the system call did, or -errno.
+    // Submits `submit` entries and, with `sleep`, waits for a completion until `until`. Returns the
+    // result of the system call, or -errno.
     long enter(unsigned submit, bool sleep, TimePoint until);
     bool next(Cqe& completion);
     long register_with(unsigned operation, const void* argument, unsigned count) const;

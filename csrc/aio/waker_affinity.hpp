@@ -1,4 +1,4 @@
-// Keeps a thread off the CPU of those that wake it.
+// Keeps a thread off the CPU of the threads that wake it.
 #pragma once
 
 #include <pthread.h>
@@ -6,12 +6,13 @@
 
 namespace infinity::aio {
 
-// A thread that is woken is often put on the waker's CPU, and interrupts it for the 50 to 100 us
-// that submitting some MiB takes. The waker is a trainer's thread, for which the threads that it
-// computes with wait meanwhile: on any other CPU less is lost. Not thread-safe.
+// Moves a thread off the waker's CPU. The kernel often puts a woken thread there, where it
+// interrupts the waker for the 50 to 100 us that submitting some MiB takes. The waker is a
+// trainer's thread, and the threads that it computes with wait for it meanwhile. On any other CPU
+// less time is lost. Not thread-safe.
 class Aside {
   public:
-    // The thread may run where the calling one may now.
+    // The thread may run on the CPUs that the calling thread may use now.
     Aside() { known_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0; }
 
     // The calling thread is about to wake `thread`.

@@ -26,7 +26,8 @@ class Wakeup {
         // Cannot fail: the counter would have to reach 2^64 - 1 first.
         [[maybe_unused]] const ssize_t written = ::write(descriptor_, &one, sizeof one);
     }
-    // Sleeps until signalled, unless it has been since the last clear().
+    // Sleeps until signal() has been called since the last clear(), and resets the count of
+    // signals.
     void clear() const {
         uint64_t count;
         [[maybe_unused]] const ssize_t got = ::read(descriptor_, &count, sizeof count);

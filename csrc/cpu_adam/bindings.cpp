@@ -1,5 +1,5 @@
-// The Python face of the core, as thin as it can be: infinity/cpu_adam.py checks tensors and holds
-// the documentation. Addresses come in as integers, so that no torch ABI is needed.
+// The Python face of the core, kept thin: the package infinity/cpu_adam checks tensors and holds
+// the documentation. Addresses are passed as integers, so that no torch ABI is needed.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -35,7 +35,7 @@ T* pointer(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Waits in slices, so that Ctrl-C reaches a thread that waits for a long update.
+// Waits in slices, so that Ctrl-C can interrupt a wait for a long update.
 bool wait_seeing_signals(const Ticket& ticket, std::optional<double> timeout) {
     using Clock = std::chrono::steady_clock;
     constexpr double kSlice = 0.05;
@@ -63,8 +63,8 @@ struct JobTicket {
     std::shared_ptr<J> job;
 };
 
-// A pool together with the Python objects whose memory its jobs use. No thread of the pool knows of
-// them: they are let go under the GIL, by the first call that finds their job done.
+// A pool together with the Python objects whose memory its jobs use. The pool's threads do not know
+// these objects. The first call that finds a job done drops its objects, under the GIL.
 class OwningPool {
   public:
     OwningPool(const std::vector<int>& cpus, const std::string& isa, size_t chunk, bool openmp)
@@ -93,7 +93,8 @@ class OwningPool {
     }
 
     void reap() {
-        // Letting an object go can run any Python code, this method too: take them out first.
+        // Dropping an object can run any Python code, even this method, so the objects are taken
+        // out first.
         std::vector<std::pair<std::shared_ptr<Job>, nb::object>> done;
         const auto finished = [](const auto& each) { return each.first->done(); };
         std::copy_if(held_.begin(), held_.end(), std::back_inserter(done), finished);
@@ -215,7 +216,7 @@ void translate(const std::exception_ptr& caught, void*) {
     }
 }
 
-// As infinity/device_update/table.py packs them.
+// The layout that infinity/device_update/table.py packs.
 static_assert(sizeof(UpdateLaunch) == 3936 && offsetof(UpdateLaunch, hypers) == 28 &&
               offsetof(UpdateLaunch, seeds) == 732 && offsetof(UpdateLaunch, hyper) == 3292);
 static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&
@@ -287,7 +288,7 @@ void bind_pool(nb::module_& m) {
 
 NB_MODULE(_cpu_adam, m) {
     using namespace infinity::cpu_adam;
-    // An instance that lives until the interpreter ends is not a fault to print about.
+    // An instance may live until the interpreter ends, so leaks are not reported.
     nb::set_leak_warnings(false);
     nb::register_exception_translator(translate);
     bind_formats(m);
@@ -308,7 +309,7 @@ NB_MODULE(_cpu_adam, m) {
         [](const nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>& sums,
            double start) { return sum_in_order(sums.data(), sums.size(), start); },
         "sums"_a, "start"_a);
-    // The bytes of a Folded, for launches on a device; the first one is its rule.
+    // The bytes of a Folded, for launches on a device. The first byte is the rule.
     m.def(
         "fold",
         [](const Hyper& hyper, double scale) {

@@ -1,11 +1,11 @@
-// The kernels as NVRTC compiles them for a device. INFINITY_UPDATES names the updates that it may be
-// asked for, each as INFINITY_UPDATE(Rule, Dtype, ParameterFormat, MomentFormat): all that there are
-// would take minutes.
+// The kernels as NVRTC compiles them for a device. INFINITY_UPDATES names the updates that may be
+// requested, each as INFINITY_UPDATE(Rule, Dtype, ParameterFormat, MomentFormat). Compiling all
+// possible updates would take minutes.
 #include "vec_warp.hpp"
-// Needs Vec.
+// Needs the Vec included above.
 #include "kernels.inl"
 #include "updates.inl"
-// Needs these.
+// Needs kernels.inl and updates.inl.
 #include "device.inl"
 
 namespace infinity::cpu_adam {
@@ -39,7 +39,8 @@ inline uint32_t warp_of_launch() {
 
 using namespace infinity::cpu_adam;
 
-// Four blocks a multiprocessor: what a few spilled bytes cost, more loads under way repay.
+// Four blocks a multiprocessor: the additional loads under way gain more than a few spilled bytes
+// cost.
 extern "C" __global__ __launch_bounds__(256, 4) void infinity_update(
     const __grid_constant__ UpdateLaunch launch) {
     update_tile(launch, warp_of_launch());

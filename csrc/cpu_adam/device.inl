@@ -1,14 +1,15 @@
-// What one warp of a launch does. Needs vec_warp.hpp and kernels.inl.
+// The work of one warp of a launch. Needs vec_warp.hpp and kernels.inl.
 
 #include "device.hpp"
 
 namespace infinity::cpu_adam {
 namespace {
 
-// Runs the update that the piece and the rule call for.
+// Runs the update that the piece's formats and the rule select.
 void run_update(const DevicePiece& piece, const Folded& folded, const Range& range);
 
-// The last of [first, end) that begins at `at` or before: the one that `at` is in.
+// The index in [first, end) of the last entry of `before` that is at most `at`: the piece that `at`
+// is in.
 inline uint32_t find(const uint32_t* before, uint32_t first, uint32_t end, uint32_t at) {
     while (end - first > 1) {
         const uint32_t middle = first + (end - first) / 2;

@@ -1,11 +1,10 @@
-// The kernels of device.cu for the CPU, where tests run them: a loop over warps stands for the
-// grid.
+// The kernels of device.cu for the CPU, where tests run them. A loop over warps replaces the grid.
 #define INFINITY_HOST_KERNELS
 #include "vec_warp.hpp"
-// Needs Vec.
+// Needs the Vec included above.
 #include "kernels.inl"
 #include "table.inl"
-// Needs these.
+// Needs kernels.inl and table.inl.
 #include "device.inl"
 
 namespace infinity::cpu_adam {

@@ -1,4 +1,4 @@
-// The one error that this core raises: an argument that cannot be used. The bindings turn it into
+// The only error that this core throws: an argument cannot be used. The bindings turn it into
 // infinity.ConfigError.
 #pragma once
 

@@ -1,5 +1,5 @@
-// The floating-point mode that the bits of this core are defined in: round to nearest, denormals
-// kept. A thread inherits its creator's mode on Linux, so without this a process that called
+// The floating-point mode in which the bits of this core are defined: round to nearest, denormals
+// kept. On Linux a thread inherits its creator's mode. Without this file, a process that called
 // torch.set_flush_denormal(True) would compute other bits.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace infinity::cpu_adam {
 
-// Puts the calling thread into that mode until the end of the scope.
+// Puts the calling thread into the default mode until the end of the scope.
 class DefaultFloatMode {
   public:
     DefaultFloatMode() : before_(read()) { write(kDefault); }

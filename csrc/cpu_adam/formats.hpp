@@ -1,8 +1,8 @@
-// What lies in memory, and the plain structs that cross from the host side into the kernels.
+// The formats of arrays in memory, and the plain structs that the host side passes to the kernels.
 //
 // This header is included by files compiled for instruction sets that the running CPU may lack, so
-// it holds plain data only: an inline function here could be emitted with AVX-512 code and then be
-// picked by the linker for everybody.
+// it holds plain data only. An inline function here could be emitted with AVX-512 code, and the
+// linker could then pick that copy for everybody.
 #pragma once
 
 #if defined(__CUDACC_RTC__)  // NVRTC has no standard library
@@ -28,7 +28,7 @@ namespace infinity::cpu_adam {
 enum class Dtype : uint8_t { kF32, kBf16, kF16 };
 constexpr int kDtypes = 3;
 
-// How the fp32 master parameter is kept, and which copy of it the pass writes out.
+// How the fp32 master parameter is kept, and which copy of it an update writes.
 enum class ParameterFormat : uint8_t {
     kPlain,      // fp32 master, no copy
     kPlainF32,   // fp32 master, fp32 copy out
@@ -38,7 +38,7 @@ enum class ParameterFormat : uint8_t {
 };
 constexpr int kParameterFormats = 5;
 
-// How the moments are kept; see moments.inl for the codes.
+// How moments are kept. See moments.inl for the codes.
 enum class MomentFormat : uint8_t {
     kF32,
     kBf16,  // rounded stochastically
@@ -46,8 +46,8 @@ enum class MomentFormat : uint8_t {
 };
 constexpr int kMomentFormats = 3;
 
-// One arithmetic each. SGD without momentum keeps no state, and Adam with a beta of at most one
-// half takes other formulas, so they are rules of their own.
+// The update rules, one for each arithmetic. SGD without momentum keeps no state, and Adam with a
+// beta of at most one half takes other formulas, so these are rules of their own.
 enum class Rule : uint8_t {
     kAdamW,
     kAdamWSmallBeta,
@@ -59,25 +59,26 @@ enum class Rule : uint8_t {
 };
 constexpr int kRules = 7;
 
-// Elements per block, counted from a parameter's first element: norms are summed per block, and
-// work is cut at block boundaries only, so that no block of kCodeBlock straddles two threads.
+// Elements per block, counted from a parameter's first element. Norms are summed per block. Work is
+// cut at block boundaries only, so no block of kCodeBlock elements is shared by two threads.
 constexpr size_t kBlock = 4096;
 
 // Elements that share an exponent in kInt8, counted from a parameter's first element. 64 fp32
-// elements are the 256 bytes to which parameters are aligned: a block has the slot of its first
-// element divided by 64, and no two blocks of an array have the same one.
+// elements take 256 bytes, the alignment of parameters. A block's exponent has the slot of its
+// first element divided by 64, so no two blocks of an array have the same slot.
 constexpr size_t kCodeBlock = 64;
 static_assert(kBlock % kCodeBlock == 0);
 
-// Of kInt8's codes, see the note on them in moments.inl. Binades between the unit and the
-// exponent of a block: of first moments, which are means and have a sign, and of second ones, which
-// are sums of squares, have none and are never rounded to 0.
+// The spans of kInt8's codes, see the note on them in moments.inl. A span is the number of binades
+// between the unit and the exponent of a block. First moments are means and have a sign. Second
+// moments are sums of squares, have no sign, and are never rounded to 0.
 constexpr uint32_t kFirstSpan = 15;
 constexpr uint32_t kSecondSpan = 31;
-constexpr int kCodeBit = 20;          // of an fp32: where a code begins
+constexpr int kCodeBit = 20;          // the first bit of a code in an fp32
 constexpr uint32_t kNotFinite = 255;  // the exponent of a block that is NaN
-// Added to the bits of a block's largest magnitude before they say its exponent: what would round
-// up to the next binade (of x / s + 1, hence the 512) belongs to it already.
+// Added to the bits of a block's largest magnitude before its exponent is taken. A magnitude that
+// would round up to the next binade belongs to that binade already. What is rounded is x / s + 1,
+// hence the 512.
 constexpr uint32_t kRoundsUp = (1U << kCodeBit) + 512U;
 
 // [Note: fixed lanes] Element i of a block is squared into fp64 lane i % kLanes, and the lanes are
@@ -85,7 +86,7 @@ constexpr uint32_t kRoundsUp = (1U << kCodeBit) + 512U;
 // (the square of an fp32 is exact in fp64, so fused or not makes no difference), hence equal bits.
 constexpr size_t kLanes = 32;
 
-// A hyper-parameter set folded to the fp32 constants of the kernels; see fold() for the formulas.
+// A set of hyper-parameters folded to the kernels' fp32 constants. See fold() for the formulas.
 struct Folded {
     Rule rule;
     bool first_step;      // SGD: the momentum buffer has no content yet
@@ -103,7 +104,7 @@ struct Folded {
     float eps;
 };
 
-// The arrays of an update, indexed by the same element number. Unused ones are null.
+// The arrays of an update, all indexed by the same element number. Unused arrays are null.
 struct UpdateArrays {
     const void* grad = nullptr;     // Dtype elements
     const float* acc = nullptr;     // added to the gradient
@@ -112,31 +113,32 @@ struct UpdateArrays {
     void* copy = nullptr;           // copy out, written only
     void* first_moment = nullptr;   // Adam: mean of gradients; SGD: momentum buffer
     void* second_moment = nullptr;  // Adam: mean of squares; Adagrad: sum of squares
-    // kInt8: biased exponents, of the block that starts at element i in slot i / kCodeBlock.
+    // kInt8: biased exponents. The block that starts at element i has its exponent in slot i /
+    // kCodeBlock.
     uint8_t* first_scale = nullptr;
     uint8_t* second_scale = nullptr;
 };
 
-// The elements that one call updates, and which random bits round their moments.
+// The elements that one call updates, and the source of the random bits that round their moments.
 struct Range {
     size_t begin;    // index into the arrays
     size_t count;    // elements
-    uint32_t index;  // of the first one in its parameter, modulo 2^32
-    uint32_t seed;   // of the parameter and its step
+    uint32_t index;  // index of the first element in its parameter, modulo 2^32
+    uint32_t seed;   // depends on the parameter and the step
 };
 
 // The arrays of a gradient pass: x = grad (+ acc), optionally stored to acc, optionally squared.
 struct GradientArrays {
     const void* grad = nullptr;
     float* acc = nullptr;
-    void* copy = nullptr;  // gets the bytes of grad, unless it is null
+    void* copy = nullptr;  // gets the bytes of grad, if it is not null
     bool read_acc = false;
     bool write_acc = false;
     bool squares = false;
-    float scale = 1.0F;  // squares are of x * scale
+    float scale = 1.0F;  // the values that are squared are x * scale
 };
 
-// One array of a bandwidth measurement.
+// How one array of a bandwidth measurement is used.
 enum class Access : uint8_t { kRead, kWrite, kReadWrite };
 struct StreamArray {
     unsigned char* data;
@@ -145,11 +147,11 @@ struct StreamArray {
 };
 constexpr int kMaxStreamArrays = 8;
 
-// True where a scaled gradient was not finite.
+// Returns true if a scaled gradient was not finite.
 using UpdateKernel = bool (*)(const UpdateArrays&, const Folded&, const Range&);
-// Writes one sum per started block of kBlock elements into `sums` if squares are asked for.
+// If squares are requested, writes into `sums` one sum for each started block of kBlock elements.
 using GradientKernel = void (*)(const GradientArrays&, size_t begin, size_t count, double* sums);
-// Returns a digest of what was read, so that no read can be left out.
+// Returns a digest of the bytes that were read, so that the compiler can leave no read out.
 using StreamKernel = uint64_t (*)(const StreamArray*, int arrays, size_t granule, size_t begin,
                                   size_t count);
 

@@ -42,7 +42,7 @@ struct Parameters {
         if constexpr (kBf16) Vec::stream_bf16(narrow_copy + i, x);
         if constexpr (kF16) Vec::stream_f16(narrow_copy + i, x);
     }
-    // `streaming`: whether i is aligned for it.
+    // streaming: whether the copy at i is aligned for streaming stores.
     INFINITY_INLINE void write_copy(size_t i, F x, bool streaming, Full lanes) const {
         if (streaming) {
             stream_copy(i, x);
@@ -61,7 +61,7 @@ struct Parameters {
             prefetch_group(master, i);
         }
     }
-    // Elements from i until the copy is aligned for streaming stores.
+    // The number of elements from i until the copy is aligned for streaming stores.
     size_t until_aligned(size_t i) const {
         if constexpr (kCopyBytes != 0) {
             constexpr uintptr_t kLine = 64;  // no store is longer

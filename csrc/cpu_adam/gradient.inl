@@ -11,7 +11,7 @@ INFINITY_INLINE F accumulate(const GradientArrays& a, size_t i, L lanes) {
     return x;
 }
 
-// Unrolled by recursion, so that every lane is a register.
+// Unrolled by recursion, so that every lane is kept in a register.
 template <Dtype D, size_t kFrom = 0>
 INFINITY_INLINE void add_group(const GradientArrays& a, F scale, size_t i, Vec::Squares& squares) {
     if constexpr (kFrom < kLanes) {
@@ -48,7 +48,8 @@ void accumulate_block(const GradientArrays& a, size_t begin, size_t count) {
     if (i < end) accumulate<D>(a, i, Part(end - i));
 }
 
-// A block's gradient is in the nearest cache from one of these to the next.
+// Works block by block, so that a block's gradient stays in the nearest cache from one pass to the
+// next.
 template <Dtype D>
 void gradient(const GradientArrays& a, size_t begin, size_t count, double* sums) {
     constexpr size_t kBytes = D == Dtype::kF32 ? 4 : 2;

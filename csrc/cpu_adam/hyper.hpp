@@ -1,4 +1,4 @@
-// Hyper-parameters as the user gave them (fp64), and their folding into the kernels' constants.
+// Hyper-parameters as the user gave them (fp64), and their folding to the kernels' constants.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace infinity::cpu_adam {
 
 // Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) or with
-// L2 (Kingma and Ba, arXiv:1412.6980, algorithm 1, the decay added to the gradient). `step` counts
-// from 1: it is the number of updates after this one.
+// L2 regularisation (Kingma and Ba, arXiv:1412.6980, algorithm 1, with the decay added to the
+// gradient). `step` counts from 1: it is the number of updates, this one included.
 struct AdamHyper {
     bool decoupled;
     double lr;
@@ -22,8 +22,8 @@ struct AdamHyper {
     bool maximize;
 };
 
-// SGD as torch.optim.SGD defines it: on the first step the momentum buffer becomes the gradient,
-// undamped.
+// SGD as torch.optim.SGD defines it. On the first step the momentum buffer becomes the gradient,
+// without dampening.
 struct SgdHyper {
     double lr;
     double momentum;
@@ -46,9 +46,9 @@ struct AdagradHyper {
 
 using Hyper = std::variant<AdamHyper, SgdHyper, AdagradHyper>;
 
-// Checks the ranges (ConfigError) and computes every constant in fp64 before it is rounded once.
-// `scale` multiplies the gradient: unscaling times clipping. Any value is taken, for a non-finite
-// one belongs to a step that the caller asked for.
+// Checks the ranges (ConfigError), computes every constant in fp64 and rounds it once. `scale`
+// multiplies the gradient: unscaling times clipping. It may have any value, since a non-finite
+// scale belongs to a step that the caller asked for.
 Folded fold(const Hyper& hyper, double scale);
 
 bool uses_first_moment(Rule rule);

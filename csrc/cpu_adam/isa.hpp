@@ -1,4 +1,4 @@
-// Which instruction sets were compiled, which of them this CPU runs, and the choice among them.
+// The compiled instruction sets, the ones that this CPU can run, and the choice among them.
 #pragma once
 
 #include <string>
@@ -16,11 +16,12 @@ extern const KernelTable kAvx512Kernels;
 extern const KernelTable kNeonKernels;
 #endif
 
-// The compiled kernels that this CPU and kernel can run, best first; the last one is "scalar".
+// The compiled kernels that this CPU and operating system can run, best first. The last one is
+// "scalar".
 const std::vector<const KernelTable*>& runnable_kernels();
 
-// The kernels of that name; an empty name stands for $INFINITY_ISA, and without it for the best.
-// Throws ConfigError for an unknown name and for one that this machine cannot run.
+// The kernels with that name. An empty name stands for $INFINITY_ISA or, if that is not set, for
+// the best. Throws ConfigError for an unknown name and for kernels that this machine cannot run.
 const KernelTable& select_kernels(const std::string& name = "");
 
 }  // namespace infinity::cpu_adam

@@ -35,7 +35,8 @@ size_t moment_bytes(MomentFormat format) {
     }
 }
 
-// One array of a request, as the checks see it: an entry for every `elements_per_entry` elements.
+// One array of a request, as the checks see it. It has one entry for every `elements_per_entry`
+// elements.
 struct Array {
     const char* name;
     const void* data;
@@ -43,7 +44,7 @@ struct Array {
     bool written;
     size_t elements_per_entry = 1;
 
-    // Bytes up to the entry of the last of so many elements.
+    // The number of bytes up to the entry of the last of `elements` elements.
     size_t bytes(size_t elements) const {
         const size_t whole = elements / elements_per_entry;
         return (whole + (elements % elements_per_entry != 0 ? 1 : 0)) * bytes_per_entry;
@@ -112,7 +113,8 @@ void check_segments(const std::vector<Segment>& segments, size_t elements) {
     }
 }
 
-// Blocks count from a parameter's first element, and each has a slot of its own.
+// Checks that every segment starts at a multiple of kCodeBlock, in the arrays and in its parameter.
+// Then blocks count from the parameter's first element, and each block has a slot of its own.
 void check_blocks(const std::vector<Segment>& segments) {
     for (size_t i = 0; i < segments.size(); ++i) {
         const Segment& s = segments[i];
@@ -137,7 +139,7 @@ Chunks cut(const std::vector<Segment>& segments, size_t chunk) {
     for (size_t index = 0; index < segments.size(); ++index) {
         const Segment& s = segments[index];
         for (size_t done = 0; done < s.count;) {
-            // Whole blocks, unless the rest of the segment fits.
+            // Take whole blocks, unless the rest of the segment fits.
             size_t take = std::min(s.count - done, room);
             if (take < s.count - done) take -= take % kBlock;
             if (take == 0) {
@@ -154,7 +156,7 @@ Chunks cut(const std::vector<Segment>& segments, size_t chunk) {
     return plan;
 }
 
-// The bytes between the first and the last element that any segment names.
+// The bytes from the first to the last element that any segment contains, for each array.
 std::vector<ByteRange> touched(const std::vector<Array>& arrays,
                                const std::vector<Segment>& segments) {
     size_t begin = SIZE_MAX;

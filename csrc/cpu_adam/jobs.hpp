@@ -1,4 +1,4 @@
-// Requests in terms of flat arrays and segments, checked and cut into the chunks of a Job.
+// Requests on flat arrays and segments, which are checked and cut into the chunks of a Job.
 #pragma once
 
 #include <atomic>
@@ -12,23 +12,23 @@
 
 namespace infinity::cpu_adam {
 
-// Elements per chunk unless told otherwise: a pass over one is some 100 us, far above the cost of
-// handing it out and far below that of a whole page.
+// The default number of elements in a chunk. One pass over a chunk takes some 100 us, far more than
+// handing the chunk out, and far less than a whole page.
 constexpr size_t kDefaultChunk = 16 * kBlock;
 
-// A contiguous part of the arrays that belongs to one parameter. Blocks count from `start`, so a
-// parameter that is split over segments must be split at multiples of kBlock of its elements.
-// Updates alone use what follows `count`.
+// A contiguous part of the arrays that belongs to one parameter. Blocks are counted from `start`,
+// so a parameter that is split over segments must be split at multiples of kBlock of its elements.
+// Only updates use the members after `count`.
 struct Segment {
     size_t start;
     size_t count;
-    size_t hyper = 0;   // index of its hyper-parameters
-    size_t index = 0;   // of the first element in its parameter
+    size_t hyper = 0;   // index of the parameter's hyper-parameters
+    size_t index = 0;   // index of the first element in its parameter
     uint32_t seed = 0;  // of the parameter and step, for moments that are rounded stochastically
 };
 
 struct UpdateRequest {
-    size_t elements;  // length of every array
+    size_t elements;  // the length of every array
     Dtype grad_dtype;
     ParameterFormat format;
     MomentFormat moments;
@@ -48,18 +48,18 @@ struct GradientRequest {
 struct StreamRequest {
     size_t elements;
     std::vector<StreamArray> arrays;
-    size_t granule;  // elements of one array before the next one's turn
+    size_t granule;  // elements that are taken from one array before the next
 };
 
-// Elements [begin, begin + count) of one segment; begin is a whole number of blocks into it.
+// Elements [begin, begin + count) of one segment. `begin` is a multiple of kBlock.
 struct Piece {
     size_t segment;
     size_t begin;
     size_t count;
 };
 
-// Pieces in chunks of about the asked size, small segments sharing one. Chunk c holds the pieces
-// [first[c], first[c + 1]).
+// Pieces, grouped into chunks of about the requested size. Small segments share a chunk. Chunk c
+// holds the pieces [first[c], first[c + 1]).
 struct Chunks {
     std::vector<Piece> pieces;
     std::vector<size_t> first{0};
@@ -70,7 +70,8 @@ class UpdateJob : public Job {
     UpdateJob(const KernelTable& kernels, const UpdateRequest& request, Chunks chunks,
               std::vector<Folded> folded, std::vector<ByteRange> touches);
     void run(size_t chunk) noexcept override;
-    // The segments, by index, in which a scaled gradient was not finite. For a finished job.
+    // Indices of the segments in which a scaled gradient was not finite. Valid once the job is
+    // done.
     std::vector<size_t> nonfinite() const;
 
   private:
@@ -86,7 +87,7 @@ class GradientJob : public Job {
     GradientJob(const KernelTable& kernels, const GradientRequest& request, Chunks chunks,
                 std::vector<ByteRange> touches);
     void run(size_t chunk) noexcept override;
-    // The sums of squares of one segment's blocks, in order. For a finished job.
+    // The sums of squares of one segment's blocks, in order. Valid once the job is done.
     std::vector<double> block_sums(size_t segment) const;
     size_t segments() const { return request_.segments.size(); }
 
@@ -94,7 +95,7 @@ class GradientJob : public Job {
     const KernelTable& kernels_;
     const GradientRequest request_;
     const Chunks plan_;
-    std::vector<size_t> first_block_;  // of each segment, into sums_
+    std::vector<size_t> first_block_;  // of each segment: index of its first block in sums_
     std::vector<double> sums_;
 };
 
@@ -111,9 +112,9 @@ class StreamJob : public Job {
     std::atomic<uint64_t> digest_{0};
 };
 
-// Each checks its request (ConfigError: null or misaligned arrays, segments outside them or
-// overlapping, arrays overlapping, formats that do not go together) before anything is touched.
-// `chunk` is in elements, a positive multiple of kBlock.
+// Each function checks its request before anything is touched, and throws ConfigError. Errors are
+// null or misaligned arrays, segments outside the arrays, overlapping segments or arrays, and
+// formats that do not go together. `chunk` is in elements, a positive multiple of kBlock.
 std::shared_ptr<UpdateJob> make_update_job(const KernelTable& kernels, UpdateRequest request,
                                            size_t chunk);
 std::shared_ptr<GradientJob> make_gradient_job(const KernelTable& kernels, GradientRequest request,
@@ -121,7 +122,8 @@ std::shared_ptr<GradientJob> make_gradient_job(const KernelTable& kernels, Gradi
 std::shared_ptr<StreamJob> make_stream_job(const KernelTable& kernels, StreamRequest request,
                                            size_t chunk);
 
-// The sum of the sums, one after the other: how a parameter's blocks make its total.
+// Adds the sums to `start` one after the other. This is how a parameter's total is made of its
+// blocks.
 double sum_in_order(const double* sums, size_t count, double start);
 
 }  // namespace infinity::cpu_adam

@@ -1,6 +1,6 @@
 #include "isa.hpp"
 #include "vec_avx2.hpp"
-// Needs Vec.
+// Needs the Vec included above.
 #include "kernels.inl"
 #include "stream.inl"
 #include "table.inl"

@@ -1,40 +1,42 @@
-// How moments are loaded and stored, and the random bits that round them. Part of kernels.inl.
+// Loading and storing of moments, and the random bits that round them. Part of kernels.inl.
 //
-// [Note: unbiased moments] A mean that moves by a thousandth a step stands still once half a unit
-// of its last place is more than that: rounded to nearest, a second moment in bf16 ends 24% from
-// where it should be. Rounded up with a probability equal to the part that is cut off, every mean
-// is right on average. The random bits are a hash of a key, the same for all of a parameter's
-// elements in one step, and of the element's index in its parameter: they follow neither chunk nor
-// thread nor page. In bf16 the low half of a hash rounds the first moment, the high half the
-// second. In int8 the elements k and k + 32 of a block share a hash, of k's index: of the one, the
-// low 20 bits round the first moment and the high 20 bits the second, of the other the low ones
-// round the second and the high ones the first. The eight bits that both have are the highest of
-// the low ones and the lowest of the high ones, which hardly ever decide.
+// [Note: unbiased moments] A mean that changes by a thousandth of itself in a step stands still if
+// that change is less than half a unit of its last place. Rounded to nearest, a second moment in
+// bf16 ends 24% from where it should be. Stochastic rounding goes up with a probability equal to
+// the part that is cut off, so every mean is right on average. The random bits are a hash of a key,
+// which all elements of a parameter share in one step, and of the element's index in its parameter.
+// They do not depend on chunk, thread or page. In bf16 the low half of a hash rounds the first
+// moment and the high half the second. In int8 the elements k and k + 32 of a block share a hash,
+// that of k's index. For element k, the low 20 bits round the first moment and the high 20 bits the
+// second. For element k + 32, the low bits round the second moment and the high bits the first.
+// Eight bits of the hash belong to both halves. They are the highest of the low bits and the lowest
+// of the high bits, and as the lowest bits they hardly ever decide a rounding.
 //
-// [Note: int8 codes] A block of kCodeBlock elements has an exponent e, that of its largest
-// magnitude; the unit s is 2^(e - kSpan). A magnitude x is kept as y = x / s + 1, a float of kSpan
-// + 1 binades whose three upper bits of mantissa, with the exponent above them, are the code: the
-// mu-law of telephony (ITU-T G.711) in more segments. Code 0 is 0; the steps are s / 8 at first and
-// double from each binade of y to the next, so that what is not tiny is off by one part in eight at
-// most, and rounding the bits of y is unbiased, for within a segment they are linear. The first
-// moment has a sign and 2^15 s, the second 2^31 s: its square root is as far-reaching. A second
-// moment that is not 0 is never stored as 0, or m / sqrt(v) would have no bound (the zero-point
-// problem, Li, Chen and Zhu, arXiv:2309.01507). A block with an element that is not finite, or
-// above 3.19e38, becomes NaN throughout: it says so rather than hide.
+// [Note: int8 codes] A block of kCodeBlock elements has an exponent e, which is that of its largest
+// magnitude. The unit is s = 2^(e - kSpan). A magnitude x is kept as y = x / s + 1, a float of
+// kSpan + 1 binades. The three upper bits of y's mantissa, with the exponent above them, are the
+// code: the mu-law of telephony (ITU-T G.711) with more segments. Code 0 is 0. The steps are s / 8
+// at first and double from each binade of y to the next, so a value that is not tiny is off by one
+// part in eight at most. Rounding the bits of y is unbiased, because y is linear in its bits within
+// a segment. The first moment has a sign and reaches 2^15 s, the second reaches 2^31 s: its square
+// root has the same reach. A second moment that is not 0 is never stored as 0, since m / sqrt(v)
+// would have no bound then (the zero-point problem, Li, Chen and Zhu, arXiv:2309.01507). A block
+// with an element that is not finite, or above 3.19e38, becomes NaN as a whole, so that the fault
+// shows.
 
 namespace infinity::cpu_adam {
 namespace {
 
 using U = Vec::U;
 
-// 2^32 / phi, and half of MurmurHash3's finaliser: enough to scatter a Weyl sequence.
+// 2^32 / phi. With half of MurmurHash3's finaliser it is enough to scatter a Weyl sequence.
 constexpr uint32_t kWeyl = 0x9E3779B1U;
 constexpr uint32_t kMix = 0x85EBCA6BU;
 
-// A constant that the compiler does not recognise as one: it is kept in a register or read as an
-// operand, rather than broadcast anew in every block.
+// Hides a constant from the compiler, which then keeps it in a register or reads it as an operand,
+// rather than broadcasting it anew in every block.
 inline uint32_t kept_constant(uint32_t x) {
-#if !defined(__CUDACC_RTC__)  // whose instructions have constants in them
+#if !defined(__CUDACC_RTC__)  // GPU instructions contain their constants
     __asm__("" : "+r"(x));
 #endif
     return x;
@@ -52,7 +54,8 @@ struct Noise {
         x = Vec::mul_u(x, mix);
         return Vec::xor_u(x, Vec::template shr<13>(x));
     }
-    // Seeds may be consecutive, keys may not. (The 32-bit mixer of C. Wellons' hash-prospector.)
+    // Consecutive seeds must not give consecutive keys. (The 32-bit mixer of C. Wellons'
+    // hash-prospector.)
     static uint32_t key(uint32_t x) {
         x = (x ^ (x >> 16)) * 0x7FEB352DU;
         x = (x ^ (x >> 15)) * 0x846CA68BU;
@@ -63,7 +66,7 @@ struct Noise {
     uint32_t start;
 };
 
-// Formats whose elements do not depend on each other.
+// Moments in fp32, whose elements do not depend on each other.
 struct MomentsF32 {
     static constexpr bool kBlocks = false;
     static constexpr bool kInfinite = true;
@@ -95,7 +98,8 @@ struct MomentsF32 {
     float* second;
 };
 
-// Quiet before they are stored: a payload does not outlive the rounding.
+// Moments in bf16. NaNs are made quiet before they are stored, since a payload does not survive the
+// rounding.
 struct MomentsBf16 {
     static constexpr bool kBlocks = false;
     static constexpr bool kInfinite = true;
@@ -138,22 +142,24 @@ constexpr uint32_t kNanBits = 0x7FC00000U;
 
 inline float float_of(uint32_t bits) { return Scalar::from_bits(bits); }
 
-// What the codes of a block are multiplied with.
+// The factors by which the codes of a block are decoded.
 struct Scale {
-    F binade;  // of the largest magnitude: 2^kSpan units
+    F binade;  // the binade of the largest magnitude: 2^kSpan units
     F minus_unit;
 };
 
-// See [Note: int8 codes]. kSpan: binades between the unit and the block's largest magnitude.
+// The codec of [Note: int8 codes]. kSpan: binades between the unit and the block's largest
+// magnitude.
 template <uint32_t kSpan>
 struct Compander {
-    static constexpr uint32_t kLowest = kSpan + 1;           // whose unit is still a normal number
+    static constexpr uint32_t kLowest = kSpan + 1;           // its unit is still a normal number
     static constexpr uint32_t kBase = (127U - kSpan) << 23;  // 1 / 2^kSpan
     static constexpr uint32_t kCodeMask = (8 * kSpan + 7) << kCodeBit;  // all bits of a code
     static_assert((kBase & kCodeMask) == 0);
     static_assert((kTwoBits & kCodeMask) == 0);
 
-    // The exponent of a block whose largest magnitude has these bits. Only a NaN has a sign.
+    // The exponent of a block whose largest magnitude has these bits. Only a NaN may have its sign
+    // bit set.
     static uint32_t exponent(uint32_t largest) {
         const uint32_t e = ((largest & 0x7FFFFFFFU) + kRoundsUp) >> 23;
         if (e < kLowest) return kLowest;
@@ -164,11 +170,12 @@ struct Compander {
         const F binade = Vec::set(float_of(bits));
         return {binade, Vec::mul(binade, Vec::set(-float_of(kBase)))};
     }
-    // Two over the unit; anything if the block is not finite.
+    // Two divided by the unit. The result may be anything if the block is not finite.
     static F inverse(uint32_t e) { return Vec::set(float_of((255U - (e - kSpan)) << 23)); }
 
-    // `code` from kCodeBit on, with anything beside it. The bits of y / 2^kSpan are the code's and
-    // others that are 0 in every code, so or does for add; (y - 1) s is then one fma.
+    // Decodes a code that begins at kCodeBit, whatever bits are beside it. The bits of y / 2^kSpan
+    // are the code's bits and constant bits that are 0 in every code, so an `or` replaces the
+    // addition. Then (y - 1) s is one fma.
     INFINITY_INLINE F decode(U code, const Scale& scale) const {
         const U y = Vec::and_or(code, code_mask, base);
         return Vec::fma(Vec::as_f(y), scale.binade, scale.minus_unit);
@@ -177,10 +184,11 @@ struct Compander {
     U base = Vec::set_u(kept_constant(kBase));
 };
 
-// A block's exponent is known when all of its elements are, so the new moments wait in registers.
+// Moments in int8. A block's exponent is known only when all elements are computed, so the new
+// moments wait in registers.
 struct MomentsInt8 {
     static constexpr bool kBlocks = true;
-    static constexpr bool kInfinite = false;  // finite below 2^128, or NaN
+    static constexpr bool kInfinite = false;  // values are finite below 2^128, or NaN
     using First = Compander<kFirstSpan>;
     using Second = Compander<kSecondSpan>;
 
@@ -191,7 +199,7 @@ struct MomentsInt8 {
           second_scale(a.second_scale),
           noise(range) {}
 
-    // Of the block that is under way: its codes and their scales, the largest new magnitudes.
+    // The block that is being updated: its codes, their scales, and the largest new magnitudes.
     struct Units {
         Vec::Codes first_codes;
         Vec::Codes second_codes;
@@ -199,20 +207,20 @@ struct MomentsInt8 {
         Scale second;
         U largest_first;
         U largest_second;
-        // k: from the first element of the block.
+        // k: index of the element in the block.
         template <class L>
         INFINITY_INLINE void see_first(F x, size_t k, L lanes) {
             const U y = Vec::keep(magnitude(x), lanes);
             largest_first = k == 0 ? y : Vec::max_u(largest_first, y);
         }
-        // No rule makes a second moment negative; a NaN's sign leaves it the largest.
+        // No rule makes a second moment negative. A NaN with its sign bit set is still the largest.
         template <class L>
         INFINITY_INLINE void see_second(F x, size_t k, L lanes) {
             const U y = Vec::keep(Vec::as_u(x), lanes);
             largest_second = k == 0 ? y : Vec::max_u(largest_second, y);
         }
     };
-    // n elements from i, the first of a block.
+    // Loads n elements from i, which is the first element of a block.
     template <class R>
     INFINITY_INLINE Units units(size_t i, size_t n) const {
         Units u{};
@@ -226,7 +234,7 @@ struct MomentsInt8 {
         }
         return u;
     }
-    // k: from the first element of the block.
+    // k: index of the element in the block.
     template <class L>
     INFINITY_INLINE F load_first(size_t k, const Units& u, L lanes) const {
         const F x =
@@ -239,7 +247,7 @@ struct MomentsInt8 {
         return second_codec.decode(Vec::template unpack<kCodeBit>(u.second_codes, k, lanes),
                                    u.second);
     }
-    // Of the block's new moments.
+    // The exponents of the block's new moments.
     struct Exponents {
         explicit Exponents(const Units& u)
             : first(First::exponent(Vec::largest(u.largest_first))),
@@ -247,7 +255,8 @@ struct MomentsInt8 {
         uint32_t first;
         uint32_t second;
     };
-    // The new codes and exponents of n elements from i; whether all of their moments are finite.
+    // Stores the new codes and exponents of n elements from i. Returns whether all moments are
+    // finite.
     template <class R>
     INFINITY_INLINE bool store(size_t i, size_t n, const F* m, const F* v, Exponents e) const {
         U first_code[kCodeBlock / kWidth] = {};
@@ -276,7 +285,8 @@ struct MomentsInt8 {
         }
         return (R::kSecond ? e.second : e.first) != kNotFinite;
     }
-    // What is not 0 is never stored as 0. Most blocks have no code of 0, and are not asked.
+    // Raises codes of 0 whose moment is not 0. Most blocks have no code of 0, and this is not
+    // called.
     INFINITY_INLINE void raise_zeros(uint8_t* p, const F* v, U* codes, size_t n) const {
         for (size_t k = 0; k < n; k += kWidth) {
             U& code = codes[k / kWidth];
@@ -284,17 +294,17 @@ struct MomentsInt8 {
         }
         Vec::template store_codes<kCodeBit, false>(p, codes, n);
     }
-    // Writes the exponent. Codes that were made of NaNs depend on the ISA, and give way to zeros.
+    // Writes the exponent. Codes made of NaNs depend on the ISA, so they are replaced by zeros.
     static INFINITY_INLINE void close(uint8_t* codes, uint8_t* scale, size_t i, size_t n,
                                       uint32_t e) {
         scale[i / kCodeBlock] = static_cast<uint8_t>(e);
         if (e == kNotFinite) {
-            Vec::fence();  // whoever stored them
+            Vec::fence();  // other lanes may have stored the codes
             for (size_t k = 0; k < n; ++k) codes[i + k] = 0;
         }
     }
-    // A code from kCodeBit on, below it what is left of it. `offset` is 2 with the sign of x, so
-    // that y comes doubled: none of the bits of 2 is one of a code's.
+    // Encodes x: the code begins at kCodeBit, with the rest of the mantissa below it. `offset` is 2
+    // with the sign of x, so that y is doubled: no bit of 2 is a bit of a code.
     static INFINITY_INLINE U encode(F x, F inverse, F offset, U random) {
         return Vec::add_u(Vec::as_u(Vec::fma(x, inverse, offset)), random);
     }

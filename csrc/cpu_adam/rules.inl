@@ -1,10 +1,12 @@
-// One element's arithmetic, per rule: moments() changes the moments, of format M, and the gradient
-// of a rule that decays it; parameter() returns the new parameter. Part of kernels.inl.
+// The arithmetic of one element, for each rule. moments() changes the moments, of format M, and the
+// gradient where the rule adds weight decay to it. parameter() returns the new parameter. Part of
+// kernels.inl.
 
 namespace infinity::cpu_adam {
 namespace {
 
-// kSmallBeta: for betas of at most one half the other form of each average is the accurate one.
+// kSmallBeta: for betas of at most one half, where the other form of each average is the accurate
+// one.
 template <bool kDecoupled, bool kSmallBeta>
 struct Adam {
     static constexpr bool kFirst = true;
@@ -29,13 +31,14 @@ struct Adam {
     }
     INFINITY_INLINE F parameter(F p, F, F m, F v) const {
         const F ratio = Vec::div(m, Vec::fma(Vec::sqrt(v), root_scale, eps));
-        // The whole change is formed first: one rounding at the size of p.
+        // The whole change is computed first, so there is one rounding at the size of p.
         if constexpr (kDecoupled) {
             return Vec::sub(p, Vec::fma(weight_decay, p, Vec::mul(step_size, ratio)));
         }
         return Vec::fma(step_size, ratio, p);
     }
-    // The difference has the smaller of the two weights: one rounding at the size of m.
+    // The difference gets the smaller of the two weights, so there is one rounding at the size of
+    // m.
     INFINITY_INLINE F mean(F g, F m) const {
         const F difference = Vec::sub(g, m);
         if constexpr (kSmallBeta) {

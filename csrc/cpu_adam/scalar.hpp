@@ -1,6 +1,6 @@
-// The operations on one element, by which the wider types are defined: correctly rounded, denormals
-// kept, and fused where it says so only. For any CPU, and for a GPU as NVRTC compiles it, which has
-// no standard library.
+// The operations on one element, by which the wider types are defined. They are correctly rounded,
+// keep denormals, and are fused only where the name says so. They work on any CPU, and on a GPU as
+// compiled by NVRTC, which has no standard library.
 #pragma once
 
 #include "formats.hpp"
@@ -45,16 +45,17 @@ struct Scalar {
     static double add(double a, double b) { return a + b; }
     static double mul(double a, double b) { return a * b; }
 #endif
-    // Smaller of a constant and x; NaN if x is.
+    // The smaller of `bound` and x. NaN if x is NaN.
     static float at_most(float bound, float x) { return bound < x ? bound : x; }
     static float quiet(float x) { return x != x ? from_bits(0x7FC00000U) : x; }
-    // Plus the square of x, which is exact.
+    // Adds the square of x, which is exact in fp64.
     static double add_square(double sum, float x) {
         const double d = x;
         return add(sum, mul(d, d));
     }
 
-    // The lanes of squares, in one fixed tree; see [Note: fixed lanes]. They are spoilt.
+    // Adds the lanes of squares in one fixed tree, see [Note: fixed lanes]. The lanes are
+    // overwritten.
     static double sum(double* lane) {
         for (size_t half = kLanes / 2; half > 0; half /= 2) {
             for (size_t l = 0; l < half; ++l) lane[l] = add(lane[l], lane[l + half]);
@@ -74,9 +75,9 @@ struct Scalar {
     static float from_split(uint16_t high, int16_t low) {
         return from_bits((static_cast<uint32_t>(high) << 16) + static_cast<uint32_t>(low));
     }
-    // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
+    // Rounds half up. x must be quiet, since a NaN's payload would carry into the sign.
     static uint16_t to_bf16(float x) { return static_cast<uint16_t>((bits(x) + 0x8000U) >> 16); }
-    // To nearest, ties to even.
+    // Rounds to nearest, ties to even.
     static uint16_t to_f16(float x) {
         const uint32_t sign = (bits(x) >> 16) & 0x8000U;
         uint32_t u = bits(x) & 0x7FFFFFFFU;
@@ -84,22 +85,22 @@ struct Scalar {
             u = 0x7E00U;
         } else if (u >= 0x47800000U) {  // 65536
             u = 0x7C00U;
-        } else if (u < 0x38800000U) {  // below the smallest normal half: let an fp32 add round
+        } else if (u < 0x38800000U) {  // below the smallest normal half: an fp32 addition rounds it
             u = bits(add(from_bits(u), 0.5F)) - bits(0.5F);
         } else {
             u = (u + 0x0FFFU + ((u >> 13) & 1U) - 0x38000000U) >> 13;
         }
         return static_cast<uint16_t>(sign | u);
     }
-    // What is left of a master whose high half is to_bf16 of it.
+    // The low half of a master weight whose high half is to_bf16 of the weight.
     static int16_t to_remainder(float x) { return static_cast<int16_t>(bits(x) & 0xFFFFU); }
 
     static uint32_t larger(uint32_t a, uint32_t b) { return a < b ? b : a; }
-    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    // The larger of x and `bound` where `test` is not zero, and x elsewhere.
     static uint32_t at_least_if(uint32_t test, uint32_t bound, uint32_t x) {
         return test != 0 && x < bound ? bound : x;
     }
-    // The byte from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
+    // The byte from bit kBit on. If kSigned, seven bits from there with bit 31 above them.
     template <int kBit, bool kSigned>
     static uint8_t code(uint32_t x) {
         uint32_t byte = x >> kBit & 0xFFU;

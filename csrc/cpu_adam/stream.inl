@@ -1,4 +1,4 @@
-// Bytes moved, nothing computed. Part of kernels.inl.
+// Moves bytes without computing anything. Part of kernels.inl.
 
 namespace infinity::cpu_adam {
 namespace {
@@ -31,7 +31,7 @@ INFINITY_INLINE Bytes stream_range(const StreamArray& array, size_t first, size_
     return digest;
 }
 
-// All arrays advance together, `granule` elements of one after the other.
+// Goes through all arrays together, `granule` elements of one array after the other.
 uint64_t stream(const StreamArray* array, int arrays, size_t granule, size_t begin, size_t count) {
     Bytes digest = Bytes::set(0);
     const size_t end = begin + count;

@@ -22,11 +22,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Seconds; longer ones could overflow the clock.
+// In seconds. Longer waits could overflow the clock.
 constexpr double kLongestWait = 1e6;
 
-// Chunks from which on threads are woken to help whoever waits: a system call that wakes one takes
-// him as long as a few chunks do, more where that has to interrupt another virtual CPU.
+// The number of chunks from which on threads are woken to help a waiting thread. A system call that
+// wakes a thread takes as long as a few chunks, and longer where it has to interrupt another
+// virtual CPU.
 constexpr size_t kWorthWaking = 8;
 
 int64_t now_ns() {
@@ -39,11 +40,13 @@ void pin_to(int cpu) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(cpu, &set);
-    // A refusal (the cgroup's CPUs changed meanwhile) costs locality, not correctness.
+    // A refusal (the cgroup's CPUs may have changed) costs locality, not correctness.
     pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 }
 
-// Signals are the trainer's: a handler that ran here could not reach it.
+// Blocks all signals in this thread until the end of the scope, and in threads that it starts
+// meanwhile. Signals are for the trainer: a handler that ran in the pool's threads could not reach
+// it.
 class SignalsBlocked {
   public:
     SignalsBlocked() {
@@ -77,9 +80,10 @@ bool Job::conflicts_with(const Job& other) const {
     return false;
 }
 
-// [Note: fork] A child has one thread, and a copy of this state whose mutex may be locked and whose
-// condition variables may have waiters, for ever. So nothing here is locked, joined or destroyed in
-// a child: every entry checks the process first, and the last owner there lets the state leak.
+// [Note: fork] A forked child has one thread, and a copy of this state whose mutex may be locked
+// for ever and whose condition variables may have waiters for ever. So nothing here is locked,
+// joined or destroyed in a child. Every entry checks the process first, and the last owner in a
+// child lets the state leak.
 class PoolState {
   public:
     PoolState(const std::vector<int>& cpus, Team team) : team_(team), width_(cpus.size()) {
@@ -175,8 +179,9 @@ class PoolState {
         }
     }
 
-    // Who waits for a job works on it, and on what has to be done before: waking threads takes
-    // longer than a small job, and the CPU of whoever waits is free; so are his team's.
+    // A thread that waits for a job works on the job, and on earlier jobs that must be done before.
+    // Waking threads takes longer than a small job, and the CPU of a waiting thread is free. So are
+    // the CPUs of its OpenMP team.
     void help(const Job& wanted, std::unique_lock<std::mutex>& lock, Clock::time_point end) {
         const DefaultFloatMode float_mode;
         while (wanted.has_chunks() && Clock::now() < end) {
@@ -193,7 +198,7 @@ class PoolState {
         }
     }
 
-    // What every thread of a team is given.
+    // The argument of every thread of a team.
     struct Helping {
         PoolState& pool;
         Job& job;
@@ -206,12 +211,13 @@ class PoolState {
         }
     };
 
-    // A narrower one would be slower than the pool: torchrun gives a process one OpenMP thread.
+    // A team with fewer threads would be slower than the pool: torchrun gives a process one OpenMP
+    // thread.
     bool team_is_wide() const {
         return team_ && static_cast<size_t>(std::max(team_.threads(), 0)) >= width_;
     }
 
-    // The first job with chunks left that need not wait for an earlier one.
+    // The first job that has chunks left and need not wait for an earlier job.
     std::shared_ptr<Job> startable() const {
         for (const std::shared_ptr<Job>& job : unfinished_) {
             if (job->after_all_earlier_ && job != unfinished_.front()) continue;
@@ -220,7 +226,8 @@ class PoolState {
         return nullptr;
     }
 
-    // Without the lock. Begins no chunk after `end`; whoever has run the last one finishes the job.
+    // Runs chunks, without the lock. No chunk begins after `end`. The thread that has run the last
+    // chunk finishes the job.
     void run_chunks(Job& job, Clock::time_point end) {
         size_t ran = 0;
         do {
@@ -244,8 +251,8 @@ class PoolState {
             std::find_if(unfinished_.begin(), unfinished_.end(),
                          [&](const std::shared_ptr<Job>& each) { return each.get() == &job; }));
         finished_.notify_all();
-        // For close(), for jobs that nobody is about to wait for, and for those that this one may
-        // have blocked: who waits for such a one sleeps already.
+        // Threads are woken for close(), for jobs that no thread is about to wait for, and for jobs
+        // that this job may have blocked: a thread that waits for one of these sleeps already.
         const auto left = [](const auto& each) {
             return each->has_chunks() && (!each->awaited_ || each->after_all_earlier_);
         };

@@ -1,4 +1,4 @@
-// Pinned threads that run jobs chunk by chunk. Knows nothing of kernels, and never of Python.
+// Pinned threads that run jobs chunk by chunk. They know nothing of kernels or of Python.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ struct ByteRange {
     bool written;
 };
 
-// Work cut into chunks that may run in any order and on any thread. `touches` names the bytes that
+// Work cut into chunks that may run in any order and on any thread. `touches` gives the bytes that
 // the chunks read and write.
 class Job {
   public:
@@ -29,10 +29,12 @@ class Job {
 
     virtual void run(size_t chunk) noexcept = 0;
 
-    // Everything that the job wrote is visible to a thread that has seen true.
+    // Returns whether the job is done. A thread that has seen true also sees everything that the
+    // job wrote.
     bool done() const { return done_.load(std::memory_order_acquire); }
 
-    // Of the monotonic clock, once the job is done: when its first chunk began and its last ended.
+    // When the job's first chunk began and its last chunk ended, in nanoseconds of the monotonic
+    // clock. Valid once the job is done.
     int64_t began_ns() const { return began_ns_; }
     int64_t ended_ns() const { return ended_ns_; }
 
@@ -46,22 +48,22 @@ class Job {
     std::atomic<size_t> next_{0};
     std::atomic<size_t> finished_{0};
     std::atomic<bool> done_{false};
-    int64_t began_ns_ = 0;  // written by who takes the first chunk, and
-    int64_t ended_ns_ = 0;  // by who has run the last one; read by those who have seen done_
-    bool after_all_earlier_ = false;  // guarded by the pool's mutex, as the next one
+    int64_t began_ns_ = 0;            // written by the thread that takes the first chunk
+    int64_t ended_ns_ = 0;            // written by the thread that ran the last chunk
+    bool after_all_earlier_ = false;  // guarded by the pool's mutex, like the next member
     bool awaited_ = false;
 };
 
 class PoolState;
 
-// A job on its way. Copies are cheap; it may outlive its pool.
+// A handle on a submitted job. Copies are cheap, and a ticket may outlive its pool.
 class Ticket {
   public:
     Ticket(std::shared_ptr<PoolState> pool, std::shared_ptr<Job> job);
     bool done() const { return job_->done(); }
-    // True once the job is done; false after that many seconds (negative: no limit) and what a
-    // chunk takes: the caller works on the job meanwhile, and on those before it.
-    // Throws ConfigError in a forked child, where nobody will ever finish the job.
+    // Waits for the job, and returns whether it is done. Meanwhile the caller works on the job and
+    // on those before it, so the wait may take one chunk longer than `seconds` (negative: no
+    // limit). Throws ConfigError in a forked child, where nobody will ever finish the job.
     bool wait(double seconds) const;
 
   private:
@@ -69,23 +71,24 @@ class Ticket {
     std::shared_ptr<Job> job_;
 };
 
-// Jobs behave as if they ran one after the other in the order of submission: the next one starts
-// while the last chunks of the one before are still running only where they share no written byte.
+// Jobs behave as if they ran one after the other, in the order of submission. A job starts while
+// the last chunks of the job before it are still running only if the two share no written byte.
 class ThreadPool {
   public:
-    // One thread per entry, pinned to that CPU if the system allows; -1 pins to none. team: of
-    // those who wait, who then work on their jobs with it, where it has as many threads.
+    // Starts one thread per entry of `cpus`, pinned to that CPU if the system allows. -1 pins to no
+    // CPU. team: the OpenMP threads that help a waiting thread with its jobs, if the team has as
+    // many threads as the pool.
     explicit ThreadPool(const std::vector<int>& cpus, Team team = {});
-    // Finishes what is queued. In a forked child, where the threads do not exist, does nothing.
+    // Finishes the queued jobs. In a forked child, where the threads do not exist, does nothing.
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // awaited: the caller is about to wait. No thread is woken for what he does by himself: a small
-    // job, or any with his team. Throws ConfigError if the pool is closed, or belongs to the parent
-    // of this process.
+    // awaited: the caller is about to wait. Then no thread is woken for jobs that the caller does
+    // by itself: small jobs, or any job if it has a team. Throws ConfigError if the pool is closed,
+    // or belongs to the parent of this process.
     Ticket submit(std::shared_ptr<Job> job, bool awaited = false);
-    // Finishes what is queued, then ends the threads. Harmless when repeated.
+    // Finishes the queued jobs, then ends the threads. A second call does nothing.
     void close();
     bool closed() const;
 

@@ -1,9 +1,9 @@
-// The fused pass. Part of kernels.inl.
+// The fused update: one pass over all arrays. Part of kernels.inl.
 
 namespace infinity::cpu_adam {
 namespace {
 
-// What the rules are given: scaled, and with what was accumulated.
+// The gradient that rules get: with the accumulated part added, and scaled.
 template <Dtype D>
 struct Gradient {
     explicit Gradient(const UpdateArrays& a, const Folded& h)
@@ -21,7 +21,7 @@ struct Gradient {
     F scale;
 };
 
-// Whether the gradients of the whole range are finite.
+// Returns whether the gradients of the whole range are finite.
 template <Dtype D>
 __attribute__((noinline)) bool finite(Gradient<D> gradient, const Range& range) {
     Vec::Finite seen;
@@ -32,12 +32,12 @@ __attribute__((noinline)) bool finite(Gradient<D> gradient, const Range& range) 
     return seen.all();
 }
 
-// One element's way from gradient and parameter to the new parameter.
+// The way of one element from its gradient and parameter to the new parameter.
 template <class R, Dtype D, ParameterFormat P, class M>
 struct Pass {
     Pass(const UpdateArrays& a, const Folded& h) : gradient(a, h), rule(h), parameters(a) {}
 
-    // Returns the gradient as the rule has it, for new_parameter().
+    // Returns the gradient as the rule has changed it, for new_parameter().
     template <class L>
     INFINITY_INLINE F new_moments(size_t i, F& m, F& v, L lanes) {
         F g = gradient.load(i, lanes);
@@ -60,12 +60,12 @@ struct Pass {
     Gradient<D> gradient;
     R rule;
     Parameters<P> parameters;
-    Vec::Finite finite_gradient;  // where moments have no blocks, else:
+    Vec::Finite finite_gradient;  // where moments have no blocks; else finite_moments
     bool finite_moments = true;
     Vec::Finite finite_result;
 };
 
-// Makes every NaN of the outputs the same NaN, see [Note: quiet last].
+// Makes every NaN in the outputs the same NaN, see [Note: quiet last].
 template <class R, ParameterFormat P, class M>
 __attribute__((noinline)) void quiet(const UpdateArrays& a, const Range& range) {
     const Parameters<P> parameters(a);
@@ -94,7 +94,7 @@ INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& ran
         if constexpr (R::kFirst || R::kSecond) moments.template store<R>(i, m, v, lanes);
         return p;
     };
-    // The copy is not read back soon: streaming it saves the read of its lines.
+    // The copy is not read again soon. Streaming stores save the read of its cache lines.
     const auto whole = [&](size_t i) __attribute__((always_inline)) {
         pass.parameters.stream_copy(i, element(i, Full{}));
     };
@@ -123,7 +123,7 @@ INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& ran
     if (i < end) part(i, end - i);
 }
 
-// The elements 0 to n, a vector at a time.
+// Calls `body` for the elements 0 to n, a vector at a time.
 template <class Body>
 INFINITY_INLINE void each_vector(size_t n, Body body) {
     size_t k = 0;
@@ -131,10 +131,10 @@ INFINITY_INLINE void each_vector(size_t n, Body body) {
     if (k < n) body(k, Part(n - k));
 }
 
-// A block of n elements. To find the largest of 64 takes many cycles, in which the parameters are
-// computed; the new moments wait until their exponents are known. Inlined with n = kCodeBlock, the
-// loops unroll and the moments wait in registers. Where the moments depend on the parameter, it is
-// loaded twice rather than kept, too.
+// Updates a block of n elements. Finding the largest of 64 values takes many cycles, in which the
+// parameters are computed. The new moments wait until their exponents are known. Inlined with n =
+// kCodeBlock, the loops unroll and the moments wait in registers. Where the moments depend on the
+// parameter, the parameter is loaded twice rather than kept.
 template <class R, class M, class Body>
 INFINITY_INLINE void one_block(Body& pass, const M& moments, size_t i, size_t n, bool streaming) {
     F gradient[kCodeBlock / kWidth];
@@ -162,7 +162,7 @@ INFINITY_INLINE void one_block(Body& pass, const M& moments, size_t i, size_t n,
 template <class R, class M, class Body>
 INFINITY_INLINE void each_block(Body& pass, const M& moments, const Range& range) {
     const bool streaming =
-        pass.parameters.until_aligned(range.begin) == 0;  // and blocks keep it so
+        pass.parameters.until_aligned(range.begin) == 0;  // and stays aligned from block to block
     const size_t end = range.begin + range.count;
     size_t i = range.begin;
     for (; i + kCodeBlock <= end; i += kCodeBlock) {
@@ -178,7 +178,7 @@ INFINITY_INLINE void each_block(Body& pass, const M& moments, const Range& range
 
 template <class R, Dtype D, ParameterFormat P, class M>
 bool update(const UpdateArrays& arrays, const Folded& h, const Range& given) {
-    const UpdateArrays a = arrays;  // by value: no store can be thought to change it
+    const UpdateArrays a = arrays;  // by value, so that the compiler knows that no store changes it
     const Range range = given;
     Pass<R, D, P, M> pass(a, h);
     const M moments(a, range);
@@ -189,7 +189,7 @@ bool update(const UpdateArrays& arrays, const Folded& h, const Range& given) {
     }
     Vec::fence();
     if (!pass.finite_result.all()) quiet<R, P, M>(a, range);
-    // A gradient that is not finite leaves moments that are not, whatever the rule.
+    // A gradient that is not finite leaves moments that are not finite, whatever the rule is.
     if (M::kBlocks && !pass.finite_moments) return !finite(pass.gradient, range);
     return !pass.finite_gradient.all();
 }

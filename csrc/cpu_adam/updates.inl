@@ -1,4 +1,4 @@
-// Every update, by what it is for. Needs kernels.inl.
+// Every update, by its rule and formats. Needs kernels.inl.
 
 namespace infinity::cpu_adam {
 namespace {
@@ -34,7 +34,8 @@ struct RuleOf<Rule::kAdagrad> {
     using Type = Adagrad;
 };
 
-// kKeeps: whether the rule keeps any; else it is the same update in whatever format.
+// The type of moments in a format. kKeeps: whether the rule keeps any moments. If it keeps none,
+// the format does not matter.
 template <MomentFormat, bool kKeeps>
 struct MomentsOf {
     using Type = MomentsF32;

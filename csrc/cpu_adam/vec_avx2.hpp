@@ -1,5 +1,5 @@
-// Sixteen elements at a time in two registers: AVX2 with FMA and F16C. Two, because sixteen 16-bit
-// elements fill one register, and because packing and unpacking them costs half as much that way.
+// Sixteen elements at a time in two registers: AVX2 with FMA and F16C. There are two registers
+// because sixteen 16-bit elements fill one, and packing and unpacking cost half as much that way.
 #pragma once
 
 #include <immintrin.h>
@@ -23,8 +23,8 @@ struct Vec {
     };
     static constexpr int kWidth = 16;
     struct Full {};
-    // The first `count` elements. There are no masked 16-bit accesses before AVX-512, so those go
-    // through a copy; the lanes beyond the count are zero.
+    // The first `count` elements. There are no masked 16-bit accesses before AVX-512, so such
+    // accesses go through a copy. The lanes beyond the count are zero.
     struct Part {
         explicit Part(size_t n) : count(n) {
             const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -46,12 +46,12 @@ struct Vec {
         return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
     }
     static F sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
-    // Smaller of a constant and x; NaN if x is (minps returns its second operand then).
+    // The smaller of `bound` and x. NaN if x is NaN (minps returns its second operand then).
     static F at_most(F bound, F x) {
         return {_mm256_min_ps(bound.a, x.a), _mm256_min_ps(bound.b, x.b)};
     }
     static F quiet(F x) { return {quiet_half(x.a), quiet_half(x.b)}; }
-    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    // Notes whether all values seen were finite: 0 * x is NaN for any other x, and the NaN stays.
     struct Finite {
         __m256 x = _mm256_setzero_ps();
         void see(F y) {
@@ -78,7 +78,8 @@ struct Vec {
     template <class L>
     static F load_split(const uint16_t* high, const int16_t* low, L lanes) {
         const __m256i lower = load_words(reinterpret_cast<const uint16_t*>(low), lanes);
-        // A negative remainder means that the high half was rounded up: take that one back.
+        // A negative remainder means that the high half was rounded up, so the rounding is undone
+        // here.
         const __m256i rounded_up = _mm256_srai_epi16(lower, 15);
         return interleave(lower, _mm256_add_epi16(load_words(high, lanes), rounded_up));
     }
@@ -91,7 +92,7 @@ struct Vec {
         _mm256_maskstore_ps(p, lanes.a, x.a);
         _mm256_maskstore_ps(p + 8, lanes.b, x.b);
     }
-    // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
+    // Rounds half up. x must be quiet, since a NaN's payload would carry into the sign.
     template <class L>
     static void store_bf16(uint16_t* p, F x, L lanes) {
         store_words(p, round_bf16(x), lanes);
@@ -105,7 +106,7 @@ struct Vec {
         const __m256i zero = _mm256_setzero_si256();
         const __m256i a = _mm256_castps_si256(x.a);
         const __m256i b = _mm256_castps_si256(x.b);
-        // Still in the order of packing; the rounding needs no other.
+        // The words are still in the order of packing, and the rounding needs no other order.
         const __m256i lower = _mm256_packus_epi32(_mm256_blend_epi16(a, zero, 0xAA),
                                                   _mm256_blend_epi16(b, zero, 0xAA));
         const __m256i upper =
@@ -114,7 +115,7 @@ struct Vec {
         store_words(reinterpret_cast<uint16_t*>(low), in_order(lower), lanes);
         store_words(high, in_order(rounded), lanes);
     }
-    // Past the caches; the address must be a multiple of the access.
+    // Stores past the caches. The address must be a multiple of the access size.
     static void stream(float* p, F x) {
         _mm256_stream_ps(p, x.a);
         _mm256_stream_ps(p + 8, x.b);
@@ -141,7 +142,7 @@ struct Vec {
         x = and_u(x, mask);
         return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
     }
-    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    // The larger of x and `bound` where `test` is not zero, and x elsewhere.
     static U at_least_if(U test, U bound, U x) {
         const __m256i zero = _mm256_setzero_si256();
         return max_u(x, {_mm256_andnot_si256(_mm256_cmpeq_epi32(test.a, zero), bound.a),
@@ -155,13 +156,13 @@ struct Vec {
     static U shr(U x) {
         return {_mm256_srli_epi32(x.a, kBits), _mm256_srli_epi32(x.b, kBits)};
     }
-    // Lane times step.
+    // The number of each lane times `step`.
     static U ramp(uint32_t step) {
         return mul_u({_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
                       _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)},
                      set_u(step));
     }
-    // Zero beyond the lanes.
+    // x in the given lanes, and zero beyond them.
     static U keep(U x, Full) { return x; }
     static U keep(U x, Part lanes) { return and_u(x, {lanes.a, lanes.b}); }
     static uint32_t largest(U x) {
@@ -172,16 +173,17 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
     }
-    // A byte for each of n elements, of one block at most.
+    // Codes of n elements, one byte each, of one block at most.
     using Codes = const uint8_t*;
     static Codes load_codes(const uint8_t* p, size_t) { return p; }
-    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    // The codes of the elements from k on, each shifted to bit kBit. Other bits may be anything.
     template <int kBit, class L>
     static U unpack(Codes codes, size_t k, L lanes) {
         return shl<kBit>(load_bytes(codes + k, lanes));
     }
-    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
-    // All other bits may be anything. Whether any byte is zero.
+    // Stores one byte for each element: the bits of `codes` from kBit on or, if kSigned, seven bits
+    // from kBit on with bit 31 above them. Other bits may be anything. Returns whether any byte is
+    // zero.
     template <int kBit, bool kSigned>
     static bool store_codes(uint8_t* p, const U* codes, size_t n) {
         __m128i zeros = _mm_setzero_si128();
@@ -198,7 +200,7 @@ struct Vec {
         }
         return _mm_movemask_epi8(zeros) != 0;
     }
-    // The high half of each.
+    // Stores the high half of each 32-bit element.
     template <class L>
     static void store_high(uint16_t* p, U x, L lanes) {
         x = shr<16>(x);
@@ -229,7 +231,7 @@ struct Vec {
         }
     };
 
-    // Opaque bytes, for the stream kernel.
+    // Bytes without a meaning, for the stream kernel.
     struct Bytes {
         __m256i x;
         static constexpr size_t kSize = 32;
@@ -260,7 +262,7 @@ struct Vec {
         for (size_t i = 0; i < lanes.count; ++i) buffer[i] = p[i];
         return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(buffer)));
     }
-    // Not more than n.
+    // Stores at most n bytes.
     static void store_bytes(uint8_t* p, __m128i bytes, size_t n) {
         if (n >= kWidth) {
             _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
@@ -300,9 +302,9 @@ struct Vec {
     static void stream_words(uint16_t* p, __m256i x) {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x);
     }
-    // AVX2 packs and unpacks within 128-bit halves, which leaves the middle quarters exchanged.
+    // AVX2 packs and unpacks within 128-bit halves, which leaves the two middle quarters exchanged.
     static __m256i in_order(__m256i x) { return _mm256_permute4x64_epi64(x, 0xD8); }
-    // Sixteen dwords from their words, in order.
+    // Sixteen 32-bit words from their 16-bit halves, in order.
     static F interleave(__m256i low, __m256i high) {
         low = in_order(low);
         high = in_order(high);

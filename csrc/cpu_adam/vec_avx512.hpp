@@ -1,7 +1,8 @@
 // Thirty-two elements at a time in two registers: AVX-512 F, BW, VL and DQ. A register of 16-bit
-// elements is taken apart into its even and its odd ones, the low and the high half of every
-// 32-bit lane: with shifts and shuffles within a lane, which are cheap, where putting them in a row
-// takes permutations (a pair for each load or store of fp32, the less frequent case).
+// elements is split into even and odd elements, which are the low and the high halves of its 32-bit
+// lanes. This takes only cheap shifts and shuffles within a lane. Keeping the elements in a row
+// would take permutations. They are needed only for loads and stores of fp32, a pair each, which
+// are the less frequent case.
 #pragma once
 
 #include <immintrin.h>
@@ -25,13 +26,13 @@ struct Vec {
     };
     static constexpr int kWidth = 32;
     struct Full {};
-    // The first `count` elements; the lanes beyond are zero.
+    // The first `count` elements. The lanes beyond the count are zero.
     struct Part {
         explicit Part(size_t count)
             : all((1U << count) - 1U),
               even(static_cast<__mmask16>((1U << (count + 1) / 2) - 1U)),
               odd(static_cast<__mmask16>((1U << count / 2) - 1U)) {}
-        __mmask32 all;  // as in memory
+        __mmask32 all;  // in the order of memory
         __mmask16 even;
         __mmask16 odd;
     };
@@ -45,12 +46,12 @@ struct Vec {
         return {_mm512_fmadd_ps(x.even, y.even, z.even), _mm512_fmadd_ps(x.odd, y.odd, z.odd)};
     }
     static F sqrt(F x) { return {_mm512_sqrt_ps(x.even), _mm512_sqrt_ps(x.odd)}; }
-    // Smaller of a constant and x; NaN if x is (minps returns its second operand then).
+    // The smaller of `bound` and x. NaN if x is NaN (minps returns its second operand then).
     static F at_most(F bound, F x) {
         return {_mm512_min_ps(bound.even, x.even), _mm512_min_ps(bound.odd, x.odd)};
     }
     static F quiet(F x) { return {quiet_half(x.even), quiet_half(x.odd)}; }
-    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    // Notes whether all values seen were finite: 0 * x is NaN for any other x, and the NaN stays.
     struct Finite {
         __m512 x = _mm512_setzero_ps();
         void see(F y) {
@@ -82,7 +83,8 @@ struct Vec {
     template <class L>
     static F load_split(const uint16_t* high, const int16_t* low, L lanes) {
         const __m512i lower = load_words(reinterpret_cast<const uint16_t*>(low), lanes);
-        // A negative remainder means that the high half was rounded up: take that one back.
+        // A negative remainder means that the high half was rounded up, so the rounding is undone
+        // here.
         const __m512i upper =
             _mm512_add_epi16(load_words(high, lanes), _mm512_srai_epi16(lower, 15));
         return {_mm512_castsi512_ps(low_words(lower, upper)),
@@ -97,7 +99,7 @@ struct Vec {
         _mm512_mask_storeu_ps(p, low_half(lanes), first_half(x));
         _mm512_mask_storeu_ps(p + 16, high_half(lanes), second_half(x));
     }
-    // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
+    // Rounds half up. x must be quiet, since a NaN's payload would carry into the sign.
     template <class L>
     static void store_bf16(uint16_t* p, F x, L lanes) {
         store_words(p, round_bf16(x), lanes);
@@ -115,7 +117,7 @@ struct Vec {
         store_words(reinterpret_cast<uint16_t*>(low), lower, lanes);
         store_words(high, rounded, lanes);
     }
-    // Past the caches; the address must be a multiple of 64 bytes.
+    // Stores past the caches. The address must be a multiple of 64 bytes.
     static void stream(float* p, F x) {
         _mm512_stream_ps(p, first_half(x));
         _mm512_stream_ps(p + 16, second_half(x));
@@ -147,11 +149,11 @@ struct Vec {
     }
     // (x and mask) or y.
     static U and_or(U x, U mask, U y) {
-        constexpr int kTable = 0xF8;  // of a | (b & c)
+        constexpr int kTable = 0xF8;  // the truth table of a | (b & c)
         return {_mm512_ternarylogic_epi32(y.even, x.even, mask.even, kTable),
                 _mm512_ternarylogic_epi32(y.odd, x.odd, mask.odd, kTable)};
     }
-    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    // The larger of x and `bound` where `test` is not zero, and x elsewhere.
     static U at_least_if(U test, U bound, U x) {
         const __mmask16 even = _mm512_test_epi32_mask(test.even, test.even);
         const __mmask16 odd = _mm512_test_epi32_mask(test.odd, test.odd);
@@ -166,13 +168,13 @@ struct Vec {
     static U shr(U x) {
         return {_mm512_srli_epi32(x.even, kBits), _mm512_srli_epi32(x.odd, kBits)};
     }
-    // Element times step.
+    // The number of each element times `step`.
     static U ramp(uint32_t step) {
         const __m512i even =
             _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
         return mul_u({even, _mm512_add_epi32(even, _mm512_set1_epi32(1))}, set_u(step));
     }
-    // Zero beyond the lanes.
+    // x in the given lanes, and zero beyond them.
     static U keep(U x, Full) { return x; }
     static U keep(U x, Part lanes) {
         return {_mm512_maskz_mov_epi32(lanes.even, x.even),
@@ -188,8 +190,8 @@ struct Vec {
         most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xB1));
         return static_cast<uint32_t>(_mm_cvtsi128_si32(most));
     }
-    // A byte for each of n elements, of one block at most: lane k has elements 2k, 2k + 1, 2k + 32
-    // and 2k + 33.
+    // Codes of n elements, one byte each, of one block at most. Lane k has the elements 2k, 2k + 1,
+    // 2k + 32 and 2k + 33.
     using Codes = __m512i;
     static Codes load_codes(const uint8_t* p, size_t n) {
         static_assert(kCodeBlock == 2 * kWidth);
@@ -200,15 +202,16 @@ struct Vec {
                              22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
         return _mm512_permutexvar_epi16(at, bytes);
     }
-    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    // The codes of the elements from k on, each shifted to bit kBit. Other bits may be anything.
     template <int kBit, class L>
     static U unpack(Codes codes, size_t k, L) {
         static_assert(kBit >= 16 && kBit <= 24);
         if (k == 0) return {_mm512_slli_epi32(codes, kBit), _mm512_slli_epi32(codes, kBit - 8)};
         return {_mm512_slli_epi32(codes, kBit - 16), _mm512_srli_epi32(codes, 24 - kBit)};
     }
-    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
-    // All other bits may be anything. Whether any byte is zero.
+    // Stores one byte for each element: the bits of `codes` from kBit on or, if kSigned, seven bits
+    // from kBit on with bit 31 above them. Other bits may be anything. Returns whether any byte is
+    // zero.
     template <int kBit, bool kSigned>
     static bool store_codes(uint8_t* p, const U* codes, size_t n) {
         static_assert(kBit >= 16 && kBit <= 24);
@@ -227,7 +230,7 @@ struct Vec {
         }
         return _mm512_cmpeq_epi8_mask(bytes, _mm512_setzero_si512()) != 0;
     }
-    // The high half of each.
+    // Stores the high half of each 32-bit element.
     template <class L>
     static void store_high(uint16_t* p, U x, L lanes) {
         store_words(p, high_words(x.even, x.odd), lanes);
@@ -259,7 +262,7 @@ struct Vec {
         }
     };
 
-    // Opaque bytes, for the stream kernel.
+    // Bytes without a meaning, for the stream kernel.
     struct Bytes {
         __m512i x;
         static constexpr size_t kSize = 64;
@@ -280,11 +283,11 @@ struct Vec {
     };
 
   private:
-    static constexpr int kSelect = 0xCA;  // of a ? b : c
+    static constexpr int kSelect = 0xCA;  // the truth table of a ? b : c
 
     static __mmask16 low_half(Part lanes) { return static_cast<__mmask16>(lanes.all); }
     static __mmask16 high_half(Part lanes) { return static_cast<__mmask16>(lanes.all >> 16); }
-    // The even and the odd ones of thirty-two in a row, and back.
+    // Splits thirty-two elements in a row into even and odd elements, and the reverse.
     static F apart(__m512 first, __m512 second) {
         const __m512i even =
             _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -301,8 +304,8 @@ struct Vec {
             _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
         return _mm512_permutex2var_ps(x.even, at, x.odd);
     }
-    // Lanes of the low words of both, and of the high words of both. These undo each other, and
-    // turn even and odd elements to words in a row.
+    // Lanes of the low 16-bit words of both, and of the high words of both. Each function undoes
+    // the other, and together they turn even and odd elements into words in a row.
     static __m512i low_words(__m512i x, __m512i y) {
         constexpr __mmask64 kOddWords = 0xCCCCCCCCCCCCCCCCU;
         const __m512i low_twice = _mm512_set4_epi32(0x0D0C0D0C, 0x09080908, 0x05040504, 0x01000100);
@@ -314,11 +317,11 @@ struct Vec {
             _mm512_set4_epi32(0x0F0E0F0E, 0x0B0A0B0A, 0x07060706, 0x03020302);
         return _mm512_mask_shuffle_epi8(y, kEvenWords, x, high_twice);
     }
-    // The low byte of every word of x, the high one of y.
+    // The low byte of every word of x, with the high byte of the word of y above it.
     static __m512i pairs(__m512i x, __m512i y) {
         return _mm512_ternarylogic_epi32(_mm512_set1_epi16(-0x100), y, x, kSelect);
     }
-    // The high words of both, those of x first.
+    // The high words of both registers, with x's words first.
     static __m512i all_high_words(__m512i x, __m512i y) {
         const __m512i at =
             _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29,

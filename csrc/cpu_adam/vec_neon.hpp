@@ -17,7 +17,7 @@ struct Vec {
     using U = uint32x4_t;
     static constexpr int kWidth = 4;
     struct Full {};
-    // The first `count` elements. There are no masked accesses, so they go through a copy; the
+    // The first `count` elements. There are no masked accesses, so accesses go through a copy. The
     // lanes beyond the count are zero.
     struct Part {
         explicit Part(size_t n) : count(n) {}
@@ -31,12 +31,12 @@ struct Vec {
     static F div(F a, F b) { return vdivq_f32(a, b); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     static F sqrt(F x) { return vsqrtq_f32(x); }
-    // Smaller of a constant and x; NaN if x is.
+    // The smaller of `bound` and x. NaN if x is NaN.
     static F at_most(F bound, F x) { return vminq_f32(bound, x); }
     static F quiet(F x) {
         return vbslq_f32(vceqq_f32(x, x), x, vreinterpretq_f32_u32(vdupq_n_u32(0x7FC00000U)));
     }
-    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    // Notes whether all values seen were finite: 0 * x is NaN for any other x, and the NaN stays.
     struct Finite {
         float32x4_t x = vdupq_n_f32(0);
         void see(F y) { x = vfmaq_f32(x, y, vdupq_n_f32(0)); }
@@ -71,7 +71,7 @@ struct Vec {
         vst1q_f32(buffer, x);
         for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
     }
-    // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
+    // Rounds half up. x must be quiet, since a NaN's payload would carry into the sign.
     template <class L>
     static void store_bf16(uint16_t* p, F x, L lanes) {
         const uint32x4_t up = vaddq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x8000U));
@@ -103,7 +103,7 @@ struct Vec {
     static U max_u(U a, U b) { return vmaxq_u32(a, b); }
     // (x and mask) or y.
     static U and_or(U x, U mask, U y) { return vorrq_u32(vandq_u32(x, mask), y); }
-    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    // The larger of x and `bound` where `test` is not zero, and x elsewhere.
     static U at_least_if(U test, U bound, U x) {
         return vmaxq_u32(x, vandq_u32(vtstq_u32(test, test), bound));
     }
@@ -115,12 +115,12 @@ struct Vec {
     static U shr(U x) {
         return vshrq_n_u32(x, kBits);
     }
-    // Lane times step.
+    // The number of each lane times `step`.
     static U ramp(uint32_t step) {
         const uint32_t lane[4] = {0, step, 2 * step, 3 * step};
         return vld1q_u32(lane);
     }
-    // Zero beyond the lanes.
+    // x in the given lanes, and zero beyond them.
     static U keep(U x, Full) { return x; }
     static U keep(U x, Part lanes) {
         const uint32_t lane[4] = {0, 1, 2, 3};
@@ -129,16 +129,17 @@ struct Vec {
         return vandq_u32(x, inside);
     }
     static uint32_t largest(U x) { return vmaxvq_u32(x); }
-    // A byte for each of n elements, of one block at most.
+    // Codes of n elements, one byte each, of one block at most.
     using Codes = const uint8_t*;
     static Codes load_codes(const uint8_t* p, size_t) { return p; }
-    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    // The codes of the elements from k on, each shifted to bit kBit. Other bits may be anything.
     template <int kBit, class L>
     static U unpack(Codes codes, size_t k, L lanes) {
         return shl<kBit>(load_bytes(codes + k, lanes));
     }
-    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
-    // All other bits may be anything. Whether any byte is zero.
+    // Stores one byte for each element: the bits of `codes` from kBit on or, if kSigned, seven bits
+    // from kBit on with bit 31 above them. Other bits may be anything. Returns whether any byte is
+    // zero.
     template <int kBit, bool kSigned>
     static bool store_codes(uint8_t* p, const U* codes, size_t n) {
         U least = vdupq_n_u32(0xFFU);
@@ -154,7 +155,7 @@ struct Vec {
         }
         return vminvq_u32(least) == 0;
     }
-    // The high half of each.
+    // Stores the high half of each 32-bit element.
     template <class L>
     static void store_high(uint16_t* p, U x, L lanes) {
         store_words(p, vshrn_n_u32(x, 16), lanes);
@@ -178,7 +179,7 @@ struct Vec {
         }
     };
 
-    // Opaque bytes, for the stream kernel.
+    // Bytes without a meaning, for the stream kernel.
     struct Bytes {
         uint8x16_t x;
         static constexpr size_t kSize = 16;

@@ -1,4 +1,4 @@
-// One element at a time, for any CPU, and the definition of what the wider ones must compute.
+// One element at a time, for any CPU. This type defines what the wider types must compute.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Vec {
     using U = uint32_t;
     static constexpr int kWidth = 1;
     struct Full {};
-    struct Part {  // never made: a width of one leaves no tail
+    struct Part {  // never made, since a width of one leaves no tail
         explicit Part(size_t) {}
     };
 
@@ -25,10 +25,10 @@ struct Vec {
     static F div(F a, F b) { return Scalar::div(a, b); }
     static F fma(F a, F b, F c) { return Scalar::fma(a, b, c); }
     static F sqrt(F x) { return Scalar::sqrt(x); }
-    // Smaller of a constant and x; NaN if x is.
+    // The smaller of `bound` and x. NaN if x is NaN.
     static F at_most(F bound, F x) { return Scalar::at_most(bound, x); }
     static F quiet(F x) { return Scalar::quiet(x); }
-    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    // Notes whether all values seen were finite: 0 * x is NaN for any other x, and the NaN stays.
     struct Finite {
         float x = 0;
         void see(F y) { x += y * 0.0F; }
@@ -56,7 +56,7 @@ struct Vec {
     static void store(float* p, F x, L) {
         *p = x;
     }
-    // Rounds half up. x must be quiet: a NaN's payload would carry into the sign.
+    // Rounds half up. x must be quiet, since a NaN's payload would carry into the sign.
     template <class L>
     static void store_bf16(uint16_t* p, F x, L) {
         *p = Scalar::to_bf16(x);
@@ -84,7 +84,7 @@ struct Vec {
     static U xor_u(U a, U b) { return a ^ b; }
     static U max_u(U a, U b) { return Scalar::larger(a, b); }
     static U and_or(U x, U mask, U y) { return (x & mask) | y; }
-    // Larger of x and a constant where `test` is not zero, x elsewhere.
+    // The larger of x and `bound` where `test` is not zero, and x elsewhere.
     static U at_least_if(U test, U bound, U x) { return Scalar::at_least_if(test, bound, x); }
     template <int kBits>
     static U shl(U x) {
@@ -94,24 +94,25 @@ struct Vec {
     static U shr(U x) {
         return x >> kBits;
     }
-    // Lane times step.
+    // The number of each lane times `step`.
     static U ramp(uint32_t) { return 0; }
-    // Zero beyond the lanes.
+    // x in the given lanes, and zero beyond them.
     template <class L>
     static U keep(U x, L) {
         return x;
     }
     static uint32_t largest(U x) { return x; }
-    // A byte for each of n elements, of one block at most.
+    // Codes of n elements, one byte each, of one block at most.
     using Codes = const uint8_t*;
     static Codes load_codes(const uint8_t* p, size_t) { return p; }
-    // Those of the elements from k on, each from bit kBit on; the other bits are anything.
+    // The codes of the elements from k on, each shifted to bit kBit. Other bits may be anything.
     template <int kBit, class L>
     static U unpack(Codes codes, size_t k, L) {
         return static_cast<U>(codes[k]) << kBit;
     }
-    // The byte of each from bit kBit on; if kSigned, seven bits from there and bit 31 above them.
-    // All other bits may be anything. Whether any byte is zero.
+    // Stores one byte for each element: the bits of `codes` from kBit on or, if kSigned, seven bits
+    // from kBit on with bit 31 above them. Other bits may be anything. Returns whether any byte is
+    // zero.
     template <int kBit, bool kSigned>
     static bool store_codes(uint8_t* p, const U* codes, size_t n) {
         bool zero = false;
@@ -122,7 +123,7 @@ struct Vec {
         }
         return zero;
     }
-    // The high half of each.
+    // Stores the high half of each 32-bit element.
     template <class L>
     static void store_high(uint16_t* p, U x, L) {
         *p = static_cast<uint16_t>(x >> 16);
@@ -135,7 +136,7 @@ struct Vec {
         double sum() { return Scalar::sum(lane); }
     };
 
-    // Opaque bytes, for the stream kernel.
+    // Bytes without a meaning, for the stream kernel.
     struct Bytes {
         uint64_t x;
         static constexpr size_t kSize = 8;

@@ -1,10 +1,10 @@
-// Thirty-two elements at a time in a GPU's warp, one a lane: a register of the kernels is one
-// register of each of the warp's threads, and what the kernels decide is decided by all of them.
+// Thirty-two elements at a time in a GPU's warp, one in each lane. A register of the kernels is one
+// register of each of the warp's threads, and all threads of a warp take the same decisions.
 //
-// [Note: one source] NVRTC compiles this file for the device, and a C++ compiler the same lines for
-// the CPU, where a loop over the lanes stands for the warp: tests run that. `kHeld` lanes are in
-// the hands of one thread: its own there, all of them here. What lanes tell each other is under
-// "between lanes", the only functions that are written twice.
+// [Note: one source] NVRTC compiles this file for the device. A C++ compiler compiles the same
+// lines for the CPU, for tests, where a loop over the lanes replaces the warp. One thread holds
+// `kHeld` lanes: its own lane on the device, all lanes on the CPU. Lanes exchange values only in
+// the functions under "between lanes", which are the only functions written twice.
 #pragma once
 
 #include "scalar.hpp"
@@ -54,7 +54,7 @@ struct Vec {
         return most;
 #endif
     }
-    // The lanes added in a tree, see [Note: fixed lanes].
+    // Adds the lanes in a tree, see [Note: fixed lanes].
     static double sum(double* held) {
         double x = held[0];
         for (int half = kWidth / 2; half > 0; half /= 2) {
@@ -65,7 +65,7 @@ struct Vec {
     static double of_lane(const double* held, int lane) {
         return __shfl_sync(kEveryone, held[0], lane);
     }
-    // What any lane has stored is there for all.
+    // Makes what any lane has stored visible to all lanes.
     static void fence() { __syncwarp(); }
 #else
     static bool everywhere(bool x) { return x; }
@@ -79,7 +79,7 @@ struct Vec {
     static void fence() {}
 #endif
 
-    // ---- One lane as the other ----
+    // ---- Each lane alone ----
 
     template <class Op>
     static F each(Op op) {
@@ -93,7 +93,7 @@ struct Vec {
         for (int h = 0; h < kHeld; ++h) x.held[h] = op(h);
         return x;
     }
-    // Of the lanes that there are: those beyond load zero, and store nothing.
+    // Works on the lanes that exist. Lanes beyond them load zero and store nothing.
     template <class L, class Op>
     static F load_each(L lanes, Op op) {
         return each([&](int h) { return lanes.has(lane(h)) ? op(lane(h)) : 0.0F; });
@@ -132,7 +132,7 @@ struct Vec {
     static F quiet(F x) {
         return each([&](int h) { return Scalar::quiet(x.held[h]); });
     }
-    // Whether everything seen was finite: 0 * x is NaN for all else, and NaN stays.
+    // Notes whether all values seen were finite: 0 * x is NaN for any other x, and the NaN stays.
     struct Finite {
         F x = set(0.0F);
         void see(F y) { x = add(x, mul(y, set(0.0F))); }
@@ -222,16 +222,16 @@ struct Vec {
     static U shr(U x) {
         return each_u([&](int h) { return x.held[h] >> kBits; });
     }
-    // Lane times step.
+    // The number of each lane times `step`.
     static U ramp(uint32_t step) {
         return each_u([&](int h) { return static_cast<uint32_t>(lane(h)) * step; });
     }
-    // Zero beyond the lanes.
+    // x in the given lanes, and zero beyond them.
     template <class L>
     static U keep(U x, L lanes) {
         return each_u([&](int h) { return lanes.has(lane(h)) ? x.held[h] : 0U; });
     }
-    // A byte for each of n elements, of one block at most.
+    // Codes of n elements, one byte each, of one block at most.
     using Codes = const uint8_t*;
     static Codes load_codes(const uint8_t* p, size_t) { return p; }
     template <int kBit, class L>

@@ -20,9 +20,9 @@ using namespace infinity::driver;  // NOLINT: one small translation unit about o
 
 namespace {
 
-// Asks until the answer is yes, without the GIL. Not the driver's own waits: a person's Ctrl-C ends
-// this one. A copy that is nearly done is met by asking at once; a longer one does not need a core
-// to itself.
+// Asks `done` until the answer is yes, without the GIL. The driver's own waits are not used, since
+// a person's Ctrl-C must end the wait. The first questions follow at once, for a copy that is
+// nearly done. Later ones are apart, for a longer copy does not need a core to itself.
 template <typename Done>
 void wait_until(const Done& done) {
     using namespace std::chrono_literals;
@@ -58,7 +58,7 @@ std::shared_ptr<Driver> load_driver(const std::string& path, int device) {
                                  "Install the NVIDIA driver, or give device=\"cpu\".");
 }
 
-// after, copy, record: what a transfer is, in one call.
+// Queues a whole transfer in one call: the wait for `after`, the copy and the record of its event.
 std::shared_ptr<Event> transfer(const Stream& self, Address into, Address source,
                                 std::size_t nbytes, const Event* after, std::size_t piece,
                                 bool timing) {
@@ -163,7 +163,8 @@ void bind_driver(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_driver, m) {
-    // Events and streams may outlive the interpreter's teardown order, by design.
+    // Events and streams may outlive the teardown of the interpreter by design, so leaks are not
+    // reported.
     nb::set_leak_warnings(false);
     nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
         try {

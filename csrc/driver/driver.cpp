@@ -13,7 +13,7 @@ Driver::Driver(Table table, int device) : table_(table), number_(device) {
 }
 
 Driver::~Driver() {
-    // At the process's end the driver may be gone before us: what it answers matters to nobody.
+    // At the end of the process the driver may be gone already, so the results are ignored.
     for (auto* events : {&events_, &timing_events_}) {
         for (EventHandle event : *events) table_.event_destroy(event);
     }
@@ -108,7 +108,7 @@ void Function::launch(const Stream& stream, unsigned grid, unsigned block, const
 Module::Module(std::shared_ptr<Driver> driver, const std::string& image)
     : driver_(std::move(driver)) {
     const Driver::Current current(*driver_);
-    // PTX is text that ends with a zero, which std::string has behind its bytes.
+    // PTX is text that ends with a zero byte, which std::string stores after its own bytes.
     driver_->check(driver_->table().module_load(&handle_, image.c_str()), "cuModuleLoadData");
 }
 
@@ -116,7 +116,7 @@ Module::~Module() {
     try {
         const Driver::Current current(*driver_);
         driver_->table().module_unload(handle_);
-    } catch (const CallFailed&) {  // the context is gone, and the module with it
+    } catch (const CallFailed&) {  // the context is gone, and with it the module
     }
 }
 
@@ -132,7 +132,7 @@ Stream::Stream(std::shared_ptr<Driver> driver, int priority)
     : driver_(std::move(driver)), owned_(true) {
     const Driver::Current current(*driver_);
     int least = 0;
-    int greatest = 0;  // the smaller number goes first
+    int greatest = 0;  // the greatest priority is the smallest number
     driver_->check(driver_->table().priority_range(&least, &greatest),
                    "cuCtxGetStreamPriorityRange");
     driver_->check(driver_->table().stream_create(&handle_, non_blocking,

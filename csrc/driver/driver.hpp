@@ -1,5 +1,5 @@
-// A device through the table of driver calls: streams, events, copies, modules. Handles own what
-// they name and share the driver, so that nothing outlives its context.
+// A device through the table of driver calls: streams, events, copies, modules. Each handle owns
+// its object of the driver and shares the Driver, so nothing outlives the context.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ class Stream;
 // The primary context of one device, which torch uses as well.
 class Driver : public std::enable_shared_from_this<Driver> {
   public:
-    // device: its number. Throws CallFailed where there is none.
+    // device: the device's number. Throws CallFailed if there is no such device.
     Driver(Table table, int device);
     ~Driver();
     Driver(const Driver&) = delete;
@@ -28,10 +28,10 @@ class Driver : public std::enable_shared_from_this<Driver> {
     bool checked() const { return table_.touched != nullptr; }
     int number() const { return number_; }
 
-    // Sleeps until all is done that was queued on any stream.
+    // Sleeps until all work that was queued on any stream is done.
     void synchronize();
 
-    // Takes an event from those at rest, or makes one.
+    // Takes an event from those given back, or makes a new event.
     EventHandle take_event(bool timing);
     void give_back(EventHandle event, bool timing) noexcept;
 
@@ -39,8 +39,8 @@ class Driver : public std::enable_shared_from_this<Driver> {
     void register_host(Address address, std::size_t nbytes);
     void unregister_host(Address address);
 
-    // Has the context current on this thread for as long as it lives. A thread that had another one
-    // gets that back; one that had none keeps this.
+    // Makes the context current on this thread while this object lives. Afterwards a thread that
+    // had another context gets that context back, and a thread that had none keeps this context.
     class Current {
       public:
         explicit Current(const Driver& driver);
@@ -54,7 +54,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
     };
 
     void check(Result result, const char* call) const { table_.check(result, call); }
-    // Of a query: false while what it asks about is under way. Throws as check.
+    // The answer of a query: false while the work is under way. Throws as `check` does.
     bool is_done(Result result, const char* call) const {
         if (result == not_ready) return false;
         check(result, call);
@@ -67,7 +67,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
     int number_;
     Device device_ = 0;
     ContextHandle context_ = nullptr;
-    std::mutex mutex_;  // guards the events at rest
+    std::mutex mutex_;  // guards the events given back
     std::vector<EventHandle> events_;
     std::vector<EventHandle> timing_events_;
 };
@@ -81,7 +81,7 @@ class Event {
     Event& operator=(const Event&) = delete;
 
     bool done() const;
-    // Milliseconds from another event to this one; both are done and were recorded with timing.
+    // Milliseconds from `earlier` to this event. Both must be done and recorded with timing.
     float milliseconds_since(const Event& earlier) const;
     EventHandle handle() const { return handle_; }
 
@@ -91,14 +91,14 @@ class Event {
     EventHandle handle_;
 };
 
-// A kernel of a module. Shares it.
+// A kernel of a module, which shares the module.
 class Module;
 class Function {
   public:
     Function(std::shared_ptr<Module> module, FunctionHandle handle)
         : module_(std::move(module)), handle_(handle) {}
-    // Queues the kernel on `grid` blocks of `block` threads. arguments: one struct by value, as the
-    // kernel declares it, at most `most_arguments` bytes; throws std::invalid_argument for more.
+    // Queues the kernel on `grid` blocks of `block` threads. arguments: one struct that the kernel
+    // declares by value, of at most `most_arguments` bytes. Throws std::invalid_argument for more.
     void launch(const Stream& stream, unsigned grid, unsigned block, const void* arguments,
                 std::size_t nbytes) const;
 
@@ -123,24 +123,25 @@ class Module : public std::enable_shared_from_this<Module> {
     ModuleHandle handle_ = nullptr;
 };
 
-// A queue of work, its own or somebody else's (torch's).
+// A queue of work on the device. The stream is its own, or somebody else's, such as torch's.
 class Stream {
   public:
-    // priority: above 0 goes before others; clamped to what the device has.
+    // priority: a stream with a number above 0 goes before others. The number is clamped to the
+    // device's range.
     Stream(std::shared_ptr<Driver> driver, int priority);
     Stream(std::shared_ptr<Driver> driver, StreamHandle foreign);
     ~Stream();
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
 
-    // What is queued from now on comes after the event.
+    // Work that is queued from now on comes after the event.
     void wait(const Event& event) const;
     std::shared_ptr<Event> record(bool timing) const;
     bool done() const;
-    // Queues a copy in either direction, as one or, where `piece` is not 0, in pieces of that many
-    // bytes.
+    // Queues a copy in either direction, in pieces of `piece` bytes. With a `piece` of 0 it is one
+    // copy.
     void copy(Address into, Address source, std::size_t nbytes, std::size_t piece) const;
-    // Work queued here, of which the driver knows nothing, uses these bytes.
+    // Tells the checker that work queued here, of which the driver knows nothing, uses these bytes.
     void touched(Address address, std::size_t nbytes, bool writes, const char* label) const;
 
     StreamHandle handle() const { return handle_; }

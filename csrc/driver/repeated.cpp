@@ -36,7 +36,7 @@ RepeatedMemory::RepeatedMemory(std::shared_ptr<Driver> driver, std::size_t chunk
         const auto failure = std::current_exception();
         try {
             release();
-        } catch (const CallFailed&) {  // what came first says more
+        } catch (const CallFailed&) {  // the first error says more
         }
         std::rethrow_exception(failure);
     }

@@ -1,4 +1,4 @@
-// One piece of device memory at many addresses, side by side.
+// One chunk of device memory that is mapped at many addresses, side by side.
 #pragma once
 
 #include <cstddef>
@@ -8,27 +8,28 @@
 
 namespace infinity::driver {
 
-// Bytes of which a chunk that is to be mapped is a multiple. Throws CallFailed.
+// The granularity in bytes: the size of a chunk must be a multiple of it. Throws CallFailed.
 std::size_t granularity(const Driver& driver);
 
-// A range of `count` chunks of addresses behind each of which is the same chunk of memory, that all
-// may read and write.
+// A range of addresses of `count` chunks. Behind each of them is the same chunk of memory, which
+// may be read and written.
 class RepeatedMemory {
   public:
-    // chunk: bytes, a multiple of the granularity. Fills it with `value` on the null stream. Throws
-    // CallFailed, and has left nothing then; std::invalid_argument for no bytes.
+    // Maps the chunk and fills it with `value` on the null stream. chunk: bytes, a multiple of the
+    // granularity. Throws CallFailed, after undoing all that was done, or std::invalid_argument for
+    // no bytes.
     RepeatedMemory(std::shared_ptr<Driver> driver, std::size_t chunk, std::size_t count,
                    unsigned char value);
-    // Leaves the memory alone: it cannot know whether kernels that use it are done, and at the
-    // process's end the driver takes it.
+    // Does not free the memory: the destructor cannot know whether kernels that use the memory are
+    // done. At the end of the process the driver frees it.
     ~RepeatedMemory() = default;
     RepeatedMemory(const RepeatedMemory&) = delete;
     RepeatedMemory& operator=(const RepeatedMemory&) = delete;
 
     Address address() const { return address_; }
-    // Gives all back, in the order opposite to how it came; again: does nothing. Nothing that is
-    // queued may use it. Where a call fails the others are made all the same; throws the first
-    // CallFailed.
+    // Gives everything back, in the opposite order. No queued work may use the memory. If a call
+    // fails, the remaining calls are made all the same, and the first CallFailed is thrown at the
+    // end. A second release does nothing.
     void release();
 
   private:
@@ -36,7 +37,7 @@ class RepeatedMemory {
 
     std::shared_ptr<Driver> driver_;
     std::size_t chunk_;
-    std::size_t reserved_ = 0;  // bytes of addresses, 0: none
+    std::size_t reserved_ = 0;  // bytes of addresses; 0: none
     Address address_ = 0;
     bool created_ = false;
     MemoryHandle memory_ = 0;

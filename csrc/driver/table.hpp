@@ -1,4 +1,4 @@
-// The table of CUDA driver calls: what is called is looked up in a library at run time, the real
+// The table of CUDA driver calls, looked up in a library at run time. The library is the real
 // driver's or any other that exports the same names. No CUDA header is needed to build.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace infinity::driver {
 
-// As cuda.h has them; what is behind a pointer is the driver's business.
+// Types as cuda.h has them. Only the driver knows what the pointers point to.
 using Result = int;                   // CUresult
 using Device = int;                   // CUdevice
 using Address = std::uint64_t;        // CUdeviceptr
@@ -51,16 +51,18 @@ inline constexpr unsigned portable = 1;        // CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr int on_device = 1;            // CU_MEM_LOCATION_TYPE_DEVICE
 inline constexpr int pinned = 1;               // CU_MEM_ALLOCATION_TYPE_PINNED
 inline constexpr int minimum = 0;              // CU_MEM_ALLOC_GRANULARITY_MINIMUM
-// CU_MEM_ACCESS_FLAGS_PROT_READWRITE. Read-only is refused for device memory, and would turn a
-// stray write into the end of the context.
+// CU_MEM_ACCESS_FLAGS_PROT_READWRITE. Read-only access is refused for device memory. If it were
+// not, a stray write would end the context.
 inline constexpr int read_write = 3;
 inline constexpr std::size_t most_arguments = 4096;  // bytes of a kernel's arguments
-// CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END: arguments as bytes in one piece.
+// CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE and _END: a kernel's arguments passed as one block
+// of bytes.
 inline constexpr std::uintptr_t launch_buffer = 1;
 inline constexpr std::uintptr_t launch_buffer_size = 2;
 inline constexpr std::uintptr_t launch_end = 0;
 
-// Name in the library, field, type. One list, so that a call cannot be declared and not loaded.
+// Name in the library, field, type. There is one list, so that every call that is declared is also
+// loaded.
 #define INFINITY_DRIVER_CALLS(X)                                                                   \
     X(cuInit, init, Result (*)(unsigned))                                                          \
     X(cuGetErrorName, error_name, Result (*)(Result, const char**))                                \
@@ -105,19 +107,19 @@ inline constexpr std::uintptr_t launch_end = 0;
       Result (*)(FunctionHandle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,       \
                  unsigned, StreamHandle, void**, void**))
 
-// Why no table could be made of a library.
+// Thrown with the reason why no table could be made of a library.
 class Unloadable : public std::runtime_error {
   public:
     explicit Unloadable(const std::string& reason) : std::runtime_error(reason) {}
 };
 
-// A call of the driver that did not end well.
+// Thrown where a call of the driver returned an error.
 class CallFailed : public std::runtime_error {
   public:
     CallFailed(std::string call, Result code, std::string name, std::string text);
     const std::string& call() const { return call_; }
     Result code() const { return code_; }
-    const std::string& name() const { return name_; }  // as cuda.h has it
+    const std::string& name() const { return name_; }  // the call's name in cuda.h
     const std::string& text() const { return text_; }
 
   private:
@@ -134,17 +136,17 @@ struct Table {
     INFINITY_DRIVER_CALLS(INFINITY_DRIVER_FIELD)
 #undef INFINITY_DRIVER_FIELD
 
-    // Tells a checker of the order of accesses that work on a stream, or the host, uses bytes:
-    // (stream, by_host, address, nbytes, writes, label). Null where the library has no checker, as
-    // the real driver.
+    // Tells a checker of the order of accesses that work on a stream, or the host, uses bytes. The
+    // arguments are (stream, by_host, address, nbytes, writes, label). Null where the library has
+    // no checker, as the real driver.
     void (*touched)(StreamHandle, int, Address, std::size_t, int, const char*) = nullptr;
 
     // Throws CallFailed unless `result` is success.
     void check(Result result, const char* call) const;
 };
 
-// The table of a library. It stays loaded for good: the driver's threads may run in it until the
-// process ends. Throws Unloadable, with the path and the reason.
+// Loads the table of a library. Throws Unloadable, with the path and the reason. The library is
+// never unloaded: the driver's threads may run in it until the process ends.
 Table load(const std::string& path);
 
 }  // namespace infinity::driver

@@ -50,8 +50,8 @@ bool Addresses::free(std::uint64_t address, std::size_t nbytes) {
 
 std::optional<std::uint64_t> Addresses::create(std::size_t nbytes) {
     if (nbytes == 0 || !whole(nbytes)) return std::nullopt;
-    // Shared, so that it can be mapped elsewhere too; no file, for a descriptor would be one too
-    // many where a test counts them.
+    // The mapping is shared, so that it can be mapped elsewhere too. It has no file, since tests
+    // count descriptors.
     void* bytes =
         ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (bytes == MAP_FAILED) return std::nullopt;
@@ -62,7 +62,7 @@ std::optional<std::uint64_t> Addresses::create(std::size_t nbytes) {
 bool Addresses::release(std::uint64_t handle) {
     const auto found = memories_.find(handle);
     if (found == memories_.end() || found->second.released) return false;
-    found->second.released = true;  // it stays for as long as it is mapped
+    found->second.released = true;  // the memory stays as long as it is mapped
     drop_if_unused(handle);
     return true;
 }
@@ -74,7 +74,7 @@ bool Addresses::map(std::uint64_t address, std::size_t nbytes, std::size_t offse
     if (nbytes == 0 || !whole(address) || !whole(nbytes) || offset != 0) return false;
     if (nbytes > found->second.nbytes || !in_one_reservation(address, nbytes)) return false;
     if (overlaps_mapping(address, nbytes)) return false;
-    // Of no bytes: the old mapping stays.
+    // A move of 0 bytes makes a second mapping, and the old one stays.
     void* const moved =
         ::mremap(found->second.bytes, 0, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, at(address));
     if (moved == MAP_FAILED) return false;

@@ -1,9 +1,10 @@
 // Device memory and the addresses at which it is mapped (cuMemCreate, cuMemMap), in RAM.
 //
 // [Note: mapped addresses]
-// What is mapped so is a stand-in for pages that are away, mapped many times over: it is filled
-// once, and from then on whoever uses it takes it for a page that is not there. So a copy or a use
-// of it that is told is a violation, and so are bytes that are not those of the fill any more.
+// The runtime maps memory in this way only as a stand-in for evicted pages. One chunk is mapped
+// many times and filled once. Code that uses it afterwards takes it for a page that is not there.
+// So a copy or a reported use of such memory is a violation, and so is a change of its bytes after
+// the fill.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +18,10 @@ namespace infinity::test_driver {
 
 class Addresses {
   public:
-    // Bytes. Small, so that small models have several mappings.
+    // The granularity in bytes. It is small, so that small models have several mappings.
     static constexpr std::size_t granule = 4096;
 
-    // What asks for the impossible is refused: false, or nothing, and nothing has changed.
+    // Impossible requests are refused: the call returns false or nothing, and changes nothing.
     std::optional<std::uint64_t> reserve(std::size_t nbytes);
     bool free(std::uint64_t address, std::size_t nbytes);
     std::optional<std::uint64_t> create(std::size_t nbytes);
@@ -28,23 +29,23 @@ class Addresses {
     bool map(std::uint64_t address, std::size_t nbytes, std::size_t offset, std::uint64_t handle);
     bool unmap(std::uint64_t address, std::size_t nbytes);
     bool allow(std::uint64_t address, std::size_t nbytes);
-    // Writes `value` into all of them. They lie in one mapping that may be used.
+    // Writes `value` into all bytes, which must lie in one mapping that may be used.
     bool fill(std::uint64_t address, unsigned char value, std::size_t nbytes);
 
     enum class Kind { ordinary, mapped, none };
-    // Whether bytes are RAM like any other, mapped ones, or partly such that nobody may use.
+    // Whether the bytes are ordinary RAM, mapped memory, or partly addresses that nobody may use.
     Kind kind(std::uint64_t address, std::size_t nbytes) const;
 
-    // Memories whose bytes are not those of their fill any more, each once, in words.
+    // The memories whose bytes differ from their fill, each reported once, in words.
     std::vector<std::string> written();
-    // What there is and came since `forget`, in words.
+    // What exists and was made after `forget`, in words.
     std::vector<std::string> left() const;
-    // What there is now is nobody's fault.
+    // What exists now is not reported by `left` any more.
     void forget();
 
   private:
     struct Memory {
-        unsigned char* bytes;  // where the driver itself sees it
+        unsigned char* bytes;  // the address at which the driver itself sees the memory
         std::size_t nbytes;
         std::size_t mappings = 0;
         bool released = false;
@@ -63,7 +64,7 @@ class Addresses {
     };
     using Mappings = std::map<std::uint64_t, Mapping>;  // by address; disjoint
 
-    // Those that make up a range exactly; empty where none do.
+    // The mappings that make up a range exactly, or none.
     std::vector<Mappings::iterator> mappings_of(std::uint64_t address, std::size_t nbytes);
     bool overlaps_mapping(std::uint64_t address, std::size_t nbytes) const;
     bool in_one_reservation(std::uint64_t address, std::size_t nbytes) const;
@@ -73,8 +74,8 @@ class Addresses {
     std::map<std::uint64_t, Reservation> reservations_;  // by address
     std::map<std::uint64_t, Memory> memories_;           // by handle
     Mappings mappings_;
-    std::uint64_t last_handle_ = 0;      // a number is given once: one of the past means nothing
-    std::vector<std::string> findings_;  // of memories that are gone
+    std::uint64_t last_handle_ = 0;      // numbers are given once, so an old number means nothing
+    std::vector<std::string> findings_;  // of memories that have been freed
 };
 
 }  // namespace infinity::test_driver

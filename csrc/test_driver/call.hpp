@@ -1,4 +1,4 @@
-// What every call of the driver has: a name in the library, a result, and the machine's lock.
+// What every call of the driver needs: a name in the library, a result, and the machine's lock.
 #pragma once
 
 #include "machine.hpp"
@@ -25,8 +25,8 @@ inline constexpr int kNotSupported = 801;
 
 inline thread_local void* current_context = nullptr;
 
-// A call that has to do with streams: its context is current, and it takes place unless a test
-// asked for another result.
+// A call that concerns streams. Its context must be current, and it takes place unless a test asked
+// for another result.
 template <typename Action>
 int on_device(const char* call, const Action& action) {
     if (current_context == nullptr) return kInvalidContext;
@@ -35,7 +35,7 @@ int on_device(const char* call, const Action& action) {
     return injected != kSuccess ? injected : action(lock);
 }
 
-// A call that has to do with memory alone, see `Machine::enter`.
+// A call that concerns memory alone, see `Machine::enter`.
 template <typename Action>
 int on_memory(const char* call, const Action& action) {
     if (current_context == nullptr) return kInvalidContext;

@@ -22,7 +22,7 @@ Checker::Actor Checker::add(std::string name) {
     const Actor actor = names_.size();
     names_.push_back(std::move(name));
     clocks_.emplace_back(actor + 1);
-    clocks_[actor][actor] = 1;  // 0 is what those know who know nothing of it
+    clocks_[actor][actor] = 1;  // 0 is the count of an actor of which nothing is known
     return actor;
 }
 
@@ -35,7 +35,7 @@ void Checker::use(Actor actor, std::uint64_t begin, std::uint64_t end, bool writ
         std::make_shared<const Use>(Use{actor, clocks_[actor][actor], begin, end, writes, what});
     split(begin);
     split(end);
-    std::uint64_t covered = begin;  // up to here there is a range for every byte
+    std::uint64_t covered = begin;  // every byte before this one has a range
     for (auto at = ranges_.lower_bound(begin); at != ranges_.end() && at->first < end; ++at) {
         Range& range = at->second;
         if (range.write) compare(range.write, *now);
@@ -82,7 +82,7 @@ void Checker::compare(const UsePointer& before, const Use& now) {
     const Clock& known = clocks_[now.actor];
     if (before->actor < known.size() && known[before->actor] >= before->tick) return;
     if (violations_.size() >= most_kept) return;
-    // Again and again the same pair in other places is one finding.
+    // The same pair of uses at other addresses is not a new finding.
     const std::string pair = names_[before->actor] + before->what + names_[now.actor] + now.what;
     if (!seen_.insert(pair).second) return;
     violations_.push_back(describe(now) + " is not ordered after " + describe(*before));

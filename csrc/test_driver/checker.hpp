@@ -1,12 +1,12 @@
-// Whether any two uses of the same bytes, one of which writes, are ordered: vector clocks per
-// stream and host thread, and the last uses of every range of bytes.
+// Checks that any two uses of the same bytes, one of which writes, are ordered. The checker keeps
+// vector clocks for each stream and host thread, and the last uses of every range of bytes.
 //
 // [Note: what the checker sees]
-// A clock is taken when work is queued, not when it runs: that a stream was quick makes no order.
-// What makes one is the order in which a thread calls and in which a stream queues, a wait of a
-// stream for an event, and an answer that an event or a stream is done. So a missing wait is found
-// whenever the two uses are queued, however the streams happen to run, and where the bytes happen
-// to be right.
+// A clock is taken when work is queued, not when it runs: a stream that happens to be quick makes
+// no order. Three things make an order: the sequence in which a thread calls and a stream queues, a
+// stream's wait for an event, and an answer that an event or a stream is done. So the checker finds
+// a missing wait whenever both uses are queued, however the streams happen to run, and even if the
+// bytes happen to be right.
 #pragma once
 
 #include <cstddef>
@@ -19,42 +19,42 @@
 
 namespace infinity::test_driver {
 
-// By actor: how many of its uses are known to have happened.
+// For each actor, how many of its uses are known to have happened.
 using Clock = std::vector<std::uint64_t>;
 
 class Checker {
   public:
     using Actor = std::size_t;
 
-    // A stream, or a thread of the host.
+    // Adds an actor: a stream, or a thread of the host.
     Actor add(std::string name);
     void rename(Actor actor, std::string name) { names_[actor] = std::move(name); }
 
     const Clock& clock(Actor actor) const { return clocks_[actor]; }
-    // All that `clock` knows has happened before what `actor` does next.
+    // Orders everything that `clock` knows of before the actor's next use.
     void follow(Actor actor, const Clock& clock);
-    // The actor does one thing more: who took its clock before does not know of it.
+    // Begins a new use of the actor, which clocks taken earlier do not know of.
     void tick(Actor actor) { ++clocks_[actor][actor]; }
 
-    // The actor uses bytes [begin, end) now, in its own order.
+    // Notes that the actor uses bytes [begin, end) now, in its own order.
     void use(Actor actor, std::uint64_t begin, std::uint64_t end, bool writes,
              const std::string& what);
 
-    // A use, for people.
+    // A use in words, for people.
     std::string described(Actor actor, std::uint64_t begin, std::uint64_t end, bool writes,
                           const std::string& what) const {
         return describe({actor, 0, begin, end, writes, what});
     }
 
-    // Each pair of unordered uses once, in words; at most `most_kept`.
+    // Each pair of unordered uses once, in words. At most `most_kept` pairs.
     const std::vector<std::string>& violations() const { return violations_; }
     static constexpr std::size_t most_kept = 64;
 
-    // Forgets uses and violations. Actors and their clocks stay.
+    // Forgets uses and violations. The actors and their clocks stay.
     void clear();
 
   private:
-    // One use, as long as it can still be in somebody's way.
+    // One use, kept as long as a later use can still conflict with it.
     struct Use {
         Actor actor;
         std::uint64_t tick;
@@ -67,11 +67,11 @@ class Checker {
     struct Range {
         std::uint64_t end;
         UsePointer write;
-        std::vector<UsePointer> reads;  // since the write, one an actor: its last
+        std::vector<UsePointer> reads;  // since the write: the last read of each actor
     };
     using Ranges = std::map<std::uint64_t, Range>;  // by begin; disjoint
 
-    // Cuts the range over `at` in two, so that one begins there.
+    // Cuts the range that contains `at` in two, so that a range begins there.
     void split(std::uint64_t at);
     void compare(const UsePointer& before, const Use& now);
     std::string describe(const Use& use) const;

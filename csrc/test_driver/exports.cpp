@@ -1,5 +1,5 @@
-// The CUDA driver's names that have to do with streams and modules, over a `Machine`, and the
-// controls of tests (infinity_test_*).
+// The CUDA driver's functions that concern streams and modules, over a `Machine`, and the controls
+// of tests (infinity_test_*).
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -201,7 +201,7 @@ EXPORT int cuModuleLoadData(void** module, const void* image) {
     });
 }
 
-// The library stays: a kernel of it may still be queued.
+// The library stays loaded, since a kernel of it may still be queued.
 EXPORT int cuModuleUnload(void*) {
     return on_device("cuModuleUnload", [](Machine::Lock&) { return kSuccess; });
 }
@@ -230,8 +230,8 @@ EXPORT int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsign
                 nbytes = *static_cast<std::size_t*>(extra[1]);
         }
         if (data == nullptr || nbytes > 4096) return kInvalidValue;
-        // The caller's bytes may go as soon as this returns; the copy is aligned as any struct may
-        // want.
+        // The caller's bytes may go as soon as this returns. The copy is aligned as any struct may
+        // need.
         constexpr std::size_t unit = sizeof(std::max_align_t);
         auto arguments =
             std::make_shared<std::vector<std::max_align_t>>((nbytes + unit - 1) / unit);
@@ -245,32 +245,32 @@ EXPORT int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsign
 // --- controls
 // ------------------------------------------------------------------------------------------
 
-// Ends all work, forgets uses, violations, counts and failures; all that is drawn follows `seed`
-// from now on.
+// Ends all work and forgets uses, violations, counts and failures. From now on all random choices
+// follow `seed`.
 EXPORT void infinity_test_reset(std::uint64_t seed, int threads) {
     Machine::Lock lock = machine().lock();
     machine().reset(lock, seed, threads != 0 ? Pace::threads : Pace::stepped);
 }
 
-// Has a stream (null: all that there are) begin nothing, or go on.
+// Makes a stream (null: all streams) begin no work, or go on.
 EXPORT void infinity_test_hold(Stream* stream, int held) {
     const Machine::Lock lock = machine().lock();
     machine().hold(stream, held != 0);
 }
 
-// The nth next call of this name does nothing and returns `code`.
+// Makes the nth next call of this name do nothing and return `code`.
 EXPORT void infinity_test_fail(const char* call, int nth, int code) {
     const Machine::Lock lock = machine().lock();
     machine().fail(call, nth, code);
 }
 
-// How often a call was made since the last reset.
+// The number of calls of this name since the last reset.
 EXPORT std::uint64_t infinity_test_count(const char* call) {
     const Machine::Lock lock = machine().lock();
     return machine().count(call);
 }
 
-// Work on a stream, or the thread that calls (by_host), uses bytes.
+// Reports that work on a stream, or the calling thread (by_host), uses bytes.
 EXPORT void infinity_test_touched(Stream* stream, int by_host, std::uint64_t address,
                                   std::size_t nbytes, int writes, const char* label) {
     const Machine::Lock lock = machine().lock();
@@ -279,21 +279,22 @@ EXPORT void infinity_test_touched(Stream* stream, int by_host, std::uint64_t add
     machine().touched(found, {address, nbytes, writes != 0}, label);
 }
 
-// What violations call a stream.
+// Sets the name of a stream in violations.
 EXPORT void infinity_test_name(Stream* stream, const char* name) {
     const Machine::Lock lock = machine().lock();
     if (Stream* found = machine().find(stream)) machine().name(*found, name);
 }
 
-// Whether each thread of the host has a clock of its own: then whatever hands over between them
-// says so by release and acquire. Else all threads are one, whose own order is taken to be right.
+// Sets whether each thread of the host has a clock of its own. If so, threads that hand memory over
+// must say so by release and acquire. Otherwise all threads are one, and their order is taken to be
+// right.
 EXPORT void infinity_test_separate_threads(int separate) {
     const Machine::Lock lock = machine().lock();
     machine().separate_threads(separate != 0);
 }
 
-// Until it is taken back, waits and answers happen and make no order: as if nobody had waited, with
-// the bytes still right and memory still there.
+// While `blind` is set, waits and answers happen but make no order for the checker. A program then
+// looks as if nobody had waited, while its bytes are still right and its memory still exists.
 EXPORT void infinity_test_blind(int blind) {
     const Machine::Lock lock = machine().lock();
     machine().blind(blind != 0);
@@ -309,7 +310,8 @@ EXPORT void infinity_test_acquire(std::uint64_t key) {
     machine().acquire(key);
 }
 
-// A kernel to launch: this library is an image of its own, "infinity-host-kernels:" and its path.
+// A kernel to launch. This library is also a module image, named "infinity-host-kernels:" and its
+// path.
 struct FillArguments {
     std::uint32_t* into;
     std::uint32_t count;

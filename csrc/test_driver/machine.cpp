@@ -121,7 +121,7 @@ void Machine::record(Stream& stream, const std::shared_ptr<Event>& event) {
 
 void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& event) {
     const std::shared_ptr<Moment> moment = event->last;
-    if (moment == nullptr) return;  // as CUDA has it
+    if (moment == nullptr) return;  // as in CUDA, an event that was never recorded has happened
     queued_by_host(stream);
     follow(stream.actor, moment->clock);
     if (stream.is_inline) {
@@ -134,7 +134,7 @@ void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& eve
 
 bool Machine::query(const std::shared_ptr<Event>& event) {
     if (!event->done()) {
-        if (pace_ == Pace::stepped) step();  // or whoever asks again and again would never hear it
+        if (pace_ == Pace::stepped) step();  // or a caller that asks in a loop would never hear it
         return false;
     }
     if (event->last == nullptr) return true;

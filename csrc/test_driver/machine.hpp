@@ -1,16 +1,16 @@
-// A device whose memory is RAM and whose streams dawdle.
+// A device whose memory is RAM and whose streams run late.
 //
 // [Note: how streams run]
-// `Pace::stepped`: work runs only inside calls, on the thread that calls. A seeded generator draws
-// how much of it a call runs and which of the streams that could go on does, and each seed has
-// streams that it favours, so that some run far ahead of others. A program that calls in the same
-// order sees the same order again. `Pace::threads`: every stream is a thread that runs its queue
-// with seeded pauses, for ThreadSanitizer.
+// `Pace::stepped`: work runs only inside calls, on the calling thread. A seeded generator draws how
+// much of it a call runs, and which of the streams that could go on does. Each seed favours some
+// streams, so that these run far ahead of others. A program that calls in the same order sees the
+// same order again. `Pace::threads`: every stream is a thread that runs its queue with seeded
+// pauses, for ThreadSanitizer.
 //
-// The null stream is "inline": its work is done by the thread that calls, as torch's operations on
-// the CPU are. To wait there is to wait; an event that is recorded there has happened, though
-// `query` does not say so before a drawn number of calls, as a GPU that is behind would not. For
-// the checker it is a stream.
+// The null stream is "inline": the calling thread does its work, as it does torch's operations on
+// the CPU. So a wait of this stream makes the calling thread wait. An event that is recorded on it
+// has happened at once, though `query` says so only after a drawn number of calls, as for a GPU
+// that is behind. For the checker it is a stream.
 #pragma once
 
 #include <chrono>
@@ -36,12 +36,12 @@ namespace infinity::test_driver {
 
 enum class Pace { stepped, threads };
 
-// One recording of an event. Who waits for it waits for it alone, though the event be recorded
-// again.
+// One recording of an event. A stream that waits for it waits for this recording alone, even if the
+// event is recorded again.
 struct Moment {
     bool happened = false;
-    std::uint64_t shown_at = 0;  // inline: the call from which on `query` says so
-    Clock clock;                 // of the stream when it was queued
+    std::uint64_t shown_at = 0;  // inline: the number of the call from which `query` says so
+    Clock clock;                 // the stream's clock when the recording was queued
     std::chrono::steady_clock::time_point at;
 };
 
@@ -66,7 +66,7 @@ struct Stream {
     bool busy = false;    // its thread is running something
     unsigned favour = 1;  // how often it is drawn
     std::deque<Work> queue;
-    // The tick of the last use of bytes that a thread of the host has queued.
+    // The tick of the last use of bytes that each thread of the host has queued here.
     std::map<std::thread::id, std::uint64_t> last_use;
     std::thread thread;
     bool idle() const { return queue.empty() && !busy; }
@@ -78,16 +78,17 @@ class Machine {
     ~Machine();
 
     using Lock = std::unique_lock<std::mutex>;
-    // Every call begins so: counts it, and says what to return instead of doing it (0: go on).
+    // Begins every call: counts it, and returns the result that a test asked for (0: go on).
     int begin(const char* call);
-    // And a call that has to do with streams may run some work then. Others do not: garbage makes
-    // them, whenever it is collected, and what a seed draws shall not depend on that.
+    // Begins a call that concerns streams: like begin(), and may run some work. Other calls run
+    // none. They come from garbage collection, at any time, and what a seed draws must not depend
+    // on that.
     int enter(Lock& lock, const char* call);
     Lock lock() { return Lock(mutex_); }
 
     Stream* make_stream();
     void end_stream(Lock& lock, Stream* stream);
-    Stream* find(Stream* stream);  // null: the inline one; nullptr for what is none
+    Stream* find(Stream* stream);  // null: the inline one; returns nullptr for an unknown stream
     bool done(Stream& stream);
 
     std::shared_ptr<Event> find(Event* event);
@@ -97,18 +98,18 @@ class Machine {
     void wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& event);
     bool query(const std::shared_ptr<Event>& event);
 
-    // Waits for all work, but for what a test holds: that it would wait for in vain. What is known
-    // afterwards is all work of every stream.
+    // Waits for all work, except for work that a test holds, which would never end. Afterwards all
+    // work of every stream is known to the calling thread.
     void synchronize(Lock& lock);
-    // Whether this thread knows to be done all the work that it has queued itself.
+    // Returns whether this thread knows that all work that it has queued itself is done.
     bool knows_own_work();
 
     // Guarded by the lock.
     Addresses& addresses() { return addresses_; }
     Registered& registered() { return registered_; }
-    // A copy whose ends are both RAM that is not registered.
+    // Counts a copy of which both ends are RAM that is not registered.
     void note_unregistered_copy() { ++unregistered_copies_; }
-    // The host takes bytes away from under whoever uses them.
+    // Reports that the host frees bytes, which counts as a write for the checker.
     void taken_away(std::uint64_t begin, std::uint64_t nbytes, const std::string& what);
     void report(std::string violation);
 
@@ -143,17 +144,17 @@ class Machine {
 
   private:
     Checker::Actor host();
-    // What a wait or an answer makes known.
+    // Makes known to an actor what a wait or an answer tells.
     void follow(Checker::Actor actor, const Clock& clock) {
         if (!blind_) checker_.follow(actor, clock);
     }
-    // The host's order, then one thing more of both.
+    // Orders the stream's next work after the host's calls so far, and begins a new use of both.
     void queued_by_host(Stream& stream);
-    // An actor uses bytes now, which are not a stand-in's.
+    // Notes that an actor uses bytes now. Bytes of a stand-in are not noted.
     void use(Checker::Actor actor, const Bytes& bytes, const std::string& what);
     void queued_use(Stream& stream, const Bytes& bytes, const std::string& what);
     bool ready(const Stream& stream) const;
-    bool step();  // runs one piece of work of a stepped stream; false where none can
+    bool step();  // runs one piece of work of a stepped stream; false if there is none
     void complete(const Work& work);
     template <typename Condition>
     void until(Lock& lock, const Condition& condition);
@@ -165,8 +166,8 @@ class Machine {
     std::condition_variable changed_;
     std::mt19937_64 random_;
     Pace pace_ = Pace::stepped;
-    unsigned eagerness_ = 2;      // how much of the work runs inside calls that do not wait for it
-    std::uint64_t lateness_ = 8;  // calls after which an inline event shows, at the most
+    unsigned eagerness_ = 2;      // how much work runs inside calls that do not wait for it
+    std::uint64_t lateness_ = 8;  // the most calls after which an inline event shows
     std::uint64_t calls_ = 0;
     Checker checker_;
     Addresses addresses_;

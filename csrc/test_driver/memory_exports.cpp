@@ -1,4 +1,4 @@
-// The CUDA driver's names that have to do with memory alone, over a `Machine`, and their controls.
+// The CUDA driver's functions that concern memory alone, over a `Machine`, and their controls.
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -11,7 +11,7 @@ using namespace infinity::test_driver;  // NOLINT: the library is about one name
 
 namespace {
 
-// As cuda.h has them.
+// Structs as cuda.h has them.
 struct Location {
     int type;
     int id;
@@ -46,7 +46,7 @@ int check(const Properties* wanted) {
 
 int valid(bool done) { return done ? kSuccess : kInvalidValue; }
 
-// As many of the lines as fit, each with its end; returns how many there are.
+// Writes as many of the lines as fit, each with its newline. Returns the number of lines.
 std::size_t written_to(char* text, std::size_t size, const std::vector<std::string>& lines) {
     std::string all;
     for (const std::string& each : lines) all += each + "\n";
@@ -77,7 +77,8 @@ EXPORT int cuMemHostRegister_v2(void* memory, std::size_t nbytes, unsigned flags
     });
 }
 
-// A copy that is not known to be done loses its memory under way: for the checker it is a write.
+// A copy that is not known to be done loses its memory under way, so the checker takes this for a
+// write.
 EXPORT int cuMemHostUnregister(void* memory) {
     return on_memory("cuMemHostUnregister", [&](Machine::Lock&) {
         const auto address = reinterpret_cast<std::uint64_t>(memory);
@@ -137,7 +138,7 @@ EXPORT int cuMemMap(std::uint64_t address, std::size_t nbytes, std::size_t offse
     });
 }
 
-// The driver cannot know what a kernel uses: whoever unmaps has seen his own work done.
+// The driver cannot know what a kernel uses, so the caller must have seen its own work done.
 EXPORT int cuMemUnmap(std::uint64_t address, std::size_t nbytes) {
     return on_memory("cuMemUnmap", [&](Machine::Lock&) {
         if (!machine().addresses().unmap(address, nbytes)) return kInvalidValue;
@@ -169,25 +170,26 @@ EXPORT int cuMemsetD8_v2(std::uint64_t address, unsigned char value, std::size_t
 // --- controls
 // ------------------------------------------------------------------------------------------
 
-// The violations since the last reset, one a line, as much as fits; returns how many there are.
+// The violations since the last reset, one a line, as many as fit. Returns the number of
+// violations.
 EXPORT std::size_t infinity_test_violations(char* text, std::size_t size) {
     const Machine::Lock lock = machine().lock();
     return written_to(text, size, machine().violations());
 }
 
-// What was registered, reserved or made since the last reset and is still, one a line.
+// What was registered, reserved or made since the last reset and still exists, one a line.
 EXPORT std::size_t infinity_test_left(char* text, std::size_t size) {
     const Machine::Lock lock = machine().lock();
     return written_to(text, size, machine().left());
 }
 
-// The first calls since the last reset in their order, one a line.
+// The first calls since the last reset, in their order, one a line.
 EXPORT std::size_t infinity_test_calls(char* text, std::size_t size) {
     const Machine::Lock lock = machine().lock();
     return written_to(text, size, machine().log());
 }
 
-// How many copies since the last reset had neither end in registered memory.
+// The number of copies since the last reset of which neither end was in registered memory.
 EXPORT std::uint64_t infinity_test_unregistered_copies() {
     const Machine::Lock lock = machine().lock();
     return machine().unregistered_copies();

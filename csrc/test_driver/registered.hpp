@@ -11,16 +11,16 @@ namespace infinity::test_driver {
 
 class Registered {
   public:
-    // False where part of it is registered.
+    // Returns false if a part of the range is registered already.
     bool add(std::uint64_t address, std::size_t nbytes);
-    // Bytes of the range that began there and is not registered any more; 0 where none did.
+    // Removes the range that begins at `address`, and returns its bytes; 0 if there is none.
     std::size_t remove(std::uint64_t address);
-    // Whether all of it lies in one range.
+    // Returns whether all of the bytes lie in one range.
     bool covers(std::uint64_t address, std::size_t nbytes) const;
 
-    // What there is and came since `forget`, in words.
+    // What is registered and was added after `forget`, in words.
     std::vector<std::string> left() const;
-    // What there is now is nobody's fault.
+    // What is registered now is not reported by `left` any more.
     void forget();
 
   private:

@@ -22,8 +22,8 @@ using namespace infinity::tiers;  // NOLINT: one small translation unit about on
 namespace {
 
 // What a Storage over a lease or a region owns, see [Note: a residency is a Storage] in
-// infinity/tiers/pool.py. torch calls the deleter when the last view dies, on any thread, with the
-// GIL or without; it is plain C++.
+// infinity/tiers/pool.py. torch calls the deleter when the last view dies, on any thread, with or
+// without the GIL. The deleter is plain C++.
 struct Residency {
     DLManagedTensor managed{};
     std::int64_t shape = 0;
@@ -58,11 +58,11 @@ nb::object to_dlpack(std::shared_ptr<Memory> memory) {
     };
     PyObject* capsule = PyCapsule_New(&residency->managed, "dltensor", drop_capsule);
     if (capsule == nullptr) throw nb::python_error();
-    residency.release();  // the capsule's now
+    residency.release();  // the capsule owns it now
     return nb::steal(capsule);
 }
 
-// A Python handle on a lease: `release` gives up this handle's share early.
+// A Python handle on a lease. `release` gives up the share of this handle early.
 class LeaseHandle {
   public:
     explicit LeaseHandle(std::shared_ptr<Lease> lease) : lease_(std::move(lease)) {}
@@ -77,12 +77,12 @@ class LeaseHandle {
 };
 
 std::chrono::nanoseconds to_timeout(double seconds) {
-    constexpr double kYear = 3.2e7;  // far from overflow of the clock, too long to matter
+    constexpr double kYear = 3.2e7;  // no overflow of the clock, and longer than anybody waits
     return std::chrono::nanoseconds(
         static_cast<std::int64_t>(std::clamp(seconds, 0.0, kYear) * 1e9));
 }
 
-// A lease, or why there is none.
+// Returns a lease, or the reason why there is none.
 std::variant<LeaseHandle, Refusal> lease(Pool& pool, std::uint64_t nbytes, double timeout) {
     std::shared_ptr<Lease> granted;
     Refusal refusal;
@@ -104,8 +104,8 @@ std::variant<LeaseHandle, Refusal> lease(Pool& pool, std::uint64_t nbytes, doubl
     return LeaseHandle(std::move(granted));
 }
 
-// Python's, to be dropped or called by whichever thread lets go of a region last. At the
-// interpreter's end nothing is done: its memory goes with the process.
+// Holds a Python object that the last thread to let go of a region drops or calls. At the end of
+// the interpreter nothing is done: the memory goes with the process.
 class Keeper {
   public:
     explicit Keeper(nb::object object) : object_(object.release().ptr()) {}
@@ -242,8 +242,7 @@ void bind_spans(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_tiers, m) {
-    // Leases may outlive the interpreter's teardown order; that is by design and not worth a
-    // report.
+    // Leases may outlive the teardown of the interpreter by design, so leaks are not reported.
     nb::set_leak_warnings(false);
     nb::register_exception_translator([](const std::exception_ptr& pending, void*) {
         try {
@@ -252,7 +251,8 @@ NB_MODULE(_tiers, m) {
             errno = error.code().value();
             PyErr_SetFromErrno(PyExc_OSError);
         } catch (const Forked& error) {
-            // Typed, with its cure, by the Python face: this module stands below infinity.errors.
+            // The Python face turns this into a typed error with its cure: this module stands below
+            // infinity.errors.
             PyErr_SetString(PyExc_ChildProcessError, error.what());
         }
     });

@@ -76,12 +76,12 @@ std::optional<Span> Pool::wait_for_span(std::unique_lock<std::mutex>& lock, std:
         if (interrupted) break;
     }
     waiters_.erase(me);
-    returned_.notify_all();  // whoever is first now may fit where this one did not
+    returned_.notify_all();  // the waiter that is first now may fit where this one did not
     return span;
 }
 
 void Pool::close() {
-    std::shared_ptr<Region> region;  // unmapped, if ours was the last share, after the lock
+    std::shared_ptr<Region> region;  // dropped after the lock, as it may unmap the region
     const std::unique_lock guard = lock();
     region.swap(region_);
     returned_.notify_all();
@@ -103,7 +103,7 @@ PoolCounters Pool::counters() const {
 }
 
 void Pool::give_back(Span span) {
-    if (forked()) return;  // the bytes were not inherited: there is nothing to return
+    if (forked()) return;  // the child did not inherit the bytes, so there is nothing to return
     const std::unique_lock guard = lock();
     spans_.give_back(span);
     counters_.leased = spans_.used();

@@ -1,4 +1,4 @@
-// Leases: bytes borrowed from a region, which return themselves.
+// Leases: bytes borrowed from a region, which return to their pool by themselves.
 #pragma once
 
 #include <sys/types.h>
@@ -21,9 +21,10 @@ namespace infinity::tiers {
 
 class Pool;
 
-// Bytes on loan. Shared by every handle and every Storage made from it; the last one to go gives
-// the span back, from any thread and without the GIL (autograd frees storages where it likes, and a
-// garbage collection may run inside any Python code, a lock of ours included).
+// Bytes on loan. Every handle and every Storage made from a lease shares the lease, and the last of
+// them to go gives the bytes back to the pool. This may happen on any thread and without the GIL:
+// autograd frees storages where it likes, and a garbage collection may run inside any Python code,
+// also while a lock of ours is held.
 class Lease {
   public:
     Lease(std::shared_ptr<Pool> pool, std::shared_ptr<Region> region, Span span);
@@ -46,14 +47,14 @@ class Lease {
 struct PoolCounters {
     std::uint64_t leased = 0;   // bytes, in whole granules
     std::uint64_t peak = 0;     // the largest `leased` has been
-    std::uint64_t leases = 0;   // out now
-    std::uint64_t granted = 0;  // ever
+    std::uint64_t leases = 0;   // leases that are out now
+    std::uint64_t granted = 0;  // leases granted so far
     std::uint64_t waits = 0;    // requests that had to wait for a lease to return
     std::uint64_t refused = 0;  // requests that ended without a lease
-    std::uint64_t returns = 0;  // leases that have come back, ever
+    std::uint64_t returns = 0;  // leases that have come back so far
 };
 
-// A pool was used in a process forked from its own, where its bytes are not mapped.
+// Thrown where a pool is used in a process forked from its own. Its bytes are not mapped there.
 class Forked : public std::runtime_error {
   public:
     Forked() : std::runtime_error("this pool belongs to the parent process") {}
@@ -63,37 +64,37 @@ class Forked : public std::runtime_error {
 struct Refusal {
     enum class Reason {
         closed,
-        queued,  // others were waiting already, or still are: the bytes may be there
+        queued,  // others were waiting already, or still are: enough bytes may be free
         full
     };
     Reason reason = Reason::full;
-    std::uint64_t needed = 0;  // full: the capacity in which it would have been granted, bytes
+    std::uint64_t needed = 0;  // with `full`: the pool's capacity in bytes that would have sufficed
 };
 
-// How long a request may wait for leases to return. `interrupted`, where given, is asked every 100
+// How long a request may wait for leases to return. `interrupted`, where given, is called every 100
 // ms with no lock held, so that a person's Ctrl-C ends the wait.
 struct Patience {
     std::chrono::nanoseconds timeout{0};
     std::function<bool()> interrupted = nullptr;
 };
 
-// A hard budget: the sum of the leases out never exceeds `nbytes`, because they are disjoint spans
-// of nbytes bytes of the region.
+// A hard budget: the leases that are out never have more than `nbytes` bytes in all, because they
+// are disjoint spans of `nbytes` bytes of the region.
 class Pool : public std::enable_shared_from_this<Pool> {
   public:
-    // Throws std::invalid_argument where [offset, offset + nbytes) leaves the region or the
+    // Throws std::invalid_argument if [offset, offset + nbytes) leaves the region, or if the
     // region's address plus offset is not a multiple of the granule.
     Pool(std::shared_ptr<Region> region, std::uint64_t offset, std::uint64_t nbytes,
          std::uint64_t granule);
 
-    // nullptr, and the reason in `refusal`, where nothing came free in time, at once where nbytes
-    // can never fit. A waiter is not overtaken: requests that must wait are served in their order,
-    // or a large one would starve behind small ones.
+    // Returns nullptr, and the reason in `refusal`, if no bytes came free in time. If nbytes can
+    // never fit, the call returns at once. Requests that must wait are served in their order, since
+    // a large request would otherwise starve behind small ones.
     std::shared_ptr<Lease> lease(std::uint64_t nbytes, const Patience& patience,
                                  Refusal* refusal = nullptr);
 
-    // No further leases; those out stay valid and share the region, which the pool lets go of.
-    // Waiters end with nullptr.
+    // Ends the pool: no further leases are granted, and waiters get nullptr. Leases that are out
+    // stay valid and share the region, of which the pool gives up its share.
     void close();
     bool closed() const;
     bool forked() const { return ::getpid() != owner_; }
@@ -104,7 +105,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   private:
     friend class Lease;
-    // The mutex may have been copied into a child while another thread held it.
+    // The mutex may have been copied into a forked child while another thread held it.
     std::unique_lock<std::mutex> lock() const {
         if (forked()) throw Forked();
         return std::unique_lock(mutex_);
@@ -121,7 +122,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     std::condition_variable returned_;
     SpanAllocator spans_;
     PoolCounters counters_;
-    std::list<std::uint64_t> waiters_;  // bytes each waits for, first come first
+    std::list<std::uint64_t> waiters_;  // bytes that each waiter wants, in order of arrival
 };
 
 }  // namespace infinity::tiers

@@ -21,9 +21,9 @@ namespace infinity::tiers {
 namespace {
 
 constexpr std::uint64_t kHugePage = std::uint64_t{2} << 20;
-constexpr std::uint64_t kPiece = std::uint64_t{64} << 20;  // that one thread populates at a time
+constexpr std::uint64_t kPiece = std::uint64_t{64} << 20;  // bytes of a thread's turn
 constexpr std::uint64_t kMostThreads =
-    32;  // more would wait for memory, and for the kernel's locks
+    32;  // more threads would wait for memory, and for the kernel's locks
 
 std::uint64_t base_page() {
     static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -50,7 +50,8 @@ std::byte* map_aligned(std::uint64_t nbytes) {
     return reinterpret_cast<std::byte*>(aligned);
 }
 
-// A preference, not a demand: a wrong node costs speed, and a kernel without NUMA says ENOSYS.
+// Prefers a NUMA node without demanding it: a wrong node costs speed only, and a kernel without
+// NUMA answers ENOSYS.
 void prefer_node(std::byte* address, std::uint64_t nbytes, int node) {
 #ifdef SYS_mbind
     constexpr int kPreferred = 1;  // MPOL_PREFERRED of linux/mempolicy.h
@@ -63,7 +64,7 @@ void prefer_node(std::byte* address, std::uint64_t nbytes, int node) {
 #endif
 }
 
-// Faults pages in; 0 or an errno.
+// Faults pages in. Returns 0 or an errno.
 int fault_in(std::byte* address, std::uint64_t nbytes) {
 #ifdef MADV_POPULATE_WRITE
     if (::madvise(address, nbytes, MADV_POPULATE_WRITE) == 0) return 0;
@@ -75,15 +76,15 @@ int fault_in(std::byte* address, std::uint64_t nbytes) {
     return 0;
 }
 
-// CPUs that this thread, and those it starts, may run on.
+// The number of CPUs that this thread, and threads that it starts, may run on.
 std::uint64_t allowed_cpus() {
     cpu_set_t allowed;
     if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
     return static_cast<std::uint64_t>(std::max(CPU_COUNT(&allowed), 1));
 }
 
-// Threads for all of it, this one among them; started without signals, which are for the program's
-// own. Where one cannot be started the others do its work.
+// Starts threads that do `work` beside the calling thread. They receive no signals, which are for
+// the program's own threads. If a thread cannot be started, the others do its share.
 std::vector<std::thread> helpers(std::uint64_t count, const std::function<void()>& work) {
     std::vector<std::thread> started;
     sigset_t all;
@@ -92,14 +93,14 @@ std::vector<std::thread> helpers(std::uint64_t count, const std::function<void()
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
         while (started.size() < count) started.emplace_back(work);
-    } catch (const std::system_error&) {  // as many as there can be
+    } catch (const std::system_error&) {  // go on with the threads that could be started
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return started;
 }
 
-// To fault pages in is to zero them, which one thread does at a fraction of memory's speed: pieces
-// go to as many threads as there are CPUs.
+// Faults all pages in. The kernel zeroes each page then, which one thread does at a fraction of
+// memory's speed, so the pieces are shared among as many threads as there are CPUs.
 void populate(std::byte* address, std::uint64_t nbytes) {
     const std::uint64_t pieces = (nbytes + kPiece - 1) / kPiece;
     std::atomic<std::uint64_t> next = 0;
@@ -127,8 +128,9 @@ std::uint64_t resident_bytes(const std::byte* address, std::uint64_t nbytes) {
     return static_cast<std::uint64_t>(pages) * base_page();
 }
 
-// Every range that map_host has out in this process. Never destroyed: regions may outlive static
-// destructors. A forked child, which inherits no range, starts a list of its own.
+// The list of all ranges that map_host has mapped in this process. The list is never destroyed,
+// since regions may outlive static destructors. A forked child inherits no range and starts a list
+// of its own.
 class Mappings {
   public:
     static Mappings& all() {
@@ -145,7 +147,7 @@ class Mappings {
         nbytes_[address] = nbytes;
     }
     void unmap(std::byte* address) {
-        const std::lock_guard lock(mutex_);  // until it is unmapped: unbacked() looks at the pages
+        const std::lock_guard lock(mutex_);  // held until unmapped: unbacked() looks at the pages
         ::munmap(address, nbytes_.at(address));
         nbytes_.erase(address);
     }
@@ -174,7 +176,7 @@ Region::Region(std::byte* address, std::uint64_t nbytes, Device device,
       release_(std::move(release)) {}
 
 Region::~Region() {
-    // A forked child did not inherit the bytes, and its own may lie at their address by now.
+    // A forked child did not inherit the bytes, and other memory may lie at their address by now.
     if (::getpid() != owner_) return;
     while (!undo_.empty()) {
         undo_.back()();

@@ -12,8 +12,8 @@
 
 namespace infinity::tiers {
 
-// Numbers of DLPack's DLDeviceType; memory of the host registered with CUDA stays `cpu`, as it is
-// for torch.
+// Numbers of DLPack's DLDeviceType. Host memory that is registered with CUDA stays `cpu`, as in
+// torch.
 enum class DeviceKind : std::int32_t { cpu = 1, cuda = 2 };
 
 struct Device {
@@ -21,12 +21,12 @@ struct Device {
     std::int32_t index = 0;
 };
 
-// Lives as long as its last pool, lease or storage does: closing a tier gives up its handle only,
-// so that an alias somebody still holds never points at unmapped bytes.
+// A range of bytes that lives as long as its last pool, lease or storage. Closing a tier gives up
+// only the tier's own share, so an alias that somebody still holds never points at unmapped bytes.
 class Region {
   public:
-    // Bytes owned by somebody else; `release` is called once, from whichever thread drops last, in
-    // the process that made the region and in no child of it.
+    // Makes a region of bytes that somebody else owns. `release` is called once, by the thread that
+    // drops the last share, and only in the process that made the region, not in a forked child.
     Region(std::byte* address, std::uint64_t nbytes, Device device, std::function<void()> release);
     ~Region();
     Region(const Region&) = delete;
@@ -36,8 +36,8 @@ class Region {
     std::uint64_t nbytes() const { return nbytes_; }
     Device device() const { return device_; }
 
-    // Called before `release`, the last one added first: what was registered somewhere by address
-    // is undone before the address can mean something else.
+    // Adds a function that is called before `release`, the last one added first. A registration by
+    // address is undone in this way before the address can mean other memory.
     void before_release(std::function<void()> undo);
 
   private:
@@ -55,20 +55,20 @@ enum class HugePages { never, advise };
 struct HostMapping {
     std::uint64_t nbytes = 0;  // rounded up to whole base pages, never to huge ones
     HugePages huge_pages = HugePages::never;
-    int numa_node = -1;     // preferred node, -1: wherever the touching thread runs
-    bool populate = false;  // fault every page in now, in parallel: early ENOMEM, no late kill
+    int numa_node = -1;     // preferred node; -1: the node of the thread that touches a page
+    bool populate = false;  // fault every page in at once, in parallel: ENOMEM early, no kill later
 };
 
-// Anonymous private memory at a 2 MiB boundary. It is not inherited over fork(): a child would
-// make every later write of the parent a copy, doubling what the budget promised, and pages pinned
-// for I/O would be copied at the fork itself. Throws std::system_error (ENOMEM).
+// Maps anonymous private memory at a 2 MiB boundary. Throws std::system_error (ENOMEM). A forked
+// child does not inherit the memory. Otherwise every later write of the parent would make a copy,
+// up to twice the budget, and pages pinned for I/O would be copied at the fork itself.
 std::shared_ptr<Region> map_host(const HostMapping& wanted);
 
-// Bytes of the region's pages that are in RAM now (mincore). Throws std::system_error.
+// The number of the region's bytes that are in RAM now (mincore). Throws std::system_error.
 std::uint64_t resident_bytes(const Region& region);
 
-// Bytes of all live map_host regions of this process that are not in RAM yet: promised, and still
-// counted as available by the kernel.
+// The number of bytes of all live map_host regions of this process that are not in RAM yet. They
+// are promised, but the kernel still counts them as available.
 std::uint64_t unbacked_bytes();
 
 }  // namespace infinity::tiers

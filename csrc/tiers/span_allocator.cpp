@@ -14,7 +14,7 @@ SpanAllocator::SpanAllocator(std::uint64_t capacity, std::uint64_t granule) : gr
 }
 
 std::optional<Span> SpanAllocator::take(std::uint64_t nbytes) {
-    if (nbytes > capacity_) return std::nullopt;  // before rounding, which could overflow
+    if (nbytes > capacity_) return std::nullopt;  // before the rounding, which could overflow
     const std::uint64_t size = round_up(nbytes);
     const auto best = free_by_size_.lower_bound({size, 0});
     if (best == free_by_size_.end()) return std::nullopt;
@@ -34,7 +34,7 @@ void SpanAllocator::give_back(Span span) {
         throw std::invalid_argument("a span came back that is not out");
     }
     std::uint64_t offset = taken->first;
-    Free free{taken->second, ++returns_};  // the latest return among all that merge below
+    Free free{taken->second, ++returns_};  // the latest return of all that merge below
     taken_.erase(taken);
     used_ -= free.nbytes;
     const auto after = free_by_offset_.lower_bound(offset);

@@ -1,5 +1,5 @@
-// Which bytes of a fixed range are taken. Pure bookkeeping: the range may be memory (pool.hpp) or a
-// slab file on NVMe; nothing here touches it.
+// An allocator of spans of a fixed range of bytes. The range may be memory (pool.hpp) or a slab
+// file on NVMe: the allocator only keeps books and touches no byte of the range.
 #pragma once
 
 #include <cstddef>
@@ -13,36 +13,38 @@ namespace infinity::tiers {
 
 struct Span {
     std::uint64_t offset = 0;  // bytes from the start of the range
-    std::uint64_t nbytes = 0;  // as asked for; the granules taken may reach past its end
-    // How many spans had come back when any of these bytes last did, that span included; 0: never.
+    std::uint64_t nbytes = 0;  // as asked for; the granules taken may end later
+    // The value of returns() just after the latest return of any of these bytes. 0: none was ever
+    // returned.
     std::uint64_t last_return = 0;
 };
 
-// Best fit, lowest offset among equals, neighbours coalesced at once. Best fit keeps large free
-// spans whole while pages of a few sizes come and go; where all spans have one size it degenerates
-// to a slot pool, which cannot fragment. Every offset is a multiple of the granule.
-// Not thread-safe: its owner locks.
+// Takes the smallest free span that fits, at the lowest offset among equals, and merges free
+// neighbours at once. Best fit keeps large free spans whole while pages of a few sizes come and go.
+// Where all spans have one size, the allocator behaves like a pool of slots, which cannot fragment.
+// Every offset is a multiple of the granule. Not thread-safe: the owner locks.
 class SpanAllocator {
   public:
-    // Throws std::invalid_argument unless granule is a power of two. A tail of capacity smaller
-    // than a granule is never handed out.
+    // Throws std::invalid_argument unless granule is a power of two. A remainder of capacity that
+    // is smaller than a granule is never handed out.
     SpanAllocator(std::uint64_t capacity, std::uint64_t granule);
 
-    // nullopt where no free span is large enough. nbytes = 0 takes one granule, so that every span
-    // has an address of its own.
+    // Returns nullopt if no free span is large enough. nbytes = 0 takes one granule, so that every
+    // span has an address of its own.
     std::optional<Span> take(std::uint64_t nbytes);
 
-    // Throws std::invalid_argument for anything that take() did not return or that came back
-    // before; nothing is changed then.
+    // Throws std::invalid_argument, and changes nothing, for a span that take() did not return or
+    // that was given back before.
     void give_back(Span span);
 
-    std::uint64_t capacity() const { return capacity_; }  // whole granules, bytes
+    std::uint64_t capacity() const { return capacity_; }  // bytes, in whole granules
     std::uint64_t used() const { return used_; }          // bytes, in whole granules
-    std::uint64_t returns() const { return returns_; }    // spans that have come back, ever
+    std::uint64_t returns() const { return returns_; }    // spans that have come back so far
     std::uint64_t largest_free() const;                   // bytes
 
-    // The smallest capacity in which take(nbytes) would succeed with what is out now, for an
-    // nbytes that does not fit: the free bytes at the end are extended until it does.
+    // For an nbytes that does not fit: the smallest capacity in bytes in which take(nbytes) would
+    // succeed, given the spans that are out now. The free bytes at the end are extended until
+    // nbytes fits.
     std::uint64_t capacity_for(std::uint64_t nbytes) const;
 
   private:

@@ -1,4 +1,4 @@
-"""The benchmark runs and says what it should; its figures are nobody's business here."""
+"""Tests that benchmarks/aio.py runs and prints a complete report. The figures are not checked."""
 
 from __future__ import annotations
 

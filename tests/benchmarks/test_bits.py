@@ -1,4 +1,4 @@
-"""benchmarks/bits.py trains its cases, holds them to another package's, and tells a difference."""
+"""Tests that benchmarks/bits.py trains its cases and reports bits that differ from another checkout's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ TWO = (
 
 
 OLDEST = {"infinity.aio.Faults", "infinity.tiers.Tier", "infinity.tiers.tier.usable_device"}
-"""What cases may import besides `infinity`: commit 9a250c9 has it, to which later ones are held."""
+"""Names inside the package that the benchmark's cases may import at module level.
+
+Commit 9a250c9 has all of them, so the cases also run with the package of that commit or a later one.
+"""
 
 
 @pytest.fixture
@@ -34,7 +37,10 @@ def bits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def checkout(directory: Path, more: str = "") -> Path:
-    """A directory with this package under links, and something more in it."""
+    """Make an importable copy of the package in `directory`, by symbolic links, and return `directory`.
+
+    more: source text that is appended to the copy's __init__.py.
+    """
     package, ours = directory / "infinity", Path(infinity.__file__).parent
     package.mkdir(parents=True)
     for each in ours.iterdir():
@@ -45,7 +51,10 @@ def checkout(directory: Path, more: str = "") -> Path:
 
 
 def compared(bits: ModuleType, directory: Path, against: Path, *names: str) -> int:
-    """The exit code of the comparison of these cases; the package that is held against runs in a process."""
+    """Compare the bits of the named cases with those of the package in `against`, and return the exit code.
+
+    directory: where the cases keep their pages. The package in `against` runs in a process of its own.
+    """
     steps = ["--steps", "2", "--directory", str(directory)]
     return int(bits.main([*steps, "--against", str(against), "--case", *names]))
 
@@ -82,12 +91,16 @@ def test_another_bit_is_told_by_the_case_that_has_it(
 def test_a_directory_without_the_package(bits: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no package infinity that works") as ended:
         compared(bits, tmp_path, tmp_path, TWO[1])
-    assert isinstance(ended.value.code, str)  # which is printed, and the code is 1
+    assert isinstance(ended.value.code, str)  # Python prints the text and exits with 1
 
 
 @pytest.mark.parametrize("name", ["homes.py", "parity.py", "zoo.py", "../benchmarks/bits.py"])
 def test_packages_of_older_commits_have_what_every_case_imports(name: str) -> None:
-    """Functions may import more, where the CPU's cases do not come or another commit's lack is told."""
+    """The names that a file imports from the package at module level all exist in older commits.
+
+    Imports inside functions are exempt, because comparisons on the CPU do not call these functions, or
+    because the failure to import is reported.
+    """
     found = set()
     for statement in ast.parse((Path(__file__).parents[1] / name).read_text()).body:
         if isinstance(statement, ast.ImportFrom):
@@ -108,7 +121,10 @@ def test_cases_are_told_apart_and_have_every_home(bits: ModuleType) -> None:
 def test_digests_are_of_what_the_case_says(
     bits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same wherever pages rest, and others with another format. The device updates where it should."""
+    """A case's digest depends on the format of the states and not on the tier where pages rest.
+
+    Only the case named "device updates" makes the device update parameters.
+    """
     updated: list[int] = []
     update = DeviceUnits.update
 

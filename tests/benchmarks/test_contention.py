@@ -1,4 +1,4 @@
-"""benchmarks/contention.py runs, reports and leaves nothing; its figures are not looked at."""
+"""Tests that benchmarks/contention.py runs, reports and leaves no file. The figures are not checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_disk_is_at_work_beside_every_second_turn(tmp_path: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["rate"] == 0.05e9 and len(report["rounds"]) == 2
     assert all(each["alone"] > 0 and each["beside"] > 0 for each in report["rounds"])
-    # Held back to the rate, but for the blocks that are under way at its start.
+    # The load is held back to the rate, except for the blocks that are under way at its start.
     assert all(0 < each["speed"] < 10 * report["rate"] for each in report["rounds"])
     ratios = sorted(each["beside"] / each["alone"] for each in report["rounds"])
     assert ratios[0] <= report["ratio"] <= ratios[-1]

@@ -1,4 +1,4 @@
-"""benchmarks/cpu_adam.py runs and reports every contender; its figures are not looked at."""
+"""Tests that benchmarks/cpu_adam.py runs and reports every contender. The figures are not checked."""
 
 from __future__ import annotations
 

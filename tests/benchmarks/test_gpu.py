@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh with an interpreter that only notes what it is asked: order, limits, failures."""
+"""Tests of benchmarks/gpu.sh with a fake Python interpreter that records calls: order, limits, failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PARTS = [
     "tune",
     "cpu_adam",
 ]
-"""In the order of their value."""
+"""The parts that benchmarks/gpu.sh runs, in order: the most valuable results come first."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Done:
     code: int
     summary: list[str]
     calls: list[str]
-    """Of the interpreter, a line each."""
+    """The arguments of each call of the fake interpreter, one line a call."""
     results: Path
     swap: Path
 
@@ -65,8 +65,11 @@ def run(
     builders: tuple[str, ...] = ALL,
     **environment: str,
 ) -> Done:
-    """failing: every call of the interpreter with this text in its arguments ends with 1. builders: of
-    DeepSpeed's operators, those that can be compiled."""
+    """Run benchmarks/gpu.sh with a fake interpreter, and return what the script did.
+
+    failing: every call of the interpreter with this text in its arguments exits with 1. builders: the
+    operators of DeepSpeed that can be compiled. environment: variables that are set for the script.
+    """
     compiled = "".join(f"compiled {name}\\n" for name in builders)
     results, swap, calls = tmp_path / "results", tmp_path / "swap", tmp_path / "calls"
     swap.mkdir()
@@ -116,7 +119,7 @@ def test_all_parts_pass_and_leave_their_results_alone(tmp_path: Path) -> None:
 
 
 def limits(results: Path) -> dict[str, int]:
-    """The limit of each part, as the script gives it."""
+    """The time limit of each part, as benchmarks/gpu.sh states it, by the part's name."""
     text = SCRIPT.read_text()
     return {
         name: int(limit) for name, limit in re.findall(r"^ *(?:part|train|tests) ([\w-]+) (\d+) ", text, re.M)
@@ -132,18 +135,18 @@ def test_the_first_two_minutes_give_parity_a_step_and_its_idle_share(tmp_path: P
     assert "pytest" in begun[0] and "-k cuda" in begun[0] and "--ignore" not in begun[0]
     options = gpu_idle.parse(shlex.split(begun[1])[1:])
     assert (options.model, options.device) == ("926m", "cuda")
-    # What is to be looked at is kept, and not in the swap directory.
+    # Results are kept, and they are not in the swap directory.
     assert options.timeline.parent == options.trace.parent == done.results
     every = done.calls.index(begun[2])
     assert "--ignore" in begun[2] and every > done.calls.index(begun[1])
-    # Nobody compiles while a step is measured.
+    # Nothing is compiled while a step is measured.
     assert next(index for index, line in enumerate(done.calls) if "op_builder" in line) > done.calls.index(
         begun[1]
     )
 
 
 def test_all_cuda_tests_are_asked_for(tmp_path: Path) -> None:
-    """By their names: a test that needs a GPU and is not chosen would never run."""
+    """The script's pytest options (`-k`) select every test that needs a GPU, so that none is left out."""
     done = run(tmp_path)
     chosen = [line.partition("-k ")[2] for line in done.calls if "-m pytest" in line]
     known = {word for each in chosen for word in re.findall(r"\w+", each)} - {"or", "and", "device"}
@@ -190,7 +193,7 @@ def test_what_the_machine_has_no_room_for_is_left_out(
 def test_the_budgets_of_the_parts_hold_their_models_on_a_hopper(
     name: str, batch: int, tmp_path: Path
 ) -> None:
-    """By the plan, on a Hopper of 139 GiB: no part ends before it trains."""
+    """On a GPU of 139 GiB, a plan with each part's budgets succeeds, so no part ends before it trains."""
     jobs = [train.parse(shlex.split(line)[1:])[0] for line in run(tmp_path).calls if "train.py" in line]
     with torch.device("meta"):
         model = Decoder(PRESETS[name].decoder)

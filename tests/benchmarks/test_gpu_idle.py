@@ -1,4 +1,4 @@
-"""benchmarks/gpu_idle.py: the arithmetic of intervals, what a trace says, and a step without a GPU."""
+"""Tests of benchmarks/gpu_idle.py: unions of intervals, reading of traces, and a step without a GPU."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_a_pattern_meets_itself_in_no_matrix(width: int) -> None:
 
 
 def test_a_pattern_fills_a_model_like_its_own_initialiser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In distribution, and with no two rows alike; the same each time."""
-    monkeypatch.setattr(pattern, "_LENGTH", 4001)  # shorter than a matrix, as the real one is of large models
+    """Matrices have the initialiser's distribution and no two equal rows. Every run gives the same values."""
+    monkeypatch.setattr(pattern, "_LENGTH", 4001)  # shorter than a matrix, as for large models
     found, again = patterned(), patterned()
     torch.manual_seed(0)
     own = Decoder(CONFIG).state_dict()

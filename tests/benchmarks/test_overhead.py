@@ -1,4 +1,4 @@
-"""benchmarks/overhead.py counts what it says, and leaves nothing; its figures are not looked at."""
+"""Tests that benchmarks/overhead.py counts calls correctly and leaves no file. Figures are not checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_quick_run(overhead: ModuleType, tmp_path: Path, capsys: pytest.Captur
         assert all(set(fit[kind]) == {*"abcde", "worst"} for kind in ("python", "c", "sum"))
         for factor in "abcde":
             one = fit["python"][factor] + fit["c"][factor]
-            # Each is fitted by its own relative errors, which differ where the fit is not exact.
+            # Each factor is fitted by its own relative errors, which differ where the fit is not exact.
             assert each["home"] != "unified" or one == pytest.approx(fit["sum"][factor], abs=20)
     assert found["lazy", "unified"]["calls"]["sum"]["worst"] < 0.01
     assert list(tmp_path.iterdir()) == []
@@ -70,7 +70,7 @@ def test_calls_are_counted_in_every_thread(overhead: ModuleType) -> None:
         there = [counter.of(lambda n=n: in_a_thread(n)) for n in (10, 30)]
     assert alone == (1, 0)
     assert here == [(12, 20), (32, 60)]
-    # Starting and joining may take a look more at a lock, or less.
+    # Starting and joining a thread may take one more or one less look at a lock.
     assert [b - a for a, b in zip(*there, strict=True)] == pytest.approx([20, 40], abs=5)
     assert counter.of(lambda: calls(10)) == (0, 0), "nobody is looked at any more"
 

@@ -1,4 +1,4 @@
-"""The benchmark of training quality runs, compares what it says, and leaves nothing on the disk."""
+"""Tests that benchmarks/quality.py runs, compares the losses of trainings and leaves no file on the disk."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark, with a preset for which two steps take no time."""
+    """Import benchmarks/quality.py and add a preset named "small", whose steps take almost no time."""
     monkeypatch.syspath_prepend(os.fspath(BENCHMARKS))
     small = DecoderConfig(width=64, layers=2, heads=2, hidden=128)
     monkeypatch.setitem(PRESETS, "small", Preset(small, 2e-3))

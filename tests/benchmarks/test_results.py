@@ -1,4 +1,4 @@
-"""README's table and the index say what the files of results say, and these what was measured."""
+"""Tests that README and the index quote the result files correctly, and that figures agree with the data."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from results_index import Result  # noqa: E402
 
 FOUND = results_index.results()
 NUMBER = re.compile(r"(?<![A-Za-z\d.])\d+(?:\.\d+)*")
-"""Not the digits of a name such as bf16."""
+"""Matches a number in a text, but not digits inside a name such as bf16."""
 each_result = pytest.mark.parametrize("result", FOUND, ids=lambda each: each.path.with_suffix("").as_posix())
 
 
 def section(readme: str) -> str:
-    """What README says under "Measured", without the targets of links."""
+    """The text of the section "Measured" in README, without the targets of its links."""
     text = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
 def numbers(data: Any, *, below: tuple[str, ...] = ()) -> Iterator[float]:
-    """Every number in JSON data, or every one below one of these keys; not the many of fio's sweep."""
+    """Iterate over the numbers in JSON data, except those under the key "sweep".
+
+    below: where keys are given, only numbers that lie under one of these keys are returned.
+    """
     if isinstance(data, dict):
         for key in data.keys() - {"sweep"}:
             yield from numbers(data[key], below=() if key in below else below)
@@ -45,18 +48,22 @@ def numbers(data: Any, *, below: tuple[str, ...] = ()) -> Iterator[float]:
 
 
 def stated(figure: dict[str, Any], *keys: str) -> list[str]:
-    """The numbers of one figure, as they are written under these keys."""
+    """The numbers in the text of a figure, from the values of the given keys."""
     return NUMBER.findall(" ".join(figure[key] or "" for key in keys))
 
 
 def is_one_of(text: str, values: set[float]) -> bool:
-    """Whether a written number is one of these, rounded."""
+    """Return whether the number in `text` equals one of `values` after rounding to as many decimals."""
     decimals = len(text.partition(".")[2])
     return any(f"{value:.{decimals}f}" == text for value in values)
 
 
 def of_turns(data: dict[str, Any], contender: str) -> dict[str, str | None]:
-    """A figure of train.py as it must be written: medians, peak RSS, the least and the most of the ratio."""
+    """The text of a figure for one contender in the data of benchmarks/train.py.
+
+    It has the median step time and peak RSS of the contender and of the peer, and the median, minimum and
+    maximum of their ratio.
+    """
 
     def cell(name: str) -> str:
         each = data["contenders"][name]

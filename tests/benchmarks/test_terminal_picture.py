@@ -1,4 +1,4 @@
-"""benchmarks/terminal_picture.py draws what a command printed, and all of it but most lines of progress."""
+"""Tests that benchmarks/terminal_picture.py draws a command's output, without most of the progress lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/train.py and matrix.py run, report and leave nothing; their figures are not looked at."""
+"""Tests that benchmarks/train.py and matrix.py run, report and leave no file. Figures are not checked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(directory: Path, *more: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In processes, too, that tests start."""
+    """Set OMP_NUM_THREADS to 1, which the processes that tests start inherit."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -65,7 +65,7 @@ class Ran:
     out: str
     err: str
     left: list[Path]
-    """In the directory that it was given."""
+    """Paths that the run left in its directory."""
 
     @property
     def report(self) -> dict[str, Any]:
@@ -74,9 +74,10 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """RUNS, whose contenders are processes.
+    """Run every command line of RUNS, and return the outcomes by the names in RUNS.
 
-    There is no deepspeed in them that can be imported, whether or not there is one.
+    Contenders run in processes of their own. In these processes the import of `deepspeed` always fails,
+    even where DeepSpeed is installed.
     """
     root = tmp_path_factory.mktemp("runs")
     (root / "deepspeed.py").write_text("raise ImportError('broken on purpose')\n")
@@ -121,7 +122,7 @@ def test_contenders_in_turns_and_one_that_does_not_start(ran: dict[str, Ran]) ->
 
 
 def test_fresh_processes_and_ours_that_fails(ran: dict[str, Ran]) -> None:
-    """Each turn starts anew; the next contender trains though one could not."""
+    """Each turn starts training anew, and a contender that fails does not stop the next one."""
     done = ran["fresh"]
     assert done.code == 1
     report = done.report
@@ -243,7 +244,7 @@ def test_processes_are_kept_if_their_peaks_fit_in_memory_with_what_compute_takes
 
 
 class Canned:
-    """A contender's process whose every turn is the same; what it is told after its end is an error."""
+    """A fake of a contender's process. Every turn has the same result. A turn after the end is an error."""
 
     def __init__(self, turn: dict[str, Any]) -> None:
         self._turn, self.name, self.timeout, self._ended = turn, "canned", 1.0, False
@@ -266,7 +267,10 @@ class Canned:
 
 
 def test_an_early_end_leaves_no_process_and_no_file(warm: None, tmp_path: Path) -> None:
-    """Three, which start side by side; one is killed, and has no chance to remove its files."""
+    """A benchmark that gets SIGINT, SIGTERM or SIGKILL leaves no child process running.
+
+    Except after SIGKILL, it also removes its files. The three benchmarks run side by side.
+    """
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     directories = {end: tmp_path / end.name for end in ends}
     deadline = time.monotonic() + 60
@@ -277,7 +281,7 @@ def test_an_early_end_leaves_no_process_and_no_file(warm: None, tmp_path: Path) 
             parents[end] = subprocess.Popen(
                 command(directory, "--capacity"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
-            stack.callback(parents[end].kill)  # where the test fails first
+            stack.callback(parents[end].kill)  # for a test that fails before the signal
         children = []
         for end, parent in parents.items():
             while not (found := _children(parent.pid)) and time.monotonic() < deadline:
@@ -288,7 +292,8 @@ def test_an_early_end_leaves_no_process_and_no_file(warm: None, tmp_path: Path) 
         for end, parent in parents.items():
             assert parent.wait(60) != 0
             assert end is signal.SIGKILL or list(directories[end].iterdir()) == []
-        # One that had just been forked is told by the end of its stdin, and may take a while to read that.
+        # A child that has just been forked learns of its parent's end from its closed stdin, which may take
+        # a while.
         while any(_running(child) for child in children) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not any(_running(child) for child in children)
@@ -308,7 +313,10 @@ def _running(process: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["nvme", "cpu", "cpu3"])
 def test_deepspeed_trains(mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it is installed for this interpreter. Its operators are compiled when they are first used."""
+    """DeepSpeed trains in this mode. The test is skipped where DeepSpeed is not installed.
+
+    DeepSpeed compiles its operators when they are first used.
+    """
     pytest.importorskip("deepspeed")
     assert train.main(arguments(tmp_path, "--peer", f"deepspeed:{mode}", "--json")) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

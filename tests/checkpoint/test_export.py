@@ -1,4 +1,4 @@
-"""runtime.export: what is in the files, and how little it takes."""
+"""Tests of `runtime.export`: the content of the files, and the little memory that an export takes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def test_every_home(home: str, dtype: str, out: Path) -> None:
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])
 @pytest.mark.parametrize("home", ["nvme", "device"])
 def test_training_goes_on_from_an_export(home: str, dtype: str, compute: str, device: str, out: Path) -> None:
-    """The rule has no moments, so with masters the very same bits follow."""
+    """Training from an export continues with equal bits where the export holds the fp32 master weights.
+
+    The optimizer keeps no moments, so master weights are all of its state.
+    """
     of = entry("transformer")
     model = of.make(device)
     with paged(model, out, home=home, compute=compute, keep=("norm.*",), device=device) as runtime:
@@ -128,7 +131,7 @@ def test_models(name: str, dtype: str, out: Path) -> None:
 
 
 class Odd(nn.Module):
-    """Of everything that is not a float matrix."""
+    """A module with parameters and buffers of unusual dtypes, shapes and strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +228,10 @@ def test_shards_are_as_full_as_they_may_be(out: Path) -> None:
 
 
 def test_the_bytes_are_those_of_the_safetensors_library(out: Path) -> None:
-    """Of one dtype, and with names in the order that it writes them in."""
+    """An export has the same bytes as a file of the safetensors library.
+
+    All tensors have one dtype, and their names are in the order in which the library writes tensors.
+    """
     model = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 5)) for name in "abcdä"})
     with paged(model, out, compute="fp32") as runtime:
         runtime.export(out)
@@ -290,7 +296,7 @@ def test_transformers_reads_it(tied: bool, compute: str, out: Path) -> None:
 
 
 class Living(TorchDispatchMode):
-    """The most bytes of tensors made inside that lived at one time."""
+    """A mode that records the most bytes of tensors, made while it is active, that were alive at one time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +342,7 @@ def test_less_than_two_tensors_are_in_ram(
             differences(read(out), seen(model, runtime) if dtype == "compute" else masters(model, runtime))
             == []
         )
-    limit = 24 * (1 << 12) * 4  # two parts, and what joining one takes in int64
+    limit = 24 * (1 << 12) * 4  # two parts, and what joining one of the parts takes in int64
     assert living.peak > 1 << 13, "it counts something"
     assert living.peak < (whole + limit if strided else limit) < 2 * whole + limit // 2
 

@@ -1,4 +1,4 @@
-"""runtime.export: what is refused, what fails, and that neither leaves anything behind."""
+"""Tests that a refused or failed `runtime.export` raises a typed error and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @contextlib.contextmanager
 def nothing_left(out: Path) -> Iterator[None]:
-    """No file, descriptor or thread is left of what happens inside."""
+    """Check that the body of the `with` statement leaves no file, descriptor or thread behind."""
     start_torch_threads()
     before = sorted(files(out.parent))
     with process_resources.nothing_left(garbage=True):
@@ -131,7 +131,7 @@ def test_a_closed_runtime(out: Path) -> None:
 
 
 def shards(out: Path) -> dict[str, Any]:
-    """An export whose target has parents to be made."""
+    """Keyword arguments of an export to several files, in a directory whose parent is missing."""
     return {"path": out / "a" / "b", "shard": "8KiB"}
 
 
@@ -180,7 +180,7 @@ def test_a_disk_that_is_full(out: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_write_is_asked_for_its_result(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one too, behind which nothing else is written."""
+    """An error of the first write fails the export, and so does an error of the last write."""
     real = aiofiles.open
     calls: list[int] = []
     failing: list[int] = []
@@ -273,7 +273,7 @@ def test_an_interrupt_between_tensors(out: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interrupt_while_a_file_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the thread that writes, so that the caller is waiting for it or about to."""
+    """The thread that writes sends SIGINT while the caller waits for the write or is about to wait."""
     real = os.fsync
     caller = threading.get_ident()
     calls: list[int] = []

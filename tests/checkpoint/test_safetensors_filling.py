@@ -1,4 +1,4 @@
-"""safetensors into a model: names, prefixes, ties, one tensor at a time, and what broken files do."""
+"""Tests of filling a model from safetensors files: names, prefixes, ties, memory and broken files."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,10 @@ CPU = torch.device("cpu")
 
 
 def load_all(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
-    """The values that each parameter was filled with, by its first name."""
+    """Load `path` into the model, and return the value that each parameter was given, by name.
+
+    A tied parameter has the first of its names. Every parameter must be filled exactly once.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values: dict[str, torch.Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Files of weights that are broken, ambiguous, or change while they are read."""
+"""Tests of files of weights that are broken, ambiguous, or change while they are read."""
 
 import json
 import struct

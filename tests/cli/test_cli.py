@@ -1,4 +1,4 @@
-"""The command line: exit codes, JSON on the last line, no traceback for a user's error."""
+"""Tests of the command line: exit codes, JSON on the last line, and no traceback for a user's error."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Each thing that a machine can lack, shown to the doctor: it names the cost and the cure."""
+"""Tests that `infinity doctor` names the cost and the cure of each thing that a machine can lack."""
 
 import contextlib
 import dataclasses
@@ -125,7 +125,7 @@ def test_a_disk_too_full_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_link_speed_counts_bytes_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic, with a clock of our own: 10 ms each way."""
+    """Link speed is bytes divided by the time between two events. Fake events are always 10 ms apart."""
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

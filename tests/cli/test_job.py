@@ -1,4 +1,4 @@
-"""The job that `train` and `plan` share: every option and its default, what is refused, and how."""
+"""Tests of the job that `train` and `plan` share: options, their defaults, and how bad values are refused."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ OPTIONS = {
     "--resume": False,
     "--json": False,
 }
-"""Every option is a decision: this list changes with a reason."""
+"""Every option of `infinity train`, with its default. A new option must be added here deliberately."""
 
 MANY = 99_999_999_999_999_999_999
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Of the commands that have the options of a job."""
+    """The argument parsers of the commands `train` and `plan`, by command."""
     main = argparse.ArgumentParser()
     subparsers = main.add_subparsers()
     for command in (cli.train, cli.plan):
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     line, everything, error = run_error(capsys, job.arguments("plan", "--json", *options), 2)
     assert words in line
     assert error["error"] == "ConfigError"
-    assert everything.strip() == line  # nothing before it: no plan, no progress
+    assert everything.strip() == line  # no plan or progress is printed before the error
 
 
 @pytest.mark.parametrize("options", [["--steps", "many"], ["--batch", "1.5"], ["--data"], ["--levitate"]])
@@ -231,7 +231,7 @@ def test_what_a_job_is_made_of(job: TinyJob) -> None:
     arguments = job.arguments("", "--steps", 7, "--accumulate", 2, "--clip", 0.5, "--compute", "fp32")[1:]
     made = make_job(parser.parse_args(arguments))
     assert (made.recipe.steps, made.recipe.accumulate, made.recipe.clip) == (7, 2, 0.5)
-    assert made.recipe.learning_rate == 1e-2  # the preset's
+    assert made.recipe.learning_rate == 1e-2  # the learning rate of the preset
     assert made.plan.accumulation == 2
     assert made.device == torch.device("cpu")
     assert made.batches.training(0, 0).shape == (2, 33)

@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""Tests of the progress that `infinity train` shows to a person."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def report(
     moved: dict[Edge, int] | None = None,
     stall: float = 0.0,
 ) -> StepReport:
-    """A step of `seconds`, `stall` of them waiting for the disk."""
+    """Make the report of a step of `seconds` seconds, of which `stall` seconds were waits for the disk.
+
+    tokens: the number of tokens in the step. moved: bytes that crossed each edge between tiers.
+    """
     edges = {edge: EdgeStats(bytes=(moved or {}).get(edge, 0)) for edge in Edge}
     edges[Edge.NVME_TO_HOST] = EdgeStats(
         bytes=edges[Edge.NVME_TO_HOST].bytes, transfers=1, stall_seconds=stall
@@ -49,7 +52,7 @@ def report(
 
 
 class Elsewhere:
-    """A console that is no terminal, and what it was given."""
+    """A console that writes to memory. terminal: whether the console claims to be a terminal."""
 
     def __init__(self, encoding: str = "utf-8", *, terminal: bool = False) -> None:
         self._bytes = io.BytesIO()
@@ -75,7 +78,7 @@ def shown(reports: Iterable[StepReport], steps: int, encoding: str = "utf-8") ->
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at it finds one second more."""
+    """Replace the clock of the progress display: each reading is one second later than the one before."""
     ticks = itertools.count()
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(ticks)))
 

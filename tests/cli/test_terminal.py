@@ -1,4 +1,4 @@
-"""How `infinity train` ends and what a terminal sees of it: interrupts, Ctrl-C, readers that leave."""
+"""Tests of how `infinity train` ends and what a terminal sees: signals, Ctrl-C, readers that go away."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny_job import PATIENCE, TinyJob, ended
 
 pytestmark = pytest.mark.usefixtures("warm")
 ENDLESS = 1_000_000
-"""Steps."""
+"""A number of training steps that takes longer than any test waits."""
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -32,7 +32,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
     running = {}
     with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):  # side by side: a process takes seconds to start
+        for number in (signal.SIGINT, signal.SIGTERM):  # side by side, since processes take seconds to start
             folder = job.folder / number.name
             folder.mkdir()
             its = TinyJob(folder)
@@ -54,7 +54,7 @@ def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureF
 
 
 def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
-    """By SIGTERM, while the disk is measured on a file without a name."""
+    """`infinity plan` prints nothing and leaves no file when SIGTERM ends it while the disk is measured."""
     process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), script=False)
 
     def measures() -> bool:
@@ -72,7 +72,7 @@ def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
-    """A pseudo terminal: where to read from it, and the arguments of a process on it."""
+    """Open a pseudo terminal, and yield (descriptor to read from, arguments of Popen for a process on it)."""
     ours, theirs = pty.openpty()
     environment = {"TERM": "xterm-256color", "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"}
     try:
@@ -83,7 +83,10 @@ def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_to_end(descriptor: int, process: subprocess.Popen[str], ready: Callable[[bytes], None]) -> str:
-    """What the process writes; `ready` gets it as it comes."""
+    """Return all text that `process` writes to `descriptor` until it ends.
+
+    ready: called with all bytes read so far, whenever more have arrived.
+    """
     found = b""
     os.set_blocking(descriptor, False)
     end = time.monotonic() + PATIENCE
@@ -143,7 +146,7 @@ def test_stdout_in_ascii(job: TinyJob) -> None:
 def test_a_reader_that_leaves_causes_no_traceback(job: TinyJob) -> None:
     processes = []
     with contextlib.ExitStack() as stack:
-        for options in ([], ["--json"], ["--json", "--data", "/absent"]):  # side by side, as above
+        for options in ([], ["--json"], ["--json", "--data", "/absent"]):  # side by side
             process = job.start(*job.arguments("train", "--steps", "1", *options))
             stack.enter_context(ended(process))
             assert process.stdout is not None

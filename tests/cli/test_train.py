@@ -1,4 +1,4 @@
-"""`infinity train` from end to end: what it writes and where, how it ends, and that no file is left."""
+"""Tests of `infinity train` from end to end: output, files, endings, and that no page file is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.pages.store import injected
 
 
 def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:
-    """Nothing is cut short or made up: speeds are measured, pages are on disk, the model goes out."""
+    """A run measures speeds, keeps pages on the disk, trains and exports the model. Nothing is faked."""
     log, out = job.folder / "log", job.folder / "out"
     sizes = ["--budget-device", "80MiB", "--budget-host", "20MiB", *job.nvme("200MiB")]
     size = ["--steps", "2", "--batch", "1", "--export", str(out), "--log", str(log), "--json"]
@@ -79,12 +79,12 @@ def test_people_get_the_same_in_lines(job: TinyJob, capsys: pytest.CaptureFixtur
         "step 3/3",
     ]
     assert lines[-1].startswith("done in ")
-    assert "swap removed" not in lines[-1]  # there was none
+    assert "swap removed" not in lines[-1]  # no swap file was made
 
 
 def test_it_learns(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
     loss = job.train(capsys, "--steps", 30)["held_out_loss"]
-    assert loss["before"] > 5  # as good as guessing is log(256), 5.5
+    assert loss["before"] > 5  # a guess among 256 bytes has a loss of log(256), about 5.5
     assert loss["after"] < loss["before"] - 1.5
 
 
@@ -116,7 +116,7 @@ def test_accumulating_halves_learns_as_the_whole_batch_does(
 ) -> None:
     whole = job.train(capsys, "--steps", 20, "--batch", 4)
     halves = job.train(capsys, "--steps", 20, "--batch", 2, "--accumulate", 2)
-    assert whole["losses"] != halves["losses"]  # other windows of the text
+    assert whole["losses"] != halves["losses"]  # these windows of the text differ
     for a, b in zip(whole["losses"], halves["losses"], strict=True):
         assert a == pytest.approx(b, abs=0.35)
     assert whole["held_out_loss"]["after"] == pytest.approx(halves["held_out_loss"]["after"], abs=0.1)

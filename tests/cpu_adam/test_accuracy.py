@@ -1,16 +1,20 @@
-"""Accuracy of the update against an fp64 oracle, and against torch's own on the same inputs.
+"""Accuracy of the update against an fp64 oracle, and against torch's own optimizers on the same inputs.
 
-The bound, per element and per output (parameter and moments): at most 8 ULP of the largest operand,
-where an operand is a term of the sum that makes the output, at the size that it has in the oracle, and
-an ULP is the spacing of fp32 at that size (2^-149 at least):
+The error is bounded for each element of each output, where the outputs are the parameter and its moments.
+The bound is 8 ULP of the largest operand. An operand is a term of the sum that makes the output, at the
+size that the term has in the oracle. An ULP is the spacing of fp32 at that size, 2^-149 at least. The
+operands are:
 
-- first moment: beta1 m, (1 - beta1) g;  second moment: beta2 v, (1 - beta2) g^2; with L2 decay, g is the
-  largest of the gradient, wd p, and their sum;
-- parameter: p, lr wd p, and the change with the larger of the two terms of the first moment in its place.
+- first moment: beta1 m and (1 - beta1) g;
+- second moment: beta2 v and (1 - beta2) g^2;
+- with L2 decay, g itself counts as the largest of the gradient, wd p, and the sum of both;
+- parameter: p, lr wd p, and the change, computed with the larger of the two terms of the first moment in
+  place of the first moment.
 
-Where a moment or gradient is denormal, or smaller than its operands (a gradient that its L2 decay almost
-cancels), the unit of the change is what one ULP of that moment or gradient makes of it. A state, or the
-ratio of moment to root, beyond fp32's range is infinite in the oracle too.
+A moment or gradient can be denormal. It can also be smaller than its operands, such as a gradient that its
+L2 decay almost cancels. The unit of the change is then the change that one ULP of that moment or gradient
+makes. A state that exceeds fp32's range, or a ratio of moment to root that does, is infinite in the oracle
+too.
 """
 
 from __future__ import annotations
@@ -32,14 +36,14 @@ State = dict[str, torch.Tensor]
 
 @dataclass
 class Oracle:
-    """fp64 results and, for each, its unit: one ULP of its largest operand."""
+    """The fp64 results of an update, and the unit of each result's error: one ULP of its largest operand."""
 
     exact: State
     unit: State
 
 
 def fit(x: torch.Tensor) -> torch.Tensor:
-    """Beyond what rounds to fp32's largest number: infinite."""
+    """Replace values beyond fp32's range by an infinity of their sign."""
     return torch.where(x.abs() < LARGEST * (1 + 2**-25), x, x.sign() * torch.inf)
 
 
@@ -49,12 +53,18 @@ def ulp(size: torch.Tensor) -> torch.Tensor:
 
 
 def unit_of_change(rest: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The unit of rest - source * factor."""
+    """The error unit of `rest - source * factor`: one ULP of its largest operand.
+
+    One ULP of `source`, times `factor`, is taken where that is larger.
+    """
     return torch.maximum(ulp(torch.maximum(rest, source * factor)), ulp(source) * factor)
 
 
 def decayed(g: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient with L2 decay, and its largest operand."""
+    """The gradient `g` with L2 decay added, and the largest operand of that sum.
+
+    decay: weight decay times parameter.
+    """
     total = g + decay
     return total, torch.maximum(torch.maximum(g.abs(), decay.abs()), total.abs())
 
@@ -76,7 +86,7 @@ def adam_oracle(h: Adam, s: State, g: torch.Tensor) -> Oracle:
     parameter = fit(p - decay - step * fit(first / denominator))
     rest = torch.maximum(p.abs(), decay.abs())
     unit = unit_of_change(rest, first_size, step / denominator)
-    if not decoupled:  # only then can the second moment be smaller than its operands
+    if not decoupled:  # the second moment can be smaller than its operands only then
         slope = step * first.abs() / denominator**2 / (2 * second.sqrt() * (1 - b2**h.step) ** 0.5)
         unit = torch.maximum(unit, torch.where(second > 0, slope * ulp(second_size), 0.0))
     return Oracle(
@@ -179,7 +189,11 @@ def torchs(h: Any, s: State, g: torch.Tensor, **how: bool) -> State:
 
 
 def errors(now: torch.Tensor, exact: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """In units; where the oracle is infinite or NaN, 0 if the result is the same and else infinite."""
+    """The error of each element of `now`, as a multiple of the element's `unit`.
+
+    exact: the oracle's results. Where they are infinite or NaN, the error is 0 if the result is the same
+    and infinite otherwise.
+    """
     finite = exact.isfinite()
     error = ((now.double() - exact) / unit).abs()
     same = (now == exact) | (now.isnan() & exact.isnan())
@@ -193,7 +207,7 @@ def inputs() -> tuple[State, torch.Tensor]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_update_is_within_8_ulp(inputs: tuple[State, torch.Tensor], rule: str) -> None:
-    """All values for the two rules that most people train with, every eighth for the others."""
+    """All inputs are tried for AdamW and Adam, the most used rules, and every eighth input for the others."""
     stride = 1 if rule in ("adamw", "adam") else 8
     states, g = inputs
     check_bound(
@@ -244,7 +258,7 @@ def test_rms_error_is_no_worse_than_torchs(rule: str) -> None:
             now = ours(pool, h, states, g)
         for name in expected:
             best = min(rms(each, name) for each in rivals)
-            # Where the final rounding is all there is, both are equal up to chance.
+            # Where the final rounding is the only error, both errors are equal up to chance.
             assert rms(now, name) <= best * 1.002, f"{isa} {name}: {rms(now, name)} against torch's {best}"
 
 
@@ -257,7 +271,8 @@ def test_nan_and_infinity_go_where_the_oracle_sends_them(rule: str) -> None:
     with ThreadPool(threads=1) as pool:
         now = ours(pool, RULES[rule], states, g.clone())
     for name, exact in expected.items():
-        # Non-finite in both, or close in both; an infinity may be a NaN (inf - inf on the way).
+        # The values are non-finite in both or close in both. An infinity may become a NaN (inf - inf on the
+        # way).
         assert torch.equal(now[name].isfinite(), exact.isfinite()), name
         infinite = now[name].isinf()
         assert torch.equal(now[name][infinite].double(), exact[infinite]), name

@@ -1,7 +1,6 @@
-"""infinity.cpu_adam: every format and rule, bits that depend on nothing else, norms.
+"""Tests of updates on the CPU: every format and rule, norms, and bits that depend on the element alone.
 
-Accuracy against an fp64 oracle is in test_cpu_adam_accuracy.py, the pool and bad input in
-test_cpu_adam_pool.py.
+Accuracy against an fp64 oracle is in test_accuracy.py. The thread pool and bad input are in test_pool.py.
 """
 
 from __future__ import annotations
@@ -107,14 +106,16 @@ def test_every_16_bit_gradient_is_read_exactly(pool: ThreadPool, dtype: torch.dt
 
 
 def test_rounding_of_copies(pool: ThreadPool) -> None:
-    around = [0x3F808000 + d for d in range(-3, 4)]  # a tie of bf16
-    around += [0x3F801000 + d for d in range(-3, 4)] + [0x3F803000 + d for d in range(-3, 4)]  # of fp16
+    around = [0x3F808000 + d for d in range(-3, 4)]  # a tie between two values of bf16
+    around += [0x3F801000 + d for d in range(-3, 4)] + [
+        0x3F803000 + d for d in range(-3, 4)
+    ]  # ties between values of fp16
     around += [0x33000000 + d for d in range(-3, 4)]  # half of fp16's smallest denormal
     around += [0x477FEFFF, 0x477FF000, 0x7F7FFFFF, 0x7F7F7FFF, 0x7F800001, 0x7FFFFFFF, 0x387FFFFF]
     words = np.array(around, dtype=np.uint32)
     random = np.random.default_rng(0).integers(0, 2**32, 300_000, dtype=np.uint32)
     x = torch.from_numpy(np.concatenate([words, words | 0x80000000, random]).view(np.float32))
-    x = x[~x.isinf()]  # which weight decay, even of 0, makes NaN
+    x = x[~x.isinf()]  # weight decay, even of 0, makes NaN of an infinity
     n = x.numel()
     for copy in (torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.float16)):
         pool.run(
@@ -232,7 +233,7 @@ def test_all_isas_give_the_same_bits() -> None:
 def test_flushing_denormals_changes_nothing() -> None:
     n = 10_000
     tiny = torch.full((n,), 1e-40)
-    hyper = SGD(lr=1e-39, momentum=0.9, first_step=False)  # the hyper-parameters' mode counts too
+    hyper = SGD(lr=1e-39, momentum=0.9, first_step=False)  # a denormal rate must not be flushed either
     work: dict[str, Any] = {"grad": tiny * 3, "segments": [Segment(0, n)], "hypers": [hyper]}
     expected = clones({"parameter": tiny, "first_moment": tiny})
     now = clones(expected)
@@ -242,7 +243,7 @@ def test_flushing_denormals_changes_nothing() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU does not flush denormals")
     try:
-        with ThreadPool() as pool:  # its threads inherit this thread's mode
+        with ThreadPool() as pool:  # the pool's threads inherit this thread's mode
             pool.run(Update(**now, **work))
     finally:
         torch.set_flush_denormal(False)
@@ -253,7 +254,10 @@ def test_flushing_denormals_changes_nothing() -> None:
 
 
 def reference_blocks(x: torch.Tensor) -> list[float]:
-    """[Note: fixed lanes] of csrc/cpu_adam/formats.hpp, in numpy."""
+    """The sum of squares of each block of `x`, added up in numpy in the order that the kernels must use.
+
+    The order is defined by [Note: fixed lanes] in csrc/cpu_adam/formats.hpp.
+    """
     sums = []
     squares = x.numpy().astype(np.float64) ** 2
     for start in range(0, len(squares), BLOCK):
@@ -311,7 +315,7 @@ def test_squares_compose(  # noqa: PLR0917
 
 def test_a_copy_has_the_bits_of_its_segments_only(pool: ThreadPool) -> None:
     n = 2 * BLOCK + 13
-    bits = torch.arange(n, dtype=torch.int32).to(torch.int16)  # among them NaNs of every kind
+    bits = torch.arange(n, dtype=torch.int32).to(torch.int16)  # NaNs of every kind are among the values
     for grad in (bits.view(torch.bfloat16), bits.view(torch.float16), floats(3, n)):
         copy = torch.zeros_like(grad)
         kept = [Segment(5, BLOCK), Segment(BLOCK + 100, n - BLOCK - 101)]
@@ -340,7 +344,7 @@ def test_squares_are_finite_if_and_only_if_the_elements_are(pool: ThreadPool) ->
 def test_accumulation_from_the_first_to_the_update(pool: ThreadPool) -> None:
     n = 2000
     grads = [floats(i, n, finite=True).bfloat16() for i in range(3)]
-    acc = torch.full((n,), torch.nan)  # the first store must not read it
+    acc = torch.full((n,), torch.nan)  # the first store must not read this memory
     segments = [Segment(0, n)]
     for i, grad in enumerate(grads):
         pool.run(Gradient(grad=grad, accumulated=acc, add=i > 0, store=True, segments=segments))

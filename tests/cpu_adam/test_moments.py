@@ -1,4 +1,4 @@
-"""infinity.cpu_adam with moments in bf16 and int8: bounds against exact updates, bias, equal bits."""
+"""Tests of updates with moments in bf16 and int8: error bounds, bias of the rounding, and equal bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pool(request: pytest.FixtureRequest) -> Any:
 
 
 def stored(plain: State, form: str) -> State:
-    """The arguments of an Update that hold these float32 states, rounded to nearest."""
+    """The arguments of an Update for the float32 states `plain`. Moments are rounded to nearest in `form`."""
     found = {"parameter": plain["parameter"].clone()}
     for name, span in SPANS.items():
         if form == "bf16":
@@ -39,7 +39,7 @@ def stored(plain: State, form: str) -> State:
 
 
 def read(now: State, form: str) -> State:
-    """The float32 states that the arguments of an Update hold."""
+    """The float32 states that the arguments of an Update hold. form: the format of the moments."""
     found = {"parameter": now["parameter"].clone()}
     for name, span in SPANS.items():
         if form == "bf16":
@@ -50,7 +50,10 @@ def read(now: State, form: str) -> State:
 
 
 def width(values: torch.Tensor, name: str, form: str) -> torch.Tensor:
-    """float64: between the two neighbours in the format of each finite value."""
+    """The distance between each finite value's two neighbours in the format `form`, as float64.
+
+    name: the name of the moment.
+    """
     if form == "int8":
         return code_step(values, SPANS[name])
     exponent = torch.frexp(values.double())[1].clamp(min=-125)
@@ -58,7 +61,7 @@ def width(values: torch.Tensor, name: str, form: str) -> torch.Tensor:
 
 
 def ordinary(n: int, seed: int = 1) -> State:
-    """States as training has them, with tails that are heavy, rows of other sizes, zeros and denormals."""
+    """Make states and gradients as in training: heavy tails, zeros, denormals, rows of unlike sizes."""
     random = torch.Generator().manual_seed(seed)
     size = torch.exp(3 * torch.randn(n, generator=random)) * 1e-3
     size[n // 2 : n // 2 + 200] = 0.0
@@ -95,7 +98,11 @@ def test_an_update_is_exact_but_for_one_rounding_of_its_moments(
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_update_is_within_its_bound_of_fp64(pool: ThreadPool, form: str) -> None:
-    """One step of the format and, as in fp32, 8 ULP of the largest operand, which is below 2**-20 of it."""
+    """The error is at most one step of the format plus 2**-20 of the largest operand.
+
+    A step is the distance between neighbouring values of the format. The second part covers the bound of
+    fp32 updates, 8 ULP of the largest operand.
+    """
     n = 50_000
     inputs = ordinary(n, 3)
     grad = inputs.pop("grad")
@@ -123,7 +130,7 @@ def test_an_update_is_within_its_bound_of_fp64(pool: ThreadPool, form: str) -> N
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_second_moment_is_never_less_than_half_of_what_it_should_be(pool: ThreadPool, form: str) -> None:
-    """m / sqrt(v) keeps a bound: at most 1.42 times that of fp32, wherever the block's largest element is."""
+    """m / sqrt(v) is at most 1.42 times its fp32 value, however large the largest element of the block is."""
     n = 64 * 600
     grad = torch.exp(12 * torch.randn(n, generator=torch.Generator().manual_seed(0))) * 1e-8
     grad = grad.clamp(1e-18, 1e18)
@@ -144,7 +151,7 @@ def test_a_second_moment_is_never_less_than_half_of_what_it_should_be(pool: Thre
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_rounding_is_right_on_average(pool: ThreadPool, form: str) -> None:
-    """Over elements with one seed, and over seeds for one element; both moments; within 5 sigma."""
+    """The mean error is 0 within 5 sigma, over elements with one seed and over seeds for one element."""
     n = 64 * 512
     value, square = 0.7123, 0.3391
     plain = {"parameter": torch.zeros(n), "first_moment": torch.full((n,), value)}
@@ -152,7 +159,7 @@ def test_rounding_is_right_on_average(pool: ThreadPool, form: str) -> None:
     over_elements, over_seeds = [], []
     for seed in range(64):
         now = stored(plain, form)
-        # Lets the moments be: what is stored is what was read, times the betas.
+        # Gradients are 0: the stored moments are the moments read, times the betas.
         work: dict[str, Any] = {"grad": torch.zeros(n), "hypers": [AdamW(step=5, betas=(0.97, 0.99))]}
         exact = read(now, form)
         pool.run(Update(**exact, **work, segments=[Segment(0, n)]))
@@ -168,7 +175,8 @@ def test_rounding_is_right_on_average(pool: ThreadPool, form: str) -> None:
     for first in (0, 1):
         mean = torch.stack(over_seeds[first::2]).mean(0) * 64**0.5
         assert float(mean.abs().max()) < 0.5 * 5
-    # The two moments of an element do not round alike, nor does one moment in the two halves of a block.
+    # The two moments of an element round independently, and so does one moment in the two halves of a
+    # block.
     ups = [(torch.stack(over_seeds[first::2]) > 0).double() for first in (0, 1)]
     halves = [up.view(64, -1, 2, CODE_BLOCK // 2).unbind(2) for up in ups]
     for one, other in (ups, *halves):
@@ -178,7 +186,10 @@ def test_rounding_is_right_on_average(pool: ThreadPool, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_means_do_not_stand_still(form: str) -> None:
-    """A second moment that has to fall by half, a thousandth a step: rounded to nearest it stays at 1."""
+    """A second moment that falls by at most a thousandth a step reaches its expected mean.
+
+    Rounded to nearest, not stochastically, the moment would stay at 1.
+    """
     n, steps = 4096, 3000
     now = stored({name: torch.ones(n) for name in ("parameter", *SPANS)}, form)
     grad = torch.full((n,), 0.5**0.5)
@@ -267,7 +278,7 @@ def test_a_gradient_that_is_not_finite_marks_its_element_in_bf16_and_its_block_i
 ) -> None:
     n, at = 5 * CODE_BLOCK, 2 * CODE_BLOCK + 3
     grad = torch.ones(n)
-    grad[at] = bad  # 1e30: its square is infinite
+    grad[at] = bad  # the square of 1e30 is infinite
     for form in FORMATS:
         now = stored({name: torch.ones(n) for name in ("parameter", *SPANS)}, form)
         done = pool.run(Update(**now, grad=grad, segments=[Segment(0, n)], hypers=[RULES["adamw"]]))

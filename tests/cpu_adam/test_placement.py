@@ -1,4 +1,4 @@
-"""Placement: hyperthread siblings, quotas, cores left to the trainer."""
+"""Placement: tests of hyperthread siblings, CPU quotas, and cores that are left to the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""infinity.cpu_adam's thread pool (order, waiting, lifetime, fork, exit, placement) and bad input."""
+"""Tests of cpu_adam's thread pool (order, waiting, lifetime, fork, exit, placement) and of bad input."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_jobs_behave_as_if_in_order(pool: ThreadPool) -> None:
     )
 
     def steps(x: torch.Tensor, y: torch.Tensor) -> Iterator[Update]:
-        for _ in range(50):  # each reads what the one before has just written
+        for _ in range(50):  # each job reads what the job before has just written
             for source, target in ((x, y), (y, x)):
                 yield Update(
                     grad=source,

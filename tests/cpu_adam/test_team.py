@@ -1,4 +1,4 @@
-"""Updates by the OpenMP threads of whoever waits: that they do them, and to the same bits."""
+"""Tests that the OpenMP threads of a waiting thread do the updates, with bits equal to the thread pool's."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from infinity.cpu_adam import Segment, ThreadPool, Update
 
 
 def woken() -> Callable[[], int]:
-    """How often the threads that pools have now have come back from a sleep since then, as often as asked.
+    """Return a function that counts how often the pools' threads have woken up since `woken` was called.
 
-    Threads of earlier pools may be among them, which end meanwhile: those come back no more.
+    Threads of earlier pools may still be ending. They do not wake up any more, so they add nothing to the
+    count.
     """
 
     def times(task: int) -> int | None:
@@ -50,7 +51,7 @@ def update_of(n: int) -> Update:
 
 @pytest.fixture
 def openmp_threads() -> Iterator[Callable[[int], None]]:
-    """Sets how many torch computes with."""
+    """A function that sets the number of threads of torch. The fixture restores the number afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -88,7 +89,7 @@ def test_fewer_openmp_threads_than_the_pool_has_do_not_stand_in_for_it(
         for _ in range(20):
             pool.run(work)
         end = time.monotonic() + 60
-        while awoken() == 0:  # they were called, and have gone to sleep again as soon as they had a CPU
+        while awoken() == 0:  # they were called, and went back to sleep as soon as they had run
             assert time.monotonic() < end
             time.sleep(0.01)
 
@@ -100,7 +101,10 @@ def test_a_model_trains_to_the_same_bits_whoever_does_its_updates(
     openmp_threads(2)
 
     def trained(threads: int) -> dict[str, torch.Tensor]:
-        """With OpenMP's two threads, or a pool that is wider."""
+        """The parameters after three steps. threads: the number of threads of the update pool.
+
+        A pool of two threads leaves its updates to OpenMP's two threads. A wider pool does them itself.
+        """
 
         def pool_of(**options: Any) -> ThreadPool:
             return ThreadPool(threads=threads, chunk=4096, **options)

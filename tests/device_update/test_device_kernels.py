@@ -1,6 +1,6 @@
-"""Kernels for devices, compiled by NVRTC, without a GPU: what it makes of the sources, and where it is kept.
+"""Tests of device kernels compiled by NVRTC, without a GPU: the compiled code, its errors and its cache.
 
-test_device_update.py runs the same sources.
+test_device_update.py runs kernels from the same sources, compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARCHITECTURES = ("80", "90")
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own."""
+    """Redirect the user's cache to a directory of the test, and return the folder of compiled kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "infinity"
 
@@ -64,7 +64,7 @@ def test_an_image_is_compiled_once_for_each_architecture_and_set(
     assert image([*ADAMW, UpdateKind(4, 0, 0, 0)], "sm_90") == b"another"
     assert [each.removeprefix("--gpu-architecture=") for each in asked] == ["sm_80", "sm_90"]
     assert len(list(kept.iterdir())) == 3
-    next(kept.iterdir()).write_bytes(b"")  # not whole: as if it were not there
+    next(kept.iterdir()).write_bytes(b"")  # the cached file is incomplete, so it is treated as missing
     for architecture in ("sm_80", "sm_90"):
         image(ADAMW, architecture)
     monkeypatch.setattr(cache.Path, "write_bytes", _refused)
@@ -78,13 +78,16 @@ def _refused(self: Path, content: bytes) -> int:
 KINDS = pairwise(
     {"rule": range(len(RULES)), "formats": ((0, 0, 0), (1, 4, 2), (2, 3, 1)), "architecture": ARCHITECTURES}
 )
-"""formats: of gradients, parameters and moments."""
+"""Cases of test_nothing_is_fused_approximated_or_flushed.
+
+formats: the formats of gradients, parameters and moments, as numbers.
+"""
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_is_fused_approximated_or_flushed(architecture: str, kept: Path) -> None:
-    """All of fp32 and fp64 that the kernels compute is rounded to nearest, denormals kept."""
+    """All fp32 and fp64 arithmetic in the kernels is rounded to nearest and keeps denormals."""
     kinds = {
         UpdateKind(case["rule"], *case["formats"]) for case in KINDS if case["architecture"] == architecture
     }
@@ -100,7 +103,10 @@ def test_nothing_is_fused_approximated_or_flushed(architecture: str, kept: Path)
 
 @needs_nvrtc
 def test_a_kernel_of_a_run_keeps_its_values_in_registers(kept: Path) -> None:
-    """The arrays of a launch are read where they are: no thread has a copy of the 4 KB."""
+    """The kernel of a training run uses less than 1 KiB of local memory per thread.
+
+    The kernel reads the launch's arguments of 4 KB in place, so no thread has a copy of them.
+    """
     text = image(ADAMW, "compute_90").decode()
     entry = text[text.index(".entry infinity_update(") :]
     local = [int(size) for size in re.findall(r"\.local .*?\[(\d+)\];", entry)]
@@ -141,7 +147,7 @@ def test_each_optimizer_has_the_rules_that_its_groups_may_ask_for() -> None:
 
 
 class FakeDriver:
-    """A driver that takes any image."""
+    """A fake of the driver that accepts any image as a module."""
 
     def module(self, image: bytes) -> FakeDriver:
         return self
@@ -151,7 +157,11 @@ class FakeDriver:
 
 
 def test_updates_that_nobody_foresaw_are_compiled_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group may ask for another rule at any step; one launch may have several."""
+    """An update kind that is not compiled yet is compiled at the first launch that needs it.
+
+    All new kinds of that launch are compiled together. A parameter group may change to another rule at any
+    step, and one launch may have updates of several rules.
+    """
     asked: list[tuple[set[UpdateKind], str]] = []
 
     def compiled(kinds: Iterable[UpdateKind], architecture: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Sums of squares on the device: the bits of the CPU's, by two launches for all parameters."""
+"""Tests that sums of squares on the device have the CPU's bits, with two launches for all parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from infinity.device_update.table import Chunk
 
 
 def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, float]:
-    """The totals of parameters in pieces of whole blocks, each in a chunk of its own."""
+    """The sum of squares of each parameter, as the device measures it.
+
+    values: each parameter's gradient in pieces of whole blocks. Each piece becomes a chunk of its own.
+    """
     chunks = []
     for name, pieces in values.items():
         index = 0

@@ -1,8 +1,9 @@
-"""Updates by the device's kernels: the bits of the CPU's, for every rule and format, and how many launches.
+"""Tests that the device's update kernels give the bits of the CPU's, and of the number of launches.
 
-With the CPU as the device, whose kernels are the same source compiled for it
-(tests/device_update/test_device_kernels.py has the compiler); on a GPU where there is one. test_twin_flow.py
-and test_twin_flow_training.py have whole runtimes."""
+By default the CPU is the device: the kernels' source is compiled for the CPU. Where there is a GPU, the
+tests run there too. Compilation for GPUs is tested in test_device_kernels.py, whole runtimes in
+test_twin_flow.py and test_twin_flow_training.py.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ from infinity.tiers.driver import Driver, Stream
 
 
 class Queued(Kernels):
-    """Kernels that run when a stream of the test driver comes to them."""
+    """Kernels whose launches are queued on a stream of the test driver, and run when the stream runs."""
 
     def __init__(self, driver: Driver, stream: Stream) -> None:
         super().__init__(torch.device("cpu"), ())
@@ -83,10 +84,10 @@ def check_bits(plain: Arrays, device: str, rule: Any, *, dtype: torch.dtype, mas
 @pytest.mark.parametrize("rule", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_update_has_the_bits_of_the_cpus(form: str, rule: str, device: str) -> None:
-    """Ordinary numbers, denormals, zeros of both signs, infinities and NaNs with payloads."""
+    """The values are ordinary numbers, denormals, zeros of both signs, infinities and NaNs with payloads."""
     number = _cpu_adam.fold(CASES[rule].native(), 1.0)[0]
     every = product(range(len(DTYPES)), range(len(PARAMETERS)))
-    # Compiled together: a kind alone would take half of the time of all.
+    # All kinds are compiled together, since compiling one kind alone takes half as long as compiling all.
     kernels(device).require(UpdateKind(number, *each, FORMS.index(form)) for each in every)
     n = 5 * TILE + 77
     plain = {"grad": floats(9, n), **states(n)}
@@ -108,7 +109,7 @@ def test_edges_against_each_other_have_the_bits_of_the_cpus(rule: str, device: s
 @pytest.mark.parametrize("rule", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_ten_million_values_have_the_bits_of_the_cpus(form: str, rule: str) -> None:
-    """Of every rule and format of moments, over all formats of parameters and gradients together."""
+    """Ten million values are spread over all formats of parameters and gradients."""
     kinds = list(product(GRADIENTS, MASTERS))
     given, g = adversarial(10_000_000 // len(kinds) // 2)
     n = g.numel()
@@ -121,7 +122,7 @@ def test_ten_million_values_have_the_bits_of_the_cpus(form: str, rule: str) -> N
 @each_device
 @pytest.mark.parametrize("form", FORMS)
 def test_a_parameter_in_pieces_has_the_bits_of_one(form: str, device: str) -> None:
-    """Whatever chunks they lie in, in whatever order, and however few elements a piece has."""
+    """The pieces may lie in any order, and a piece may have any whole number of blocks."""
     n = 3 * BLOCK + 37
     plain = {"grad": floats(3, n, finite=True).clamp(-2, 2), **states(n, finite=True)}
     given = stored(plain, form, "split")
@@ -172,7 +173,7 @@ def test_parameters_without_a_turn_stay_as_they_are() -> None:
 
 
 def test_hyper_parameters_are_folded_as_for_the_cpu() -> None:
-    """At steps and scales at which their constants are rounded."""
+    """Steps and scales are chosen so that the constants derived from hyper-parameters are rounded."""
     n = 1000
     plain = {"grad": floats(3, n, finite=True).clamp(-2, 2), **states(n, finite=True)}
     for rule, scale in product(CASES.values(), (1.0, 1 / 3, -1e-9)):
@@ -195,7 +196,10 @@ def test_a_rule_without_momentum_leaves_the_buffer_alone() -> None:
 
 
 def many(count: int, hypers: int) -> tuple[Arrays, dict[str, Any]]:
-    """So many parameters of a block each, in turns with so many hyper-parameters."""
+    """Return the arrays and the other arguments of an update of `count` parameters, of one block each.
+
+    The parameters use the `hypers` different sets of hyper-parameters in turn.
+    """
     n = count * CODE_BLOCK
     given = stored(
         {"grad": floats(1, n, finite=True).clamp(-2, 2), **states(n, finite=True)}, "bf16", "split"
@@ -227,7 +231,10 @@ def test_a_unit_is_updated_by_one_launch_unless_it_is_very_large(
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
-    """On a stream that runs later, through the driver's table: nothing of a launch has to be kept."""
+    """Nothing of a launch has to be kept in memory until the launch runs.
+
+    The launches go through the driver's table to a stream that runs them later.
+    """
     device = EmulatedDevice(3, threads=threads)
     stream = device.driver.stream()
     given, work = many(3 * MOST_PARAMETERS, 2)
@@ -257,7 +264,10 @@ def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
 
 
 def test_the_structs_are_those_of_the_native_code() -> None:
-    """What is asserted of layouts where the module is compiled, and the enumerations."""
+    """The number of rules, formats and kernels in Python equals the number in the native code.
+
+    The size of folded hyper-parameters is also the one that the native code asserts when it is compiled.
+    """
     for hyper in CASES.values():
         folded = _cpu_adam.fold(hyper.native(), 1.0)
         assert len(folded) == 44 and folded[0] < len(RULES)

@@ -1,4 +1,4 @@
-"""infinity.formats.moments: the codec of int8 moments, as the kernels have it, and how far off it can be."""
+"""Tests of the codec of int8 moments: its error, and that it agrees with the update kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
 
 SPANS = (FIRST_SPAN, SECOND_SPAN)
 LARGEST = 3.19e38
-"""What is above becomes the last code of all."""
+"""A float32 magnitude. Finite values of a larger magnitude are encoded as the largest code."""
 
 finite = arrays.arrays(
     np.float32, st.integers(0, 3 * CODE_BLOCK + 5), elements=st.floats(-(2.0**127), 2.0**127, width=32)
@@ -37,7 +37,7 @@ def test_nearest_is_within_half_a_step_and_decoded_values_are_kept(values: np.nd
     near = round_trip(x, span)
     error = (near.double() - x.double()).abs()
     half = code_step(x, span) / 2
-    # The smallest code stands for all that is below it and not 0.
+    # The smallest code stands for every smaller value but 0.
     assert bool((error <= (half if span == FIRST_SPAN else torch.where(near > x, 2 * half, half))).all())
     assert torch.equal(round_trip(near, span), near)
     if span == SECOND_SPAN:
@@ -47,14 +47,20 @@ def test_nearest_is_within_half_a_step_and_decoded_values_are_kept(values: np.nd
 def test_what_is_not_tiny_in_its_block_is_off_by_a_sixteenth_at_most() -> None:
     x = torch.logspace(-40, 20, 64 * 4001, base=2.0).view(-1, 64)
     for span, binades in ((FIRST_SPAN, 11), (SECOND_SPAN, 27)):
-        block = (x * 2.0 ** -torch.arange(0, 64).clamp(max=binades)).flatten()  # each spans some binades
+        block = (
+            x * 2.0 ** -torch.arange(0, 64).clamp(max=binades)
+        ).flatten()  # each block spans some binades
         step = code_step(block, span) / block.double()
         assert float(step.max()) < 1 / 8 * (1 + 2.0**-3)
 
 
 @pytest.mark.parametrize("span", SPANS)
 def test_every_block_that_an_update_can_write_survives_a_round_trip(span: int) -> None:
-    """Its largest element is in the upper binade of codes, or was rounded to the last code below it."""
+    """Blocks of codes that an update can write have equal values after decoding, encoding and decoding.
+
+    In such blocks the largest element has one of the nine highest codes, since its magnitude sets the
+    block's exponent.
+    """
     last = 8 * span + 7
     random = torch.Generator().manual_seed(0)
     for top in range(last - 8, last + 1):

@@ -1,5 +1,4 @@
-"""infinity.formats.optimizer_rules: torch's groups as hyper-parameters and states as arrays; what is refused,
-and how."""
+"""Tests of infinity.formats.optimizer_rules: hyper-parameters, arrays of states, and refused options."""
 
 from __future__ import annotations
 

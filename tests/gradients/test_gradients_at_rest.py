@@ -1,4 +1,7 @@
-"""Gradients that rest as they come, where one backward a step is declared: half the bytes, the same bits."""
+"""Tests of gradients that rest in the parameter's dtype, where one backward a step is declared.
+
+Such gradients take half the bytes of fp32 gradients, and every bit of the training stays the same.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_every_bit_is_that_of_gradients_in_fp32(
     home: str, compute: str, clip: float | None, tmp_path: Path
 ) -> None:
-    """Also what `runtime.grad` reads, in fp32, and norms."""
+    """Losses, norms, parameters and the fp32 gradients that `runtime.grad` returns have equal bits."""
     recipe = Recipe(compute=compute, clip=clip, steps=4)
     wide, single = (
         parity.paged(TIED, recipe, home, tmp_path, watch=clip is None, declared=each) for each in DECLARED
     )
     assert differences(vars(wide), vars(single)) == []
     assert {each.dtype for each in single.gradients[0].values() if each is not None} == {torch.float32}
-    if clip is None:  # the loss scale of fp16 lets steps through
+    if clip is None:  # fp16's loss scale does not skip every step
         assert differences(single.parameters[0], single.parameters[-1]) != []
     else:
         assert min(single.norms) > clip
@@ -63,7 +66,7 @@ def test_every_bit_whenever_updates_run(home: str, update: str, tmp_path: Path) 
     recipe = Recipe(compute="bf16", steps=4)
     wide = parity.paged(TIED, recipe, home, tmp_path)
     single = parity.paged(TIED, recipe, home, tmp_path, update=update, declared=True)
-    single.gradients = wide.gradients  # eager updates spend them
+    single.gradients = wide.gradients  # eager updates consume the gradients
     assert differences(vars(wide), vars(single)) == []
 
 
@@ -93,7 +96,7 @@ def test_every_bit_of_gradients_that_leave_through_the_ring(
 
 
 class Halves(nn.Module):
-    """Parameters of whole 4 KiB blocks in either dtype."""
+    """A model of six linear layers, whose parameters fill whole 4 KiB blocks in bf16 and in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +116,10 @@ ELEMENTS = 6 * 64 * 64
 def opened(
     directory: Path, homes: dict[Kind, Tier], *, declared: bool, compute: str = "bf16", apart: bool = False
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime) with pages at these homes, and staging for all chains."""
+    """Offload a model with all pages at these homes: (model, runtime). Staging has room for all chains.
+
+    declared: declare one backward a step. apart: give the device memory of its own.
+    """
     model = Halves()
     optimizer = adamw(model)
     budget = infinity.Budget(device=ROOMY if apart else None, host=ROOMY, nvme={str(directory): ROOMY})
@@ -143,7 +149,7 @@ def backward(model: nn.Module, number: int) -> None:
 
 
 def moved(runtime: Any, *edges: Edge) -> list[int]:
-    """Bytes over these edges so far, once nothing is under way."""
+    """The bytes moved so far over each of these edges between tiers, after all transfers have ended."""
     runtime._components.store.settle()
     return [runtime.stats.edges[edge].bytes for edge in edges]
 
@@ -153,7 +159,10 @@ NEAR = {Kind.PARAMETER: Tier.DEVICE, Kind.GRADIENT: Tier.DEVICE, Kind.OPTIMIZER:
 
 
 def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tuple[list[int], list[int]]:
-    """Bytes over these edges until a step's gradients are home, and until its updates are."""
+    """Train step `number`, and return the bytes moved over each of these edges between tiers.
+
+    The bytes are (moved until the gradients are at home, moved until the updates have ended).
+    """
     parts = runtime._components
     start = moved(runtime, *edges)
     backward(model, number)
@@ -171,7 +180,10 @@ def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tupl
 
 @pytest.mark.parametrize("declared", DECLARED)
 def test_bytes_to_and_from_the_disk(declared: bool, tmp_path: Path) -> None:
-    """2 or 4 an element are written in the backward and read by the update; of states no other than else."""
+    """Gradients take 2 bytes an element on the disk if one backward is declared, and 4 bytes otherwise.
+
+    The backward writes the gradients and the update reads them. Each state is read and written once.
+    """
     edges = Edge.HOST_TO_NVME, Edge.NVME_TO_HOST
     with opened(tmp_path, ON_DISK, declared=declared) as (model, runtime):
         of_a_step(runtime, model, 0, *edges)
@@ -186,7 +198,7 @@ def test_bytes_to_and_from_the_disk(declared: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("declared", DECLARED)
 def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tmp_path: Path) -> None:
-    """The CPU brings a chunk's gradients back for its update."""
+    """The CPU's update brings the gradients of a chunk back from the device, 2 or 4 bytes an element."""
     with opened(tmp_path, NEAR, declared=declared, apart=True) as (model, runtime):
         of_a_step(runtime, model, 0, Edge.DEVICE_TO_HOST)
         _, (down,) = of_a_step(runtime, model, 1, Edge.DEVICE_TO_HOST)
@@ -196,7 +208,7 @@ def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tm
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> None:
-    """`plan` and `offload` agree, and so do all figures that follow from the pages' sizes."""
+    """Page sizes and all sizes derived from them are the same in `plan` and in `offload`."""
     model = Halves()
     arguments: dict[str, Any] = {
         "budget": infinity.Budget(device=ROOMY, host=ROOMY, nvme={str(tmp_path): ROOMY}),
@@ -212,7 +224,7 @@ def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> N
     spared = sizes[None] - sizes[1]
     pages = {each: sum(made.home_bytes.values()) for each, made in plans.items()}
     assert pages[None] - pages[1] == spared
-    # Parameter, gradient, the rest of a master, two moments; of the layer that is kept in fp32, 16 in all.
+    # In bytes: parameter, gradient, rest of a master, two moments. The layer kept in fp32 takes 16 in all.
     rest = {"bf16": 2, "fp16": 4, "fp32": 0}[compute]
     chains = {each: max(16, small + gradient + rest + 8) for each, gradient in ((None, 4), (1, small))}
     assert {each: plans[each].chain_bytes for each in chains} == {
@@ -357,7 +369,10 @@ def test_what_rests_in_the_dtype_of_sums_takes_more(compute: str, accumulate: st
 
 
 def test_of_reentrant_checkpoints_a_shared_module_has_one_each(tmp_path: Path) -> None:
-    """Autograd hands them over one by one: in bf16 that is an error by name, in fp32 they are added."""
+    """A module shared by two reentrant checkpoints gets a gradient from each checkpoint in turn.
+
+    With parameters in fp32 the gradients are added. With parameters in bf16 the second one is an error.
+    """
     entry = zoo.entry("reentrant")
     wide, single = (
         parity.paged(entry, Recipe(), "nvme", tmp_path, watch=True, declared=each) for each in DECLARED

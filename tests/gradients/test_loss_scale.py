@@ -1,4 +1,7 @@
-"""The loss scale: what leaves the root module is marked, in whatever container it comes."""
+"""Tests of the loss scale: gradients are scaled where they enter at the root module's output.
+
+The output may be any of several containers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Output:
 
 
 def outputs(kind: str, tensor: torch.Tensor) -> tuple[Any, Any]:
-    """An output that holds `tensor`, and how to get it back."""
+    """An output that holds `tensor` in a container of this kind, and a function that gets the tensor back."""
     return {
         "tensor": (tensor, lambda found: found),
         "list": ([None, tensor], lambda found: found[1]),

@@ -16,7 +16,7 @@ WHOLE = 1 << 40
 
 
 class Bag(nn.Module):
-    """Parameters of given shapes; `frozen` says which indices are not trained."""
+    """A module with parameters of the given shapes. frozen: indices of parameters that are not trained."""
 
     def __init__(self, shapes, frozen=(), dtype=torch.float32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Windows of a text in tokens, and the batches that are made of them."""
+"""Tests of the batches that are made of windows of a text, in bytes or tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.lm.vocabulary import Bytes, Tokens, decode_stretch
 
 
 class Words:
-    """A tokenizer like those of transformers: a token for each word, its number."""
+    """A fake of a tokenizer of transformers: each number in the text is a token, whose id is that number."""
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         assert options["add_special_tokens"] is False
@@ -30,13 +30,13 @@ class Words:
 
 @pytest.fixture
 def halves(tmp_path: Path) -> Text:
-    """60000 bytes: a to train on, b held out."""
+    """A text of 60000 bytes: the letter a in the part to train on, the letter b in the held-out part."""
     return text_of(tmp_path, [b"a" * 56_999, b"b" * 3000])
 
 
 @pytest.fixture
 def numbers(tmp_path: Path) -> Text:
-    """0000000 to 0007999, a number to a line of eight bytes."""
+    """A text of the numbers 0000000 to 0007999, each on a line of eight bytes."""
     return text_of(tmp_path, [b"\n".join(b"%07d" % number for number in range(8000))])
 
 
@@ -59,7 +59,7 @@ def test_batches_are_what_seed_step_and_micro_batch_say(numbers: Text) -> None:
 
 
 def test_batches_are_the_same_in_every_release(numbers: Text) -> None:
-    # A run goes on after an upgrade with the data that it would have had.
+    # After an upgrade, a run must go on with the data that it would have had before.
     found = Batches(numbers, preset_of(), batch=2, seq=7, seed=3).training(step=11, micro=2)
     assert [bytes(row.tolist()) for row in found] == [b"5\n000087", b"0232\n000"]
 
@@ -74,7 +74,7 @@ def test_training_never_sees_what_is_held_out(halves: Text) -> None:
 
 
 def test_training_reaches_the_first_and_the_last_window(tmp_path: Path) -> None:
-    text = text_of(tmp_path, [bytes(range(60))])  # 57 bytes to train on
+    text = text_of(tmp_path, [bytes(range(60))])  # 57 of the bytes are trained on
     batches = Batches(text, preset_of(), batch=64, seq=1, seed=0)
     first = {int(row[0]) for step in range(20) for row in batches.training(step, 0)}
     assert first == set(range(56))
@@ -121,7 +121,7 @@ def test_a_window_of_bytes_is_the_bytes(numbers: Text) -> None:
 
 
 def test_a_window_of_tokens_begins_where_it_should(numbers: Text) -> None:
-    # The guess is six bytes a token, and these have eight: a second pass it takes.
+    # The guess is six bytes a token, and these tokens have eight, so a second pass is needed.
     window = Tokens(Words(), 8000).window(numbers, 800, 50)
     assert (window.dtype, window.tolist()) == (torch.int64, list(range(100, 150)))
 

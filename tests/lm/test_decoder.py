@@ -1,4 +1,4 @@
-"""The decoder of the main job, and its presets."""
+"""Tests of the decoder that `infinity train` trains, and of its presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of transformers as subjects."""
+"""Tests of training a model from a directory that the transformers library saved."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configured(folder: Path, **changed: Any) -> Path:
-    """A directory with the configuration of a tiny Llama."""
+    """Save the configuration of a tiny Llama in `folder` and return `folder`. changed: values to change."""
     transformers.LlamaConfig(**{**LLAMA, **changed}).save_pretrained(folder)
     return folder
 
 
 def weighted(folder: Path, **changed: Any) -> torch.nn.Module:
-    """Weights too; the model that they are of."""
+    """Save a tiny Llama's configuration and weights in `folder`, and return the model."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **changed}))
     model.save_pretrained(folder)
@@ -60,7 +60,7 @@ def weighted(folder: Path, **changed: Any) -> torch.nn.Module:
 
 
 def tokenized(folder: Path) -> Any:
-    """A tokenizer beside it, of bytes and common pairs of them."""
+    """Save a tokenizer of bytes and byte pairs in `folder`, and return the tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -172,7 +172,7 @@ def test_a_model_of_half_precision_gives_its_loss_and_logits_in_fp32(tmp_path: P
 
 
 def test_transformers_has_nothing_to_say(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    configured(tmp_path, bos_token_id=999)  # it would warn of this one
+    configured(tmp_path, bos_token_id=999)  # transformers would warn of this token
     tokenized(tmp_path)
     capfd.readouterr()
     before = transformers.logging.get_verbosity()

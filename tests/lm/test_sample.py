@@ -1,4 +1,4 @@
-"""Text that a model writes."""
+"""Tests of the sample text that a model writes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_module_gets_its_own_mode_back() -> None:
     language_model = ScriptedSubject()
     language_model.model = nn.Sequential(language_model.model, nn.Identity())
     language_model.model[1].eval()
-    assert write(language_model) == "abcdef"  # with dropout on, it would not be
+    assert write(language_model) == "abcdef"  # dropout, if it were on, would change the text
     assert [module.training for module in language_model.model.modules()] == [True, True, True, False]
 
 

@@ -1,4 +1,4 @@
-"""Text as one run of bytes."""
+"""Tests of text read from files and folders as one run of bytes."""
 
 from __future__ import annotations
 

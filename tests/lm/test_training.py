@@ -1,4 +1,4 @@
-"""The loop: its recipe, its schedule, its reports, and what it does to a model."""
+"""Tests of the training loop: its recipe, learning rate schedule, reports, and effect on the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def recipe(**changed: Any) -> Recipe:
 def offloaded(
     language_model: LanguageModel, rate: float = 1e-2, **precision: str
 ) -> Iterator[infinity.Runtime]:
-    """In RAM, in fp32 unless told otherwise."""
+    """Offload the model to host RAM. rate: learning rate. precision: changed fields of an fp32 Precision."""
     with infinity.offload(
         language_model.model,
         make_optimizer(language_model.model, rate),
@@ -100,7 +100,7 @@ def test_a_model_of_matrices_alone_has_one_group() -> None:
 
 
 def in_plain_torch(text: Text, how: Recipe) -> list[tuple[float, float, float]]:
-    """Loss, norm and rate of every step, by the book."""
+    """Train a preset in plain PyTorch, and return (loss, gradient norm, learning rate) of each step."""
     tiny = preset_of()
     model, batches = tiny.model, Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     optimizer = make_optimizer(model, how.learning_rate)
@@ -131,18 +131,18 @@ def test_it_trains_as_plain_torch_does(accumulate: int, text: Text) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4)
     assert [each.step for each in reports] == list(range(1, 13))
     assert {each.tokens for each in reports} == {accumulate * BATCH * SEQ}
-    assert max(each.norm for each in reports) > 0.5  # something was clipped
+    assert max(each.norm for each in reports) > 0.5  # gradients were clipped in some step
 
 
 class Components:
-    """The batches of others, cut into so many micro-batches."""
+    """Batches of another Batches object, each cut into `count` micro-batches."""
 
     def __init__(self, whole: Batches, count: int) -> None:
         self._whole = whole
         self._count = count
 
     def training(self, step: int, micro: int) -> torch.Tensor:
-        """See Batches."""
+        """Return one micro-batch of a step's batch: int64 token ids, shape (rows, seq + 1)."""
         return self._whole.training(step, 0).chunk(self._count)[micro]
 
 
@@ -180,10 +180,10 @@ def test_a_recipe_cannot_change_on_the_way() -> None:
 
 
 class Counting(ScriptedSubject):
-    """Losses 0, 1, 2, ... in evaluation mode, without gradients."""
+    """A model whose losses are 0, 1, 2, ... A call in training mode or with gradients enabled fails."""
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See LanguageModel."""
+        """Return the next loss, as LanguageModel.loss does for a batch of tokens."""
         assert not torch.is_grad_enabled()
         assert not self.model.training
         self.asked += 1
@@ -200,7 +200,7 @@ def held_out(text: Text, language_model: Any) -> HeldOut:
 def test_the_held_out_loss_is_the_mean_of_its_batches(training: bool, text: Text) -> None:
     language_model = Counting()
     language_model.model.train(training)
-    assert held_out(text, language_model).loss() == 3.5  # of 0 .. 7
+    assert held_out(text, language_model).loss() == 3.5  # the mean of 0 .. 7
     assert language_model.asked == 8
     assert language_model.model.training is training
 
@@ -218,7 +218,7 @@ def test_batches_that_took_too_long_are_not_taken_again(text: Text) -> None:
 def test_a_model_that_fails_gets_its_mode_back(text: Text) -> None:
     class Failing(Counting):
         def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-            """See LanguageModel."""
+            """Raise KeyboardInterrupt, in place of computing a loss."""
             raise KeyboardInterrupt
 
     language_model = Failing()

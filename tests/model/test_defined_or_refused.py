@@ -1,4 +1,4 @@
-"""What people do to models between steps: each way either means what it means in PyTorch, or is refused."""
+"""Tests of what people do to a model between steps: it works as in PyTorch, or it is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ both_homes = places("nvme", "unified", cuda=("nvme", "host"))
 
 
 def exact_in_bf16(model: nn.Module) -> nn.Module:
-    """The model with its weights rounded, so that an edit means the same in either precision."""
+    """Round the model's weights to bf16 values, so that an edit has equal results in bf16 and fp32."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -86,7 +86,7 @@ def test_edits_last_and_reach_what_the_optimizer_updates(
             assert not torch.equal(values[WIDE].float(), before.cpu())
             results.append([values, gradients(runtime, model)])
             runtime.optimizer.step()
-            loss_of(model, 1)  # whatever updates are lazy happen
+            loss_of(model, 1)  # any lazy updates happen here
             results[-1] += [copied(model.state_dict()), train_step(model, runtime, 2)]
     assert differences(results[1], results[0]) == []
 

@@ -1,4 +1,4 @@
-"""Values of meta models: the bits that construction on the CPU gives, little RAM, no tensor forgotten."""
+"""Tests of materialising meta models: the bits of construction on the CPU, little RAM, no tensor left out."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,10 @@ SEED = 3
 
 
 def fill_all(model: nn.Module, *, only: list[torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """materialize() `model`; the values of its parameters by their first name."""
+    """Run materialize() on `model`, and return the values of its parameters by their first name.
+
+    only: the tensors to materialise; None: all. Each parameter must be filled exactly once.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     before = dict(model.named_parameters())
     values: dict[str, torch.Tensor] = {}
@@ -104,7 +107,7 @@ def test_a_tied_parameter_is_filled_once_and_stays_tied() -> None:
 
 
 class Written(nn.Module):
-    """Initialisers as people write them: through .data, by replacing, by slices."""
+    """A module that initialises parameters through .data, by replacing them, by slices and by copying."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ def test_initialisers_that_do_nothing_on_meta(initialise: Callable[[torch.Tensor
 
 
 class NeedsValues(nn.Module):
-    """Cannot run without values."""
+    """A module whose initialiser reads the values of its weight, which a meta tensor does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +266,7 @@ def test_only_what_is_asked_for() -> None:
 
 
 def test_one_module_at_a_time_is_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the storages that are alive whenever values are handed over."""
+    """At most the elements of one module are alive whenever values are handed over."""
     made: list[tuple[StorageWeakRef, int]] = []
     original = torch.empty_strided
 
@@ -301,7 +304,7 @@ def test_transformers_models_get_their_own_initialisation() -> None:
     assert values["transformer.h.0.ln_1.weight"].tolist() == [1] * 16
     assert values["transformer.h.1.mlp.c_fc.bias"].abs().max() == 0
     assert values["transformer.h.1.mlp.c_fc.weight"].std().item() == pytest.approx(0.5, rel=0.1)
-    # A parent without parameters of its own writes this one a second time.
+    # The parent, which has no parameters of its own, initialises this parameter a second time.
     assert values["transformer.h.1.mlp.c_proj.weight"].std().item() == pytest.approx(0.25, rel=0.1)
 
 

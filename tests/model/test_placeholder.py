@@ -1,4 +1,4 @@
-"""Stand-ins of evicted parameters: any shape, no memory, NaN to read, nothing left behind."""
+"""Tests of the tensors that stand in for evicted parameters: any shape, almost no memory, NaN when read."""
 
 import ctypes
 import errno
@@ -63,7 +63,7 @@ def test_exactly_the_shape_strides_and_type(
 def test_reads_as_nan(dtype: torch.dtype) -> None:
     placeholders = Placeholders(CPU, 3 * MIB)
     count = 3 * MIB // dtype.itemsize
-    # float8 has no isnan of its own.
+    # float8 has no isnan, so the values are converted first
     assert placeholders.of((count,), (1,), dtype).to(torch.complex64).isnan().all()
     assert placeholders.of((3 * MIB,), (1,), torch.int8).eq(-1).all()
 
@@ -101,7 +101,7 @@ def test_a_parameter_takes_it_even_from_inference_mode() -> None:
 
 
 def test_a_gibibyte_holds_no_memory() -> None:
-    Placeholders(CPU, MIB).of((1,), (1,), torch.int8).item()  # what a first one loads
+    Placeholders(CPU, MIB).of((1,), (1,), torch.int8).item()  # loads whatever the first placeholder needs
     before = kib("VmRSS", "/proc/self/status")
     placeholders = Placeholders(CPU, 1 << 30)
     tensor = placeholders.of((1 << 14, 1 << 14), (1 << 14, 1), torch.float32)
@@ -109,7 +109,8 @@ def test_a_gibibyte_holds_no_memory() -> None:
     assert tensor.is_contiguous()
     assert placeholders.held == MIB
     assert kib("VmRSS", "/proc/self/status") - before < 8 * 1024
-    # Each mapping of the one chunk counts in RSS once it is read; its share (PSS) shows what is held.
+    # Each mapping of the one chunk counts in RSS once it is read. Its proportional share (PSS) shows what
+    # is held.
     before = kib("Pss", "/proc/self/smaps_rollup")
     assert tensor[: 1 << 11].view(torch.int8).eq(-1).all()
     gc.collect()
@@ -188,7 +189,7 @@ def test_no_descriptor_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GRANULE = 4096
-"""Of the test driver."""
+"""The granularity of address mappings in the test driver, in bytes."""
 OPPOSITES = {
     "cuMemAddressReserve": "cuMemAddressFree",
     "cuMemCreate": "cuMemRelease",
@@ -209,7 +210,7 @@ RELEASED = ["cuCtxSynchronize", *3 * ["cuMemUnmap"], "cuMemRelease", "cuMemAddre
 
 @pytest.fixture
 def device() -> Iterator[EmulatedDevice]:
-    gc.collect()  # stand-ins of tests before
+    gc.collect()  # frees the stand-ins that earlier tests left
     made = EmulatedDevice(1)
     with made.in_use():
         yield made
@@ -276,7 +277,7 @@ def test_a_release_that_fails_still_releases_the_rest() -> None:
     device.fail("cuMemUnmap", 1)
     with pytest.raises(DeviceError, match="cuMemUnmap"):
         memory.release()
-    # The addresses are still mapped in part: the driver refuses to free them, and that is the second error.
+    # The addresses are still mapped in part, so the driver refuses to free them: this is the second error.
     assert device.calls[-4:] == ["cuMemUnmap", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"]
     memory.release()
     assert len(device.calls) == 10
@@ -303,7 +304,10 @@ def test_a_stand_in_that_is_written_to_and_gone_is_seen_too() -> None:
 
 
 def test_memory_that_kernels_may_still_read_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait in the release is needed: without it the unmapping is a violation."""
+    """The release of a placeholder's memory waits for kernels that may still read the memory.
+
+    Without that wait, the test driver reports a violation.
+    """
 
     class Hasty:
         def __init__(self, driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""Families of Hugging Face models, tiny and random, trained with every page on disk."""
+"""Tests of Hugging Face model families, tiny and random, trained with every page on disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def language() -> Inputs:
 
 
 def named(model: str, config: str, **sizes: Any) -> tuple[nn.Module, Callable[[], Inputs]]:
-    """A language model by the names of its classes."""
+    """Make a language model of transformers: (model, function that makes inputs).
+
+    model, config: names of classes in transformers. sizes: arguments of the configuration.
+    """
     return getattr(transformers, model)(getattr(transformers, config)(**sizes)), language
 
 
@@ -163,7 +166,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     gradients: Callable[[nn.Module], dict[str, Tensor | None]],
 ) -> tuple[list[float], dict[str, Tensor | None]]:
-    """The losses of each step and the gradients of the first."""
+    """Train STEPS steps, and return the losses of all steps and the gradients of the first step."""
     losses: list[float] = []
     first: dict[str, Tensor | None] = {}
     for step in range(STEPS):

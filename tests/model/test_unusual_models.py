@@ -1,4 +1,4 @@
-"""Models, losses and surroundings that are seldom seen: each means what it means to the plain model."""
+"""Tests of unusual models and losses: each has the result that it has in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Read = Callable[[nn.Parameter], "Tensor | None"]
 
 
 class Nothing(nn.Module):
-    """Beside a layer, units that hold no element, and one that is frozen."""
+    """A model with a linear layer, a frozen layer, and a module whose only parameter has no elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def test_units_that_are_frozen_or_empty_have_no_gradients_and_states(home: str, 
 
 
 class Negated(torch.autograd.Function):
-    """The identity, whose gradient comes as a lazy negation, as those of imaginary parts do."""
+    """The identity, whose gradient is a lazily negated tensor, as the gradients of imaginary parts are."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -71,7 +71,7 @@ def test_a_gradient_that_is_negated_lazily(tmp_path: Path) -> None:
 
 
 class Spectral(nn.Module):
-    """A real parameter that is used as complex numbers, conjugated and negated lazily."""
+    """A model that uses a real parameter as complex numbers, conjugated and negated lazily."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_saved_views_that_are_conjugated_or_negated_lazily(home: str, tmp_path: 
 
 
 class Borrower(nn.Module):
-    """Calls a module that is not its own."""
+    """A model that calls a module of another model."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,11 @@ class Borrower(nn.Module):
 
 
 def gradients_of_two(models: tuple[nn.Module, nn.Module], read: tuple[Read, Read]) -> list[Tensor | None]:
-    """Of a model called inside of the other, then of one operation on parameters of both; and an edit."""
+    """The gradients of two models, one of which is called inside the other, and a weight after an edit.
+
+    models: (outer, inner). read: for each model, the function that reads a parameter's gradient. The
+    gradients also include those of an operation on parameters of both models.
+    """
     outer, inner = models
     outer(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()
     (inner[2].weight * outer.second.weight).square().sum().backward()
@@ -226,7 +230,7 @@ def test_parameters_larger_than_staging(home: str, tmp_path: Path) -> None:
 
 
 class Recomputing(nn.Module):
-    """Weights that no module of their own brings, used again in backward."""
+    """A model that uses its layers' weights without calling the layers, and recomputes in backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Eager updates: the bits of any other update, begun in the backward, and what they cannot be asked for."""
+"""Tests of eager updates: they begin in the backward and have the bits of lazy updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENTRIES = [each for each in zoo.ENTRIES if each.one_gradient]
 
 
 def cases() -> list[Any]:
-    """Two models everywhere, every other one in two places."""
+    """Cases of (model, home, device). The first two models have every home, the others two homes each."""
     found = []
     for number, each in enumerate(ENTRIES):
         homes = HOMES if number < 2 else (HOMES[number % 6], HOMES[(number + 3) % 6])
@@ -82,7 +82,7 @@ def test_units_are_updated_in_the_backward_that_is_declared_the_last(tmp_path: P
 
 
 def parameters_in_ram(runtime: Any) -> list[int]:
-    """Units whose parameters rest in RAM and whose states do not."""
+    """Indices of the units whose parameters rest in RAM and whose states rest on NVMe."""
     return [
         unit
         for unit, home in enumerate(runtime.plan.homes)
@@ -91,10 +91,10 @@ def parameters_in_ram(runtime: Any) -> list[int]:
 
 
 def test_step_does_not_wait_for_what_began_early(tmp_path: Path) -> None:
-    """An update that runs sees the bytes of its unit, as code outside may: they are not mixed up."""
+    """Units whose update began in the backward are still being updated when step() returns."""
     faults = Faults()
     with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
-        for step in range(2):  # moments begin without a read
+        for step in range(2):  # the first step has no states to read
             if step:
                 faults.delay("read", 1, 0.05, times=None)
             loss_of(model, step).backward()
@@ -130,8 +130,11 @@ def test_a_view_that_code_holds_is_updated_before_step_returns(tmp_path: Path) -
 def test_what_is_written_is_what_the_plan_says(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lazy updates write all that the plan says but the gradients that staging has room for. The plan leaves
-    eager ones' gradients off the disk; what finds no room is written, too."""
+    """The bytes written in a step agree with the plan.
+
+    Lazy updates write the gradients that the plan counts, except those that found room in staging. The plan
+    counts no gradients of eager updates, so any that found no room are written in addition.
+    """
     staged = StagedGradients(monkeypatch)
     with opened(tmp_path, update=update, more=256 << 10) as (model, runtime):
         staged.runtime = runtime
@@ -228,7 +231,7 @@ def test_a_gradient_that_is_not_finite_ends_the_step(tmp_path: Path) -> None:
 
 
 def test_a_backward_that_broke_off_can_be_left_behind(tmp_path: Path) -> None:
-    """What it had updated has one step more than the rest."""
+    """Units that an interrupted backward had updated have one optimizer step more than the others."""
     with opened(tmp_path) as (model, runtime):
         first = next(iter(model.parameters()))
 
@@ -272,7 +275,10 @@ def test_what_cannot_be_together_is_refused_before_anything_moves(
 
 
 def test_a_parameter_that_backward_needs_after_its_update_is_named(tmp_path: Path) -> None:
-    """As PyTorch does where an optimizer steps in a hook: the old values are gone."""
+    """A backward that needs an updated parameter's old value raises PyTorch's error for modified tensors.
+
+    PyTorch raises the same error where an optimizer steps in a hook.
+    """
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -300,7 +306,7 @@ def test_a_parameter_that_backward_needs_after_its_update_is_named(tmp_path: Pat
 
 
 def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) -> dict[str, torch.Tensor]:
-    """The parameters after two steps, of which the second has what `fail` injects."""
+    """The parameters after two steps. fail: called before the second step, to inject a fault."""
     with opened(directory, faults=faults, more=256 << 10) as (model, runtime):
         for step, inject in enumerate((lambda: None, fail)):
             inject()
@@ -314,7 +320,7 @@ def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) ->
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_fault_is_a_typed_error_or_changes_no_bit(kind: str, tmp_path: Path) -> None:
-    """One request of a step fails: it is tried again, or the error is raised and the runtime ends."""
+    """After a failed I/O request, either a retry gives the same bits, or StorageError is raised."""
     clean = one_step_after(tmp_path, Faults(), lambda: None)
     failed = 0
     for number in (1, 2, 3, 5, 8, 13, 21, 34, 55):

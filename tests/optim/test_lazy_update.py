@@ -1,4 +1,4 @@
-"""Updates after step() has returned: what they may not change, and what sees them done at once."""
+"""Tests of lazy updates, which run after step() has returned: equal bits, and accesses that wait for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def opened(
     faults: Any = None,
     more: int = 0,
 ) -> Iterator[Any]:
-    """(model, runtime, scheduler), in bf16. more: bytes of host budget beyond the home's."""
+    """Offload a model in bf16: (model, runtime, learning rate scheduler).
+
+    model: None makes a small model with tied parameters. more: bytes of host budget beyond what `home`
+    needs.
+    """
     model = TIED.make() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute="bf16")
@@ -50,14 +54,17 @@ def opened(
 
 
 def pending(runtime: Any) -> list[int]:
-    """Units that the last step has not updated yet."""
+    """Indices of the units that the last step has not updated yet."""
     return [
         page.index for page in runtime._components.pages if runtime._components.updater.pending(page.index)
     ]
 
 
 def train(home: str, directory: Path, update: str, act: Callable[[Any, Any, int], Any]) -> list[Any]:
-    """Four steps; what `act` saw right after each step(), and what came of it all."""
+    """Train four steps. Return the loss and the result of `act` after each step(), and the final states.
+
+    act: called with the model, the runtime and the step number.
+    """
     directory.mkdir()
     seen = []
     with opened(home, directory, update) as (model, runtime, scheduler):
@@ -118,7 +125,7 @@ def reload(model: Any, runtime: Any, step: int) -> None:
 
 
 def another_rate(model: Any, runtime: Any, step: int) -> None:
-    """What was decided by step() stays."""
+    """Change the learning rate after step(). The pending updates must keep the rate that step() saw."""
     for group in runtime.optimizer.param_groups:
         group["lr"] *= 0.7
 
@@ -150,7 +157,7 @@ def test_gradients_that_nobody_resets_go_on_growing(home: str, tmp_path: Path) -
 
 
 class Two(nn.Module):
-    """Of which a forward uses one."""
+    """A model of three layers, of which each forward uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +245,7 @@ def test_an_outcome_that_cannot_be_written_ends_the_runtime(tmp_path: Path) -> N
     with opened("unified-nvme", tmp_path, faults=faults, more=256 << 10) as (model, runtime, _):
         loss_of(model).backward()
         runtime.optimizer.step()
-        runtime.optimizer.zero_grad()  # nothing but outcomes is left to write
+        runtime.optimizer.zero_grad()  # only updated states are left to write
         assert pending(runtime)
         faults.fail("write", 1, errno.EIO, times=None)
         with pytest.raises(StorageError):

@@ -1,5 +1,4 @@
-"""infinity.optim.paged_optimizer over a backend in memory: its updates, protocol and schedulers are those of
-torch."""
+"""Tests of the paged optimizer on pages in memory: its updates, protocol and schedulers are torch's."""
 
 from __future__ import annotations
 

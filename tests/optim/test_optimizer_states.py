@@ -1,5 +1,4 @@
-"""States of infinity.optim.paged_optimizer: torch's form, to torch and back, and what does not fit changes
-nothing."""
+"""Tests of the paged optimizer's states: torch's form, exchange with torch, and refusal of bad states."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def test_state_dicts_have_torchs_form(page: Any, kind: str) -> None:
     train(twin, range(3))
     ours, theirs = paged.state_dict(), twin.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
-    # torch leaves an empty dict, or none, for parameters whose rule keeps nothing.
+    # torch leaves an empty dict, or no dict, for parameters whose rule keeps no state.
     theirs["state"] = {key: state for key, state in theirs["state"].items() if state}
     assert {k: list(v) for k, v in ours["state"].items()} == {k: list(v) for k, v in theirs["state"].items()}
     assert_same(ours["state"], theirs["state"])
@@ -52,7 +51,7 @@ def test_we_go_on_from_torchs_state_dict(page: Any, kind: str) -> None:
     train(twin, range(3))
     ours = copy.deepcopy(theirs)
     paged, _ = page(build(kind, ours))
-    train(paged, range(10, 12))  # to be forgotten
+    train(paged, range(10, 12))  # load_state_dict() discards these steps
     for mine, other in zip(ours, theirs, strict=True):
         mine.data.copy_(other)
     paged.load_state_dict(twin.state_dict())
@@ -93,7 +92,7 @@ def test_a_load_keeps_the_groups_that_others_hold(page: Any) -> None:
     user = build("adamw", parameters())
     saved = copy.deepcopy(user.state_dict())
     saved["param_groups"][0].update(lr=0.5, betas=(0.5, 0.6), note="from the file")
-    del saved["param_groups"][0]["fused"]  # as of a torch that did not know it
+    del saved["param_groups"][0]["fused"]  # as in a file from a torch without this option
     paged, _ = page(user)
     paged.param_groups[0]["initial_lr"] = 0.1
     held, kept = list(paged.param_groups), [group["params"] for group in paged.param_groups]

@@ -1,4 +1,4 @@
-"""Room in staging: granted by what is there, which may be gone a moment later."""
+"""Tests of the staging memory granted to updates, while the pages that updates could use are evicted."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from infinity.planning import search
 from infinity.planning.working_room import WorkingRoom
 
 PAGES = 4
-"""That can be resident together, one of them no longer in use."""
+"""The number of parameter pages that can be resident at a time, including a page that is no longer used."""
 
 
 def trained(directory: Path) -> dict[str, torch.Tensor]:
-    """The model after four steps, with all pages at home on NVMe."""
+    """The model's parameters after four steps of training, with all pages at home on NVMe."""
     directory.mkdir()
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
@@ -43,7 +43,11 @@ def trained(directory: Path) -> dict[str, torch.Tensor]:
 def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that left lives on while somebody sees it, and an update may work in it until then."""
+    """An update works in its unit's page only if the page still exists when the update's memory is granted.
+
+    An evicted page lives on while a view of it exists, and an update may use the page in that time. The
+    test drops the last view while the chain seeks memory.
+    """
     monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")
     seen: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""States that are read while the backward computes: the same bits, whatever happens before step()."""
+"""Tests of states that are read while the backward computes: equal bits, whatever happens before step()."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
 
 
 def staging(plan: Any, chains: int) -> dict[str, int]:
-    """The fields of a plan with staging for so many of the largest chains."""
+    """The fields of a plan that give staging room for `chains` of the largest chains."""
     chunks = [
         (unit, number)
         for unit, layout in enumerate(plan.layout.units)
@@ -54,8 +54,11 @@ def opened(
     faults: Faults | None = None,
     update: str = "lazy",
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime), in bf16, all on NVMe but perhaps the gradients. accumulation None: nothing is read
-    ahead of lazy updates."""
+    """Offload a model in bf16: (model, runtime). Optimizer states are on NVMe and parameters in RAM.
+
+    gradients: the home of gradients. accumulation: backwards a step; with None, lazy updates read no states
+    ahead. chains: the chains that staging has room for.
+    """
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     budget = infinity.Budget(host=ROOMY, nvme={str(directory): ROOMY})
@@ -83,12 +86,15 @@ def opened(
 
 
 def held(runtime: Any) -> list[Chain]:
-    """The chains that are read ahead now."""
+    """The chains whose states have been read ahead."""
     return [chain for group in runtime._components.updater._units for chain in group.chains if chain.is_ahead]
 
 
 def held_once_written(runtime: Any) -> list[Chain]:
-    """The same once the last step's writes have ended: states that are being written are read later."""
+    """The chains whose states have been read ahead, once the last step's writes have ended.
+
+    States that are still being written are read after the write.
+    """
     runtime._components.store.settle()
     runtime._components.updater.advance()
     return held(runtime)
@@ -103,7 +109,7 @@ def clip(model: nn.Module, runtime: Any) -> None:
 
 
 def other_moments(model: nn.Module, runtime: Any) -> None:
-    """Written to the pages that have been read."""
+    """Write other first moments to the pages, after the old ones have been read."""
     optimizer = runtime.optimizer
     state = optimizer.state_dict()
     for each in state["state"].values():
@@ -131,7 +137,7 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
 
 
 def all_staging(model: nn.Module, runtime: Any) -> None:
-    """Somebody needs it all for a moment."""
+    """Take all of the staging memory for a moment, so that no chain is held any more."""
     updater = runtime._components.updater
     assert updater._staging.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
     assert held(runtime) == []
@@ -150,12 +156,15 @@ ACTS = [
 
 
 def train(model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None], ahead: bool) -> list[Any]:
-    """Four steps, with `act` before step(); losses, parameters and states."""
+    """Train four steps, calling `act` before each step(). Return [losses, parameters, states].
+
+    ahead: states are expected to be read ahead from the second step on.
+    """
     losses = []
     for step in range(4):
         loss = loss_of(model, step)
         loss.backward()
-        assert bool(held_once_written(runtime)) == (ahead and step > 0)  # states exist from the first step on
+        assert bool(held_once_written(runtime)) == (ahead and step > 0)  # states exist after the first step
         act(model, runtime)
         runtime.optimizer.step()
         assert held(runtime) == []
@@ -178,7 +187,10 @@ def test_the_bits_of_states_that_are_read_by_their_update(act: Any, gradients: T
 
 @pytest.mark.parametrize("gradients", GRADIENT_HOMES)
 def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
-    """What half of the staging has room for is read before step(), what is updated first, and not again."""
+    """States that fit half of the staging are read before step(), in the order of their update.
+
+    These states are not read a second time.
+    """
     with opened(tmp_path, gradients=gradients) as (model, runtime):
         store, read = runtime._components.store, 0
         states = runtime._components.states.pages
@@ -280,7 +292,7 @@ BEFORE_FORWARD = [
 
 
 def read_on(runtime: Any) -> None:
-    """What is due ends; then what comes next is read ahead."""
+    """Finish the due updates, and begin to read states ahead for the next ones."""
     runtime._components.updater.complete_all()
     runtime._components.store.settle()
     runtime._components.updater.advance()
@@ -289,8 +301,11 @@ def read_on(runtime: Any) -> None:
 def train_eagerly(
     model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None], backwards: int
 ) -> list[Any]:
-    """Four steps, with `act` before the last forward of each. [Chunks that were read ahead, losses,
-    parameters, states]."""
+    """Train four steps, calling `act` before the last forward of each step.
+
+    Return [number of chains read ahead, losses, parameters, states]. backwards: the number of backwards a
+    step.
+    """
     losses, seen = [], 0
     for step in range(4):
         for number in range(backwards):
@@ -321,7 +336,7 @@ def test_the_bits_of_eager_updates_whose_states_were_read(
                 patch.setattr(ReadAhead, "candidates", lambda self, pending: iter(()))
             with opened(directory, gradients=gradients, accumulation=backwards, update="eager") as opening:
                 seen, *outcome = train_eagerly(*opening, act, backwards)
-        # The first micro-batch's gradients on their way to NVMe leave no room for more.
+        # No room is left for more while the gradients of the first micro-batch are on their way to NVMe.
         assert bool(seen) == (ahead and not (gradients is Tier.NVME and backwards == 2))
         found.append(outcome)
     assert differences(found[0], found[1]) == []

@@ -1,4 +1,4 @@
-"""Budgets are hard, whatever is done to a model: random operations beside a plain twin, and exact minima."""
+"""Tests that budgets are never exceeded: random operations on a model and a plain twin, exact minima."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ MiB = 1 << 20
 
 
 class Twins(RuleBasedStateMachine):
-    """A paged model and a plain one to which the same is done."""
+    """A state machine that applies the same random operations to a paged model and to a plain twin."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = contextlib.ExitStack()
         self.graphs: list[tuple[Forward, Tensor, Tensor]] = []
-        """Forwards whose backward is still to come: (arguments, our output, the twin's)."""
+        """Forwards whose backward is still to come: (arguments, paged model's output, twin's output)."""
         self.held: list[tuple[Tensor, Tensor, str]] = []
-        """Views: (ours, the twin's, kind)."""
+        """Views that are held: (view of the paged model's parameter, the twin's view, kind of view)."""
         self.clipped = False
 
     @initialize(
@@ -126,7 +126,7 @@ class Twins(RuleBasedStateMachine):
                     parameter.data.add_(0.125)
                 elif how == "assign" and model is self.model:
                     parameter.data = torch.full_like(parameter, 0.25)
-                elif how == "assign":  # a page takes the values over, so views of it follow
+                elif how == "assign":  # the page takes the values over, so views of the parameter follow
                     parameter.data.fill_(0.25)
                 elif parameter.dim():
                     parameter[0] = 0.5
@@ -148,7 +148,7 @@ class Twins(RuleBasedStateMachine):
         def act(model: nn.Module) -> None:
             try:
                 self.part(model, which).load_state_dict(state)
-            except RuntimeError as error:  # torch's own, which quotes ours
+            except RuntimeError as error:  # torch's own error, which quotes the runtime's error
                 if "let go of such views" not in str(error):
                     raise
                 raise BudgetError(str(error), "", needed=1) from None
@@ -240,9 +240,10 @@ class Twins(RuleBasedStateMachine):
     # --- how -------------------------------------------------------------------------------------------
 
     def both(self, act: Callable[[nn.Module], Any], units: list[int] | None = None) -> Any:
-        """`act` on both models: (ours, the twin's), equal in every bit. None if it cannot fit.
+        """Call `act` on both models and check that results are equal in every bit: (paged, twin).
 
-        units: those that one operation takes together, where it is more than one.
+        The result is None if the operation cannot fit. units: indices of the units that one operation needs
+        at the same time, if there is more than one.
         """
         pages = self.runtime._components.pages
         together = sum(pages[unit].nbytes for unit in set(units or ()) if not pages[unit].permanent)
@@ -259,7 +260,10 @@ class Twins(RuleBasedStateMachine):
         return got, expected
 
     def let_go(self, error: BudgetError, *, fits: bool = True) -> None:
-        """An operation did not fit: that is for views alone to cause, so drop them."""
+        """Drop all held views after an operation that did not fit.
+
+        fits: whether the operation would fit without held views. If it would, some view must be held.
+        """
         assert self.held or not fits, error
         assert error.needed is not None
         assert error.needed > 0
@@ -267,7 +271,10 @@ class Twins(RuleBasedStateMachine):
         self.held.clear()
 
     def units_together(self, arguments: Forward) -> list[int]:
-        """The units of the module of this forward that takes most bytes at once."""
+        """The indices of the units that the largest module of this forward needs at the same time.
+
+        The largest module is the one whose units have the most bytes.
+        """
         modules = self.runtime.plan.layout.module_units
         pages = self.runtime._components.pages
         count = len(self.model.parts)
@@ -285,7 +292,10 @@ class Twins(RuleBasedStateMachine):
         assert differences(ours, gradients_of(self.twin)) == []
 
     def synchronise(self) -> None:
-        """Updates may differ in their last bits: the twin takes ours over, once they were compared."""
+        """Compare the parameters of both models, and copy the paged model's to the twin.
+
+        Updates may differ in their last bits, so the comparison has a tolerance.
+        """
         try:
             state = self.model.state_dict()
         except BudgetError as error:
@@ -297,7 +307,7 @@ class Twins(RuleBasedStateMachine):
 
 
 def _values(found: Any) -> Any:
-    """Without the graph, for a comparison."""
+    """The tensor without its autograd graph. Anything else is returned as it is."""
     return found.detach() if isinstance(found, Tensor) else found
 
 
@@ -324,7 +334,7 @@ def test_many_more_random_operations() -> None:
 
 
 def train(runtime: Any, model: nn.Module, twin: nn.Module, steps: int) -> None:
-    """Train both, with all parts in order: equal losses and gradients at every step."""
+    """Train both models for `steps` steps. Losses and gradients must be equal at every step."""
     optimizer = adamw(twin)
     arguments = Forward(tuple(range(len(twin.parts))), 0, 0)
     for _ in range(steps):
@@ -347,7 +357,10 @@ def train(runtime: Any, model: nn.Module, twin: nn.Module, steps: int) -> None:
 
 
 def check_smallest(parts: tuple[Part, ...], place: str) -> None:
-    """The smallest budgets train; 4 KiB less of any tier is refused with a figure that does."""
+    """Check that the smallest budgets suffice for training, and that 4 KiB less in any tier is refused.
+
+    The refusal must name a budget that does suffice.
+    """
     parts = tuple(part for part in parts if part.kind != "tied") or (Part("norm", 1),)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

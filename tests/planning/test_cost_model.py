@@ -1,4 +1,4 @@
-"""Seconds from bytes and rates, against sums made by hand."""
+"""Tests of seconds predicted from bytes and rates, compared with sums made by hand."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def check(found: Prediction, least: float, most: float, limited_by: str, **busy:
 
 
 def exactly(seconds: float) -> Seconds:
-    """Of operations that take as long in every round."""
+    """A range of seconds of which both the least and the most are `seconds`."""
     return Seconds(seconds, seconds)
 
 
@@ -148,7 +148,7 @@ def test_a_range_is_shown_with_two_digits(least: float, most: float, text: str) 
 sizes = st.integers(0, 100 * GB)
 phases = st.builds(PhaseBytes, disk_read=sizes, disk_write=sizes, to_device=sizes, to_host=sizes, host=sizes)
 plain_rates = st.floats(1e8, 1e11)
-some = phases.map(lambda each: each + PhaseBytes(host=1))  # a backward moves something
+some = phases.map(lambda each: each + PhaseBytes(host=1))  # so that a backward moves something
 traffics = st.builds(Traffic, forward=phases, backward=some, accumulation=phases, update=phases)
 
 
@@ -217,7 +217,7 @@ def test_traffic_of_pages_on_disk() -> None:
     assert moved.forward == PhaseBytes(disk_read=200)
     assert moved.backward == PhaseBytes(disk_read=200, disk_write=80, host=2 * 160)
     assert moved.accumulation == PhaseBytes(disk_read=80, host=80)
-    # The parameters that forward reads are those that are updated.
+    # The parameters that forward reads are also the ones that are updated.
     assert moved.update == PhaseBytes(disk_read=2 * 340, disk_write=2 * 380, host=2 * (160 + 40 + 600))
     assert (moved.disk_read, moved.disk_write) == (400 + 680, 80 + 760)
     apart = moved_with(Tier.NVME, unified=False, computes_in_ram=False)

@@ -1,4 +1,4 @@
-"""What torch takes beside live tensors: figures of its sources, a model of its allocator, a GPU's word."""
+"""Tests of memory that torch takes beside live tensors: sizes in its sources, an allocator model, a GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def test_the_cpu_has_none() -> None:
 
 
 def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int, int | None]]]:
-    """Bytes at a step's peak, and (tensor, its bytes or None where it is freed) in order."""
+    """Record the allocations of a training step without data: (bytes at the peak, log in order).
+
+    Each entry of the log is (number of a tensor, bytes). The bytes are None where the tensor is freed.
+    """
     log: list[tuple[int, int | None]] = []
     real = fake_step._Watch._made
 
@@ -99,7 +102,10 @@ def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int,
 
 
 def runs(log: list[tuple[int, int | None]], limit: int, *, pages: int, threads: int, each: int) -> bool:
-    """Whether two such steps, pages and workspaces have room below the limit."""
+    """Return whether two steps with this log, the pages and the workspaces fit below `limit` bytes.
+
+    pages: bytes of pages. threads: number of threads, each of which allocates a workspace of `each` bytes.
+    """
     allocator, live = CachingAllocator(limit), {}
     try:
         allocator.allocate(pages)
@@ -149,7 +155,7 @@ def logs() -> Any:
 
 
 def test_a_micro_batch_more_needs_a_workspace_more() -> None:
-    """Each is a thread, whose backward runs in it."""
+    """Micro-batches that are computed together have a thread each, and each thread takes a workspace."""
     headroom = Headroom.for_cuda(HOPPER, {})
     assert headroom.one_more(0) == 32 * MIB
     with_two = headroom.beside(80 * MIB)
@@ -159,7 +165,7 @@ def test_a_micro_batch_more_needs_a_workspace_more() -> None:
 @pytest.mark.parametrize("activations", [None, 0, 30 * MIB])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], activations: Any) -> None:
-    """In the reserve, in the table, in the smallest budgets and in what a refusal says."""
+    """The memory that torch takes is part of the reserve, the printed table, smallest budgets and errors."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     headroom = Headroom.for_cuda(capability, {})
     rule = Rule.of(torch.optim.AdamW(model.parameters()))
@@ -179,10 +185,10 @@ def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], a
     assert found.headroom == headroom.beside(activations or 0) >= 2 * headroom.workspace
     assert found.reserved - without.reserved - found.headroom in range(4096)
     row = found.rows()[0]
-    rings = found.ring_bytes - without.ring_bytes  # which follow the room that is left
+    rings = found.ring_bytes - without.ring_bytes  # rings depend on the room that is left
     assert row["working"] - without.rows()[0]["working"] - rings == found.headroom
     shown = sum(row[each] or 0 for each in row if each not in ("tier", "budget"))
-    hidden = 0 if activations is not None else row["budget"] // 4  # for activations that nobody knows
+    hidden = 0 if activations is not None else row["budget"] // 4  # kept for activations of unknown size
     assert row["budget"] - shown - hidden in range(4096)
     assert f"{format_size(found.headroom)} are torch's" in str(found)
     assert "torch's" not in str(without)
@@ -196,7 +202,7 @@ def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], a
 
 
 class _PlanOfTheGpu:
-    """Of a runtime whose device has 1 GiB free, and whose steps take 100 MiB."""
+    """A fake of a plan for a device with 1 GiB free, and steps whose activations take 100 MiB."""
 
     activations = 100 * MIB
     unified = False
@@ -214,7 +220,7 @@ def test_as_many_micro_batches_go_together_as_have_workspaces(monkeypatch: pytes
 
 
 class TestAttentionScratch:
-    """CUDA's kernels of attention's backward allocate what no operation shows."""
+    """Tests of the scratch memory that CUDA's attention kernels allocate in backward beside results."""
 
     def test_it_is_counted_while_the_kernel_runs(self) -> None:
         watch = fake_step._Watch()
@@ -236,7 +242,7 @@ class TestAttentionScratch:
 
 
 def run_with_usual_workspaces(*arguments: str) -> None:
-    """A program in a process of its own, with the workspaces that people have, not those of the tests."""
+    """Run a program in a process of its own, with torch's default workspaces, not those that tests set."""
     variables = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
     command = [sys.executable, "-c", *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
@@ -295,7 +301,7 @@ def test_steps_run_in_the_smallest_budget_with_cuda(activations: str) -> None:
 
 @needs_cuda
 def test_a_product_takes_the_workspace_that_is_said_with_cuda() -> None:
-    """A thread's first product takes a workspace, and another thread's one more."""
+    """The first matrix product of each thread allocates a workspace of the predicted size."""
     code = """
 import os, threading, torch
 from infinity.planning.headroom import workspace

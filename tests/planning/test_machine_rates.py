@@ -1,4 +1,4 @@
-"""What a plan measures: bandwidths, once and cached; activations and time, from example inputs."""
+"""Tests of what a plan measures: cached bandwidths, and activations and time from example inputs."""
 
 import functools
 import json
@@ -22,7 +22,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def fast_probes(monkeypatch, tmp_path) -> list[str]:
-    """Probes that measure nothing and are counted, and a cache of the test's own."""
+    """Replace the probes by fakes, and the user's cache by an empty one.
+
+    Returns the list of what has been probed.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     probed: list[str] = []
 
@@ -63,7 +66,7 @@ def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
     kept = json.loads(cache_file("machine_rates.json").read_text())
     assert sum("disk /" in key for key in kept) == 1  # /a would be probed again
     fast_probes.pop()
-    measure(1200.0)  # somebody has set the clock back: nobody knows how old the figures are
+    measure(1200.0)  # the clock was set back, so the age of the figures is unknown
     assert fast_probes[4:] == ["/a"]
 
 
@@ -87,7 +90,7 @@ def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine_rates, "_DISK_BYTES", 1 << 20)
     before = torch.random.get_rng_state()
     found = measure_rates({str(tmp_path): 1 << 20}, CPU, torch.float32)
-    # Or a run with a seed would depend on whether its machine was known.
+    # Otherwise a run with a seed would depend on whether its machine was known.
     assert torch.equal(torch.random.get_rng_state(), before)
     assert min(found.disk_read, found.disk_write, found.disk_mixed, found.host_stream, found.flops) > 0
 
@@ -105,7 +108,8 @@ def test_example_inputs_give_activations_and_time(fast_probes, device) -> None:
         example_inputs=(torch.zeros(32, 64),),
         device="cpu",
     )
-    # The hidden layer is saved before and after the activation or once, its gradient lives beside it.
+    # The hidden layer is saved once, or before and after the activation. Its gradient is alive at the same
+    # time.
     hidden = 32 * 256 * 4
     assert 2 * hidden <= made.activations <= 4 * hidden
     gradients = sum(made.page_bytes(unit, Kind.GRADIENT) for unit in range(len(made.homes)))

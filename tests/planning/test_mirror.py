@@ -1,4 +1,4 @@
-"""Mirrors: parameters in host RAM that stay on the device too. What travels is exact, and no bit differs."""
+"""Tests of mirrors, parameters that rest in host RAM and stay on the device: exact traffic, equal bits."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_gradients_come_down_and_regions_go_up_and_nothing_else(update: str) -> 
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
             with torch.no_grad():
-                model(INPUTS, tuple(range(BLOCKS)))  # for which lazy updates end
+                model(INPUTS, tuple(range(BLOCKS)))  # waits until the lazy updates have ended
             after = moved()
             assert [now - then for now, then in zip(after, before, strict=True)] == [
                 backwards * gradients,
@@ -169,7 +169,7 @@ def test_gradients_come_down_and_regions_go_up_and_nothing_else(update: str) -> 
 
 
 def edited(model: Any, runtime: Any) -> dict[str, torch.Tensor]:
-    """Three steps, and every kind of edit between them."""
+    """Train three steps with every kind of edit between them, and return the final parameters."""
     weights = [block[0].weight for block in model.blocks]
     optimizer = runtime.optimizer
     for step in range(3):
@@ -190,7 +190,7 @@ def edited(model: Any, runtime: Any) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def edited_in_ram() -> dict[str, torch.Tensor]:
-    """The same in the one memory of a CPU that is its own device."""
+    """The parameters that `edited` gives where all pages are in the RAM of a CPU that is its own device."""
     model = Blocks()
     with infinity.offload(
         model, adamw(model), budget=infinity.Budget(host=ROOMY), precision=FP32, device="cpu"

@@ -1,4 +1,4 @@
-"""Operations of a step: recorded as a real step has them, and timed without a trace."""
+"""Tests of the operations of a step: recorded as a real step has them, and timed without a trace."""
 
 import weakref
 from collections import Counter
@@ -59,7 +59,7 @@ def test_a_run_without_data_has_the_operations_of_a_real_one() -> None:
         loss = model(*inputs)
         loss.backward(torch.ones_like(loss))
     differ = {each for each in without | seen.operations if without[each] != seen.operations[each]}
-    # A gradient that nobody takes is detached once more, and so is every tensor that hooks gave back.
+    # A gradient that nobody takes is detached once more, and so are tensors that hooks gave back.
     assert {each.operator for each in differ} <= {aten.detach.default}
 
 
@@ -77,14 +77,14 @@ def test_bytes_are_those_of_operands_and_results_and_views_have_none() -> None:
     assert call(aten.mm.default, torch.ones(3, 4), torch.ones(4, 5)).nbytes == 4 * (12 + 20 + 15)
     assert call(aten.cat.default, [torch.ones(2, 3), torch.ones(4, 3)]).nbytes == 2 * 4 * 18
     assert call(aten.t.default, torch.ones(3, 4)).nbytes == 0
-    # Broadcast: one element spans all.
+    # A broadcast tensor: one element spans all.
     assert TensorSpec.of(torch.ones(1).expand(1000)).nbytes == 4
     assert TensorSpec.of(torch.ones(0, 5)).nbytes == 0
 
 
 @pytest.fixture
 def runs(monkeypatch) -> Counter:
-    """How often `seconds_of` times each operator; every run takes a thousandth of a second."""
+    """Count how often `seconds_of` runs each operator. A fake timer gives each run 1 ms."""
     counted: Counter = Counter()
 
     def timed(operation: Operation, times: int, memory: Memory, kept: Any) -> float:
@@ -107,7 +107,7 @@ def test_the_sum_is_of_counts_times_seconds(runs) -> None:
 
 
 def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
-    """Have the runs of each operator take so long, one after the other; returns their order."""
+    """Make each operator's runs take the given seconds, and return the list of operators in run order."""
     takes = {each: iter(found) for each, found in seconds.items()}
     order = []
 
@@ -121,7 +121,7 @@ def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
 
 
 def test_the_range_is_that_of_the_rounds_after_the_first(monkeypatch) -> None:
-    # Each operation is once at its luckiest: no step has them all so.
+    # Each operation has one lucky round, and no step has all lucky rounds at once.
     seconds = {aten.neg.default: [1.0, 2.0, 9.0, 4.0], aten.exp.default: [1.0, 8.0, 4.0, 5.0]}
     order = take(monkeypatch, seconds)
     step = Operations({call(each, torch.ones(10)): 10 for each in seconds})
@@ -175,7 +175,8 @@ def test_what_is_not_timed_gets_the_rates_of_what_is(runs) -> None:
     assert seconds_of(step(product, 3), ROOFLINE, CPU, limit=0.0) == pytest.approx([3 * 2000 / 1e9] * 2)
     assert seconds_of(step(addition, 3), ROOFLINE, CPU, limit=0.0) == pytest.approx([3 * 12_000 / 1e9] * 2)
     assert sum(runs.values()) == 0
-    # A solve has pivots, which zeros are not: it is not run, but takes as long per byte as the addition.
+    # A solve needs pivots, and zeros are none: the solve is not run, but takes as long per byte as the
+    # addition.
     factors, pivots = torch.linalg.lu_factor(torch.eye(50))
     solve = call(aten.linalg_lu_solve.default, factors, pivots, torch.ones(50, 1))
     assert not solve.runs_alone
@@ -203,7 +204,7 @@ def test_operators_of_others_are_never_run() -> None:
 
 
 def test_an_operation_that_fails_alone_is_estimated() -> None:
-    # Not positive definite, as made-up matrices are not.
+    # Made-up matrices are not positive definite, so the decomposition fails.
     operation = call(aten.linalg_cholesky.default, torch.eye(64))
     found = Operations({operation: 2})
     assert operation.runs_alone
@@ -226,7 +227,7 @@ def test_large_operations_are_estimated_within_the_bound_of_memory(monkeypatch, 
     total = seconds_of(Operations({fits: 1, large: 1}), ROOFLINE, CPU)
     assert runs == {aten.neg.default: 4}
     assert total.least == total.most == pytest.approx(1e-3 * (1 + large.nbytes / fits.nbytes))
-    # Floating bytes, zeros, and the results that are kept.
+    # The memory is made of floating bytes, of zeros, and of results that are kept.
     assert [2 * nbytes + fits.nbytes for nbytes in sizes] == [5 << 20]
 
 
@@ -295,5 +296,5 @@ def test_without_autograd_only_the_forward_is_there() -> None:
 def test_saved_tensors_share_the_storages_of_what_the_forward_made() -> None:
     model, x = nn.Sequential(*(nn.Tanh() for _ in range(5))), torch.ones(16, 16, requires_grad=True)
     found = run_fake_step(model, (x,), precision=FP32, device=CPU, train=True)
-    # Five outcomes, the gradient of the last one, and the two between which a backward passes on.
+    # Five results, the last one's gradient, and the two gradients between which a backward passes on.
     assert 5 * 1024 <= found.activations <= 8 * 1024

@@ -60,7 +60,7 @@ def test_needed_is_exact(
         with pytest.raises(BudgetError):
             planned(model, **{**arguments, **budget})
         budget = {**budget, tier: {"/nowhere": needed} if tier == "nvme" else needed}
-    # The figure for one tier suffices, unless the device alone cannot make up for the host.
+    # The figure for one tier suffices, unless the device alone cannot replace the missing host memory.
     assert len(short) <= (2 if short[:1] == ["device"] else 1)
     check(made, Budget(**budget))
 
@@ -125,7 +125,7 @@ def test_with_room_all_rests_near_and_parameters_come_first() -> None:
 
 
 def test_where_no_page_moves_there_is_no_staging() -> None:
-    """It would be RAM that the plan says is taken and nobody uses."""
+    """A plan whose pages never move has no staging, which would take RAM without being used."""
     nvme = {"/somewhere": "1GiB"}
     assert planned(stack([64] * 6), host="256MiB", nvme=nvme).staging_bytes == 0
     tight = planned(stack([64] * 6), host="400KiB", nvme=nvme)
@@ -226,7 +226,8 @@ def test_steps_move_what_rests_elsewhere() -> None:
     expected_write = nvme["params"] + nvme["gradients"] + nvme["optimizer"]
     assert nvme["optimizer"] > 0
     assert made.traffic.disk_write == expected_write
-    # What forward reads is updated as well; both ways find what the other left in the pool.
+    # The parameters that forward reads are updated too. Each of both passes finds pages that the other left
+    # in the pool.
     read = nvme["gradients"] + nvme["optimizer"] + 2 * (nvme["params"] - made.resident_bytes)
     assert 0 <= made.traffic.disk_read - read < 2 * len(made.layout.units)
 

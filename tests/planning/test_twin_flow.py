@@ -1,6 +1,6 @@
-"""Units that the device updates: which they are, what no longer crosses the link, and what is allocated.
+"""Tests of units that the device updates: which units these are, what crosses the link, what is allocated.
 
-test_twin_flow_training.py has what they train, test_device_update.py the arithmetic.
+Training with such units is tested in test_twin_flow_training.py, the arithmetic in test_device_update.py.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_whole_units_take_the_place_of_halves() -> None:
     frozen = (near, None, None)
     given = homes((near, near, far), (near, near, far), (near, near, far), frozen, (near, near, disk))
     found = twin_flow.gathered(given, sizes, host_free=2)
-    # 16 bytes: a unit of 10, and one of the gradients that were there; 2 stay empty.
+    # Of the 16 bytes, a unit takes 10 and one of the gradients that rested there takes 4. 2 stay empty.
     assert found == homes((near, near, near), (near, near, far), (near, far, far), frozen, (near, far, disk))
     assert twin_flow.gathered(given, sizes, host_free=1) == given
     assert twin_flow.updated_there(found) == {0} and not twin_flow.updated_there(given)
@@ -197,7 +197,7 @@ def moved(runtime: Any) -> tuple[int, int]:
 def test_nothing_crosses_the_link_but_sums_of_squares(
     accumulation: int, kernels: None, tmp_path: Path
 ) -> None:
-    """8 bytes for each parameter, once a step however many backwards it has."""
+    """A step moves 8 bytes for each parameter tensor, its sum of squares, however many backwards it has."""
     with opened(tmp_path, accumulation=accumulation) as (model, runtime):
         parameters = len(list(model.parameters()))
         for number in range(3):
@@ -206,7 +206,7 @@ def test_nothing_crosses_the_link_but_sums_of_squares(
             runtime.clip_grad_norm_(1.0)
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            if number:  # the first step has what filled the pages
+            if number:  # the first step also has the traffic that filled the pages
                 assert moved(runtime) == (0, 8 * parameters)
 
 
@@ -229,7 +229,7 @@ def test_a_step_is_a_launch_a_unit_two_for_all_squares_and_one_copy(
         for number in range(3):
             for micro in range(accumulation):
                 loss_of(model, number + micro).backward()
-            assert launched == []  # nothing is measured before somebody asks
+            assert launched == []  # nothing is measured before a norm is asked for
             runtime.clip_grad_norm_(1.0)
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
@@ -244,7 +244,7 @@ def test_a_step_is_a_launch_a_unit_two_for_all_squares_and_one_copy(
 def test_no_kernel_is_compiled_in_a_step(
     compute: str, optimizer: str, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step launches was named when the runtime was opened, for whatever groups."""
+    """Every kind of update that a step launches was compiled when the runtime was opened."""
     required: list[set[UpdateKind]] = []
     launched: list[set[UpdateKind]] = []
     require, launch = Kernels.require, Kernels.launch
@@ -292,7 +292,7 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
 
 
 class Recorded:
-    """A link that notes what was asked of it."""
+    """A wrapper of a link that records the names of the methods called."""
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -319,7 +319,7 @@ def test_copies_up_follow_the_kernels_that_write_there(kernels: None, tmp_path: 
 
 
 class Stream:
-    """A CUDA stream that notes whom it waits for."""
+    """A fake of a CUDA stream that records the streams that it waits for."""
 
     def __init__(self) -> None:
         self.waits_for: list[Stream] = []

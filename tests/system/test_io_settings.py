@@ -1,4 +1,4 @@
-"""What `infinity tune` keeps: found again for the same disk, ignored with a note when it cannot be used."""
+"""Tests of the settings that `infinity tune` keeps: found for the same disk, or ignored with a note."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tuned(tmp_path: Path) -> Path:
-    """A directory on a disk that was tuned."""
+    """A directory on a disk whose tuned settings have been kept."""
     profile = Profile()
     profile.keep_disk(tmp_path, FOUND)
     assert profile.save()
@@ -52,7 +52,9 @@ def test_a_disk_that_was_never_tuned_has_the_defaults(tmp_path: Path) -> None:
 def test_findings_come_back_as_they_were_kept(tuned: Path) -> None:
     assert Profile().disk(tuned) == FOUND
     (tuned / "other directory").mkdir()
-    assert Profile().disk(tuned / "other directory") == FOUND  # of the disk, not of the directory
+    assert (
+        Profile().disk(tuned / "other directory") == FOUND
+    )  # settings belong to the disk, not to the directory
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Telemetry adds up, tells steps apart and names what limited the last one."""
+"""Tests that telemetry adds up, keeps steps apart and names what limited the last step."""
 
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -193,7 +193,10 @@ def test_the_text_is_a_short_table() -> None:
 
 
 def test_every_total_grows_by_what_a_step_counts() -> None:
-    """A new field of Stats has to be added up: no total may forget one."""
+    """Every field of Stats grows in the total and in the last step.
+
+    The test fails for a new field that no total counts.
+    """
     meter = Meter()
     busy_step(meter)
     meter.skipped()
@@ -264,7 +267,7 @@ def test_faults_are_those_of_a_thread() -> None:
 
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
 def test_a_runtime_tells_faults_from_other_stalls(home: str, tmp_path: Path) -> None:
-    """Every read is slow: those of pages that a forward demands are faults, those of the update are not."""
+    """Waits for pages that a forward demands count as faults, and waits for pages of an update do not."""
     model, faults = TIED.make(), Faults()
     with injected(faults), opened(model, tmp_path, home=home) as runtime:
         train_step(model, runtime)

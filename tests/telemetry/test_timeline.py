@@ -1,4 +1,4 @@
-"""A timeline shows what its meter was told, at the time when it happened; a full disk ends it and no more."""
+"""Tests that a timeline shows what its meter recorded, at the right time, and that a full disk ends it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from infinity.tiers.link import Arrived, Timing
 
 
 class Clock:
-    """Time stands still until it is set. In microseconds."""
+    """A fake clock that stands still at `now` microseconds until it is set."""
 
     now = 0.0
 
@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Slow:
-    """A transfer that is under way until it is told when it was."""
+    """A fake transfer that is under way until `found`, its (start, end) in nanoseconds, is set."""
 
     def __init__(self) -> None:
         self.found: tuple[int, int] | None = None
@@ -68,7 +68,7 @@ class Slow:
 
 
 def simple(rows: dict[str, list[Event]]) -> dict[str, list[tuple[Any, ...]]]:
-    """(name, start, end, args) in microseconds, by row."""
+    """The events of each row as (name, start, end, args), in microseconds."""
     return {
         row: [(each["name"], each["start"] // 1000, each["end"] // 1000, each["args"]) for each in found]
         for row, found in rows.items()
@@ -125,7 +125,7 @@ def test_the_trainers_time_is_parted_into_compute_and_waits(clock: Clock, tmp_pa
 
 
 def test_transfers_end_when_they_landed(clock: Clock, tmp_path: Path) -> None:
-    """Not when somebody looked; what is under way at the end is said to be so."""
+    """A transfer ends when its bytes landed, not when somebody asked. An unfinished transfer is marked."""
     path = tmp_path / "out.json"
     meter, transfers = Meter(), [Slow() for _ in range(4)]
     with Timeline(path) as lines, meter.recording(lines):
@@ -214,7 +214,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
 ) -> None:
     before = resources()
     with pytest.raises(kind) as raised:
-        Timeline(tmp_path / path)  # which is `path`, where that is absolute
+        Timeline(tmp_path / path)  # where `path` is absolute, this is `path` itself
     assert raised.value.errno == number
     check_nothing_left(before)
 
@@ -248,7 +248,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
 
 
 class FakeEvent:
-    """Happens when it is recorded. Counts milliseconds in `times`."""
+    """A fake CUDA event, recorded when it is made. Its time is the next of `times`, in milliseconds."""
 
     times: Iterator[float]
 
@@ -296,7 +296,7 @@ def test_events_around_a_copy_tell_its_time(clock: Clock, monkeypatch: pytest.Mo
     clock.now = 7_000
     with link.timed():
         up, again = link.to_device(into, source, 0).timing, link.to_device(into, source, 0).timing
-        clock.now = 11_000_000  # so long after, the first anchor would be too coarse
+        clock.now = 11_000_000  # so long after that the first anchor would be too coarse
         later = link.to_device(into, source, 0).timing
     assert link.to_device(into, source, 0).timing is None
     assert up is not None and again is not None and later is not None
@@ -320,5 +320,5 @@ def test_copies_on_cuda_have_the_hosts_time() -> None:
     times = transfer.timing.times()
     assert times is not None
     slack = 100_000
-    """Nanoseconds that the two clocks may be apart."""
+    """Nanoseconds by which the clocks of the device and the host may differ."""
     assert before - slack <= times[0] < times[1] <= after + slack

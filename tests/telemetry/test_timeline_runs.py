@@ -1,4 +1,4 @@
-"""The timeline of a run shows what the statistics count, from Python and from the command line."""
+"""Tests that the timeline of a run agrees with its statistics, from Python and from the command line."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def seconds(found: Sequence[Event]) -> float:
 
 
 def test_a_request_is_as_long_as_the_disk_took(tmp_path: Path) -> None:
-    """Every read is delayed: each has that delay, also where nobody waited for it yet."""
+    """Every read is delayed by 2 ms, and each read in the timeline lasts at least as long."""
     model, faults = TIED.make(), Faults()
     pages, path = tmp_path / "pages", tmp_path / "out.json"
     pages.mkdir()
@@ -143,7 +143,7 @@ def test_train_writes_a_timeline(job: TinyJob, capsys: pytest.CaptureFixture[str
     assert [each["name"] for each in steps] == ["step 1", "step 2", "step 3"]
     assert [each["args"]["loss"] for each in steps] == found["losses"]
     logged = [json.loads(line) for line in log.read_text().splitlines()]
-    for edge in Edge:  # the loop alone: the log's first step has the filling of the model, too
+    for edge in Edge:  # the loop alone; the first step in the log also fills the model
         last = sum(each["args"][f"bytes {edge.value}"] for each in steps[1:])
         assert last == sum(line["bytes"][edge.value] for line in logged[1:])
     assert cli.main(job.arguments("train", "--steps", 1, "--trace", path)) == 0

@@ -1,4 +1,4 @@
-"""A file of events is one that Perfetto loads, wherever it breaks off, and no two spans of a lane overlap."""
+"""Tests that Perfetto can load an event file that ends anywhere, and that spans of a lane never overlap."""
 
 from __future__ import annotations
 

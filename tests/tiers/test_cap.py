@@ -1,4 +1,4 @@
-"""The limit of torch's allocator: which fraction is set when, and what is said when it is reached."""
+"""Tests of the limit on torch's CUDA allocator: the fraction that is set, and the error at the limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 7)
 
 
 class FakeAllocator:
-    """Of one device of 16 GiB: which limits were set, and who watches."""
+    """A fake of torch's allocator on a device of 16 GiB, which records limits and observers."""
 
     TOTAL = 16 * GIB - 12345
 
@@ -40,7 +40,7 @@ class FakeAllocator:
     def _set(self, fraction: float, device: torch.device) -> None:
         assert device == DEVICE
         assert 0 <= fraction <= 1
-        self.limits.append(int(fraction * self.TOTAL))  # as torch does: cut off
+        self.limits.append(int(fraction * self.TOTAL))  # torch cuts the fraction off in the same way
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_limit_is_not_a_byte_less_than_the_budgets(total: int) -> None:
 
 def test_runtimes_of_one_device_add_up(allocator: FakeAllocator) -> None:
     first, second = Share(2 * GIB, GIB), Share(3 * GIB, GIB)
-    # What the second finds allocated is the first one's, mostly.
+    # Most of what the second runtime finds allocated belongs to the first.
     with capped(DEVICE, first, others=MIB), capped(DEVICE, second, others=GIB):
         pass
     assert allocator.limits == [2 * GIB + MIB, 5 * GIB + MIB, 2 * GIB + MIB, FakeAllocator.TOTAL]
@@ -75,13 +75,13 @@ def test_the_limit_goes_with_its_runtime_whatever_happens(allocator: FakeAllocat
 def test_out_of_memory_is_told_with_its_cure(allocator: FakeAllocator) -> None:
     for _ in range(2):
         with capped(DEVICE, Share(2 * GIB, GIB), others=0):
-            (tell,) = allocator.observers  # attached once: there is no way to detach it
+            (tell,) = allocator.observers  # attached once, since there is no way to detach it
             with pytest.warns(UserWarning, match="example_inputs") as caught:
                 tell(DEVICE.index, 300 * MIB, 2 * GIB, 14 * GIB)
             (message,) = [str(each.message) for each in caught]
             assert "300 MiB" in message and "2 GiB" in message and "1 GiB to activations" in message
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # what would raise raises nothing inside of torch's allocator
+                warnings.simplefilter("error")  # the observer raises nothing
                 tell(DEVICE.index, 300 * MIB, 2 * GIB, 14 * GIB)
                 tell(DEVICE.index + 1, 300 * MIB, 2 * GIB, 14 * GIB)
     with warnings.catch_warnings(record=True) as caught_after:
@@ -103,7 +103,7 @@ def test_a_device_without_a_budget_gives_all_but_a_margin() -> None:
 
 
 class CpuAsCuda:
-    """The device that tensors in RAM are on, for code that asks about a GPU's."""
+    """A device that claims to be a GPU and equals the CPU, so that tensors in RAM count as tensors on it."""
 
     type = "cuda"
 

@@ -1,4 +1,4 @@
-"""The copy streams' order of copies and kernels, on streams that run in whatever order they may."""
+"""Tests of the copy streams' order of copies and kernels, on streams that run in any order they may."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.tiers.link import ARRIVED, Lane, User
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     made = Machine(request.param)
     yield made
-    made.device.reset(0)  # ends all work before its memory goes
+    made.device.reset(0)  # ends all work before the memory is freed
 
 
 def test_the_first_copy_waits_for_work_from_before_the_link(machine: Machine) -> None:
@@ -235,7 +235,7 @@ def test_no_copy_after_it_overtakes_a_kernel_from_before_it(
 
 
 def test_nothing_but_a_wait_waits_for_copies_that_are_held(machine: Machine) -> None:
-    """Whoever calls from a hook gets on, whatever the copies do."""
+    """A hook that calls the link goes on at once, even while all copies are held."""
     link = machine.link()
     for stream in link.streams.values():
         machine.device.hold(stream)

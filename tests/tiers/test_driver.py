@@ -1,4 +1,4 @@
-"""The table of driver calls: what fills it, what goes through it, and what its errors say."""
+"""Tests of the table of driver calls: how it is filled, which calls go through it, and its errors."""
 
 from __future__ import annotations
 

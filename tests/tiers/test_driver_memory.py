@@ -1,4 +1,4 @@
-"""What the test driver says of memory: registered RAM, mapped addresses, and what is left of either."""
+"""Tests of the test driver's memory: registered RAM, mapped addresses, and what was not given back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
 
 
 class Registered:
-    """Host memory and a device's, with a stream between them."""
+    """A host tensor that is registered, a tensor that stands for device memory, and a stream between them."""
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.driver = device.driver
@@ -148,7 +148,7 @@ def test_mapped_addresses_are_used_by_nobody(device: EmulatedDevice) -> None:
 
 
 def test_addresses_beside_what_is_mapped_are_refused(device: EmulatedDevice) -> None:
-    """They are reserved, and nothing is behind them."""
+    """A partly released mapping leaves addresses without memory. A copy from such an address is an error."""
     memory = device.driver.repeat(GRANULE, 2, 0xFF)
     other = torch.zeros(8)
     device.fail("cuMemUnmap", 1, 2)

@@ -1,4 +1,4 @@
-"""Which link a device has, and what it does: on one that is RAM, on an emulated one, and on a real one."""
+"""Tests of the link between host and device: for a device that is RAM, an emulated device, and a GPU."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_what_compute_uses_is_told_to_the_checker() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestCuda:
-    """The real thing, with kernels slow enough to be overtaken."""
+    """Tests of the link to a real GPU, with kernels slow enough for copies to overtake them."""
 
     SIZE = 1 << 22
     SLOW = 50_000_000
-    """Clock cycles; some 30 ms."""
+    """The length of a slow kernel in clock cycles, about 30 ms."""
 
     def host(self, value: int) -> torch.Tensor:
         return torch.full((self.SIZE,), value, dtype=torch.uint8).pin_memory()
@@ -102,6 +102,8 @@ class TestCuda:
         gradient.fill_(5)
         transfer = link.to_host(into, gradient)
         del gradient
-        torch.full((self.SIZE,), 7, dtype=torch.uint8, device=device)  # might get the same memory
+        torch.full(
+            (self.SIZE,), 7, dtype=torch.uint8, device=device
+        )  # a new tensor might get the same memory
         transfer.wait()
         assert bool((into == 5).all())

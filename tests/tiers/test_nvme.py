@@ -1,4 +1,4 @@
-"""The NVMe tier: leases on one and several paths, real bytes back, budgets, nothing left behind."""
+"""Tests of the NVMe tier: leases on one and several paths, bytes that come back, budgets, nothing left."""
 
 import gc
 import os
@@ -215,7 +215,11 @@ tier = NvmeTier({{{os.fspath(directory)!r}: {MIB}}}, {MIB})
 def test_a_registered_arena_that_goes_is_never_mistaken_for_the_next(
     tmp_path: Path, backend: str, forget: bool
 ) -> None:
-    """io_uring knows registered memory by its address; the next arena may lie at the same one."""
+    """Reads into a new arena are correct, even if the arena lies at the address of an earlier, closed arena.
+
+    io_uring knows registered memory by its address, so a stale registration would be taken for the new
+    arena's.
+    """
     with NvmeTier({os.fspath(tmp_path): MIB}, MIB, backend=backend) as tier:
         on_disk = tier.lease(MIB)
         tier.write(on_disk, torch.full((MIB,), 7, dtype=torch.uint8)).result()

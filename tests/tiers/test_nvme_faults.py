@@ -1,4 +1,4 @@
-"""The NVMe tier where disks fail or are full: typed errors to whoever asked alone, nothing left behind."""
+"""Tests of the NVMe tier on disks that fail or are full: a typed error for the one request, nothing left."""
 
 import contextlib
 import errno
@@ -84,7 +84,7 @@ def fill_up(disk: Path) -> None:
 
 
 def test_a_disk_that_fills_later_does_not_reach_the_slab(small_disk: Path) -> None:
-    """Its room was taken at the start, and first writes to it need no more."""
+    """A slab takes its room on the disk at the start, so writes succeed although the disk is full."""
     with NvmeTier({os.fspath(small_disk): 8 * MIB}, 8 * MIB) as tier:
         fill_up(small_disk)
         lease = tier.lease(8 * MIB)

@@ -1,4 +1,4 @@
-"""The checker of tests: what is not ordered is found, whatever the bytes are, and what is ordered is not."""
+"""Tests of the checker of the test driver: it finds uses without an order, and accepts ordered uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNT = 256
 
 
 class Bench:
-    """Two streams, compute and the host, and one piece of memory that all use."""
+    """Two streams, compute and the host, and one piece of memory that all of them use."""
 
     def __init__(self, seed: int) -> None:
         self.device = EmulatedDevice(seed)
@@ -24,11 +24,11 @@ class Bench:
         self.others = [torch.full((COUNT,), float(number)) for number in range(8)]
 
     def write(self, stream: Stream) -> None:
-        """Queue a copy into the memory."""
+        """Queue a copy into the shared memory."""
         stream.copy(self.memory.data_ptr(), self.others[1].data_ptr(), self.memory.nbytes)
 
     def read(self, stream: Stream, into: int = 2) -> None:
-        """Queue a copy out of the memory."""
+        """Queue a copy out of the shared memory. into: the index of the destination in `others`."""
         stream.copy(self.others[into].data_ptr(), self.memory.data_ptr(), self.memory.nbytes)
 
     @property
@@ -203,7 +203,7 @@ def test_a_seed_gives_the_same_order_again_and_another_another() -> None:
     def answers(seed: int) -> list[tuple[bool, ...]]:
         device = EmulatedDevice(seed)
         streams = [device.driver.stream() for _ in range(3)]
-        device.reset(seed)  # which draws who is favoured, of the streams that there are
+        device.reset(seed)  # the seed draws which stream is favoured
         there, here = torch.zeros(3, 4), torch.ones(3, 4)
         seen = []
         for _ in range(20):
@@ -222,12 +222,15 @@ def test_a_seed_gives_the_same_order_again_and_another_another() -> None:
 
 
 def test_an_event_that_is_used_again_is_another_moment(bench: Bench) -> None:
-    """As the driver's are, which go back while streams still wait for what they were."""
+    """A stream waits for the moment at which an event was recorded, even after the event has been reused.
+
+    The driver reuses events while streams may still wait for their earlier moments.
+    """
     bench.device.hold(bench.first)
     bench.write(bench.first)
     event = bench.first.record()
     bench.second.wait(event)
-    del event  # the next one takes its place
+    del event  # the next event takes its place
     again = bench.device.driver.stream().record()
     again.synchronize()
     bench.read(bench.second)

@@ -1,4 +1,4 @@
-"""Leases, pools and residencies: no overlap, no leak, no byte over the budget, aliases keep their bytes."""
+"""Tests of leases, pools and residencies: no overlap, no leak, no byte over the budget, and safe aliases."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ def pool() -> Iterator[Pool]:
 def test_budget_errors_name_the_smallest_pool_that_would_do(
     history: list[tuple[int, bool]], nbytes: int
 ) -> None:
-    """Whatever is out and however the free bytes lie: that figure works, and one granule less fails."""
+    """The size that a BudgetError names suffices, and one page less fails, however the free bytes lie."""
 
     def ask(pages: int) -> None:
         with HostArena(64 * PAGE) as arena:
@@ -114,7 +114,7 @@ def test_waiters_are_served_in_order_so_that_a_large_one_does_not_starve(pool: P
         time.sleep(0.001)
     held[0].release()
     with pytest.raises(BudgetError, match="waiting before") as error:
-        pool.lease(PAGE)  # fits, but would overtake
+        pool.lease(PAGE)  # fits, but would overtake the waiter
     assert error.value.needed is None
     held[1].release()
     large.join(60)
@@ -223,7 +223,7 @@ def test_many_threads_never_share_a_byte() -> None:
                 del tensor
                 if not bool((view == number).all()):
                     wrong.append(number)
-                del view  # or every thread would hold some bytes and wait for more
+                del view  # otherwise every thread would hold some bytes and wait for more
 
         threads = [threading.Thread(target=churn, args=(number,)) for number in range(8)]
         for thread in threads:
@@ -236,7 +236,7 @@ def test_many_threads_never_share_a_byte() -> None:
 
 
 def in_a_child(body: Callable[[], None]) -> int:
-    """The exit code of `body` in a forked child: 0 if it returns."""
+    """Run `body` in a forked child, and return the child's exit code: 0 if `body` returns."""
     child = os.fork()
     if child == 0:
         signal.alarm(60)

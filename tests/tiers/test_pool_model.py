@@ -1,4 +1,4 @@
-"""A pool beside a model of it: no overlap, no leak, no byte over the budget, aliases keep their bytes."""
+"""Tests of a pool against a model of it: no overlap, no leak, no byte over the budget, and safe aliases."""
 
 import gc
 
@@ -15,10 +15,10 @@ PAGE = 4096
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random leases, residencies and views against a list of what must be out.
+    """A state machine of random leases, residencies and views, with a list of the bytes that are in use.
 
-    Every residency is filled with a number of its own; each live view is compared with it after every
-    step, so a span that is handed out while somebody still sees it shows as a wrong byte.
+    Every residency is filled with a number of its own. After every step, each live view is compared with
+    its number. A span that is handed out while a view of it lives therefore shows as a wrong byte.
     """
 
     CAPACITY = 64 * PAGE

@@ -1,4 +1,4 @@
-"""Measured bandwidths: of the disk, on files that are as large as they may be and no larger."""
+"""Tests of measuring a disk's bandwidth, on files that are as large as allowed and no larger."""
 
 import contextlib
 import itertools
@@ -63,7 +63,7 @@ def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert {kind for kind, _ in places} == {"read", "write"}
     assert {offset for _, offset in places} == set(range(0, 32 * MIB, 4 * MIB))
     counts = torch.bincount(torch.frombuffer(bytearray(contents[0]), dtype=torch.uint8).long())
-    assert counts.min() > 0.5 * MIB / 256  # random, so that nothing below can make less of it
+    assert counts.min() > 0.5 * MIB / 256  # random bytes, which nothing below can compress
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""Slab files: room taken at once, one owner, nothing left behind, typed errors for every bad place."""
+"""Tests of slab files: room taken at once, one owner, nothing left behind, typed errors for bad paths."""
 
 import errno
 import gc
@@ -118,12 +118,15 @@ def test_paths_that_are_none(tmp_path: Path, path: str, error: type[Exception]) 
 
 
 def as_another_user(tmp_path: Path, path: Path) -> str:
-    """The error of a slab in `path` for the user nobody (whom root can become), or for this user."""
+    """The text of the error that a slab in `path` raises for the user nobody.
+
+    If the test does not run as root, the present user opens the slab.
+    """
     for parent in (tmp_path, *tmp_path.parents[:3]):
         if parent.stat().st_uid == os.geteuid():
             parent.chmod(0o755)
     told, tell = os.pipe()
-    child = os.fork()  # a new interpreter would import torch first
+    child = os.fork()  # a fork, since a new interpreter would import torch first
     if child == 0:
         try:
             if os.geteuid() == 0:

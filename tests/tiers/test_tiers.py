@@ -1,4 +1,4 @@
-"""The memory tiers: exact budgets, alignment, unified memory, CUDA where there is one."""
+"""Tests of the memory tiers: exact budgets, alignment, unified memory, and CUDA where there is a GPU."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """The kernel's record (/proc/self/smaps) of the mapping that starts at `address`."""
+    """The kernel's record (/proc/self/smaps) of the mapping that starts at `address`. {} if there is none."""
     record: dict[str, str] = {}
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
@@ -113,7 +113,10 @@ def test_a_pool_of_negative_size() -> None:
 
 @pytest.mark.parametrize("misalignment", [0, 512, 1536])
 def test_pools_align_in_the_address_space_wherever_the_region_starts(misalignment: int) -> None:
-    """torch's CUDA allocator promises multiples of 512 bytes and no more."""
+    """Leases are aligned in memory even where the region starts at a multiple of 512 bytes only.
+
+    torch's CUDA allocator promises no more than this alignment.
+    """
     block = torch.empty(16 * PAGE, dtype=torch.uint8)
     start = -(-block.data_ptr() // PAGE) * PAGE + misalignment
     region = _tiers.adopt(start, 8 * PAGE, device_kind=1, device_index=0, owner=block)
@@ -236,7 +239,7 @@ def test_the_huge_page_probe_really_runs() -> None:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_registration_with_cuda_lasts_as_long_as_the_mapping(code: int) -> None:
-    """Also where the arena is dropped unclosed, and while an alias keeps the bytes mapped."""
+    """A registered arena is unregistered when its last alias goes, even if the arena was never closed."""
     device = EmulatedDevice()
     arena = HostArena(PAGE)
     if code:
@@ -264,7 +267,11 @@ def test_a_registration_that_fails_says_why() -> None:
 
 
 def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is registered is all in RAM before: CUDA would fault it in on one thread."""
+    """A failed registration with CUDA warns once, naming the cure.
+
+    All bytes of the arena are brought into RAM before the registration. Otherwise CUDA would fault them in
+    on one thread.
+    """
     emulated = EmulatedDevice()
     device = torch.device("cuda", 0)
     monkeypatch.setattr(arena_module, "usable_device", lambda device: torch.device("cuda", 0))
@@ -319,7 +326,10 @@ def test_a_pool_lies_inside_its_region(offset: int, nbytes: int) -> None:
 
 
 def test_a_child_does_not_inherit_the_arena() -> None:
-    """The parent's later writes would otherwise be copies, beyond the budget."""
+    """A forked child does not have the arena's mapping.
+
+    With the mapping, the parent's later writes would copy pages and exceed the budget.
+    """
     with HostArena(PAGE) as arena:
         tensor = arena.pool("pages", PAGE).lease(PAGE).residency().fill_(1)
         child = os.fork()

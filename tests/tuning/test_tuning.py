@@ -1,4 +1,4 @@
-"""Tuning of real directories: what it says, what it keeps, what it refuses, and that it leaves nothing."""
+"""Tests of tuning real directories: its report, the settings it keeps, its refusals, and nothing left."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ BRIEF = sweep.Effort(seconds=0.3, blocks=(256 << 10, MIB), depths=(4, 16), slice
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A sweep of a moment on small files, and a cache of the test's own."""
+    """Make sweeps short, on small files, and give each test a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path_factory.mktemp("cache")))
     monkeypatch.delenv("INFINITY_AIO", raising=False)
     monkeypatch.setattr(tune, "QUICK", BRIEF)
@@ -47,7 +47,7 @@ def memory() -> Memory:
 
 
 def disk(path: str = "/a", **rates: float) -> DiskSweep:
-    """What a sweep might have found."""
+    """Make an example of a sweep's outcome for the disk `path`. rates: changed rates, in bytes/s, by mode."""
     found = Measured(
         IoSettings("threads", MIB, 4), **({"read": 2e9, "write": 1e9, "mixed": 1.5e9} | rates), trials=3
     )
@@ -117,7 +117,9 @@ def test_a_trial_moves_what_it_says(
     (stats,) = counted
     assert stats.in_flight_peak == 4
     reads, writes = stats.read_bytes, stats.write_bytes
-    assert stats.read_transfers + stats.write_transfers == (reads + writes) // MIB  # cut into blocks
+    assert (
+        stats.read_transfers + stats.write_transfers == (reads + writes) // MIB
+    )  # the read is cut into blocks
     assert {"read": not writes, "write": not reads, "mixed": abs(reads - writes) <= trial_file.REQUEST_BYTES}[
         mode
     ]
@@ -300,7 +302,7 @@ def test_candidates_of_shares_are_each_tried_once() -> None:
     same = [disk(), disk()]
     assert stripes.candidate_shares(same) == [(0.5, 0.5)]
     three = [disk(), disk(read=8e9), disk(write=9e9)]
-    assert len(stripes.candidate_shares(three)) == 3  # even is what mixed says
+    assert len(stripes.candidate_shares(three)) == 3  # equal shares are also those of the mixed rates
 
 
 def test_an_interrupt_leaves_nothing(warm: None, tmp_path: Path) -> None:
@@ -329,7 +331,7 @@ def _thread_names(pid: int) -> list[str]:
     for task in Path(f"/proc/{pid}/task").glob("*/comm"):
         try:
             found.append(task.read_text())
-        except OSError:  # it ended meanwhile
+        except OSError:  # the thread ended meanwhile
             continue
     return found
 
@@ -352,7 +354,7 @@ def test_the_command_prints_a_table_and_an_object(tmp_path: Path, capsys) -> Non
 
 
 def test_paths_together_are_shown_with_their_shares(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")  # long paths take the room of the rest of a line
+    monkeypatch.setenv("COLUMNS", "300")  # long paths take room from the rest of a line
     paths = [os.fspath(tmp_path / name) for name in ("first", "second")]
     for path in paths:
         os.mkdir(path)

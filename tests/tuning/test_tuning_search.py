@@ -1,4 +1,4 @@
-"""The search against disks that are made up: noise, outliers, drift, too little time."""
+"""Tests of the search for settings on simulated disks: noise, outliers, drift, too little time."""
 
 import math
 import random
@@ -18,7 +18,7 @@ POINTS = grid(("io_uring", "libaio", "threads"), QUICK.blocks, QUICK.depths, 128
 
 
 class Disk:
-    """A disk of known speed, with a clock of its own: each trial takes 0.3 s of it."""
+    """A simulated disk of known speed, with a clock of its own. trial: seconds that each trial takes."""
 
     def __init__(self, seed: int, *, noise: float = 0.15, outliers: float = 0.03, trial: float = 0.3) -> None:
         self.random = random.Random(seed)
@@ -31,7 +31,11 @@ class Disk:
         return self.now
 
     def truth(self, settings: IoSettings) -> dict[str, float]:
-        """Queues that are too short are slow, blocks of the wrong size and threads lose some."""
+        """The true rates of these settings, in bytes/s by mode.
+
+        Too few bytes in flight are slow. A block of the wrong size costs some speed, and so does the
+        backend "threads".
+        """
         filled = settings.bytes_in_flight / (settings.bytes_in_flight + 2 * MIB)
         off = abs(math.log2(settings.block_bytes / self.favourite))
         rate = 3e9 * filled * 0.92**off * (0.85 if settings.backend == "threads" else 1.0)
@@ -40,7 +44,7 @@ class Disk:
     def trial(self, settings: IoSettings) -> Mapping[str, float]:
         self.tried.append(settings)
         self.now += self.seconds
-        drift = 2.0 if self.now > 20 else 1.0  # a neighbour has left
+        drift = 2.0 if self.now > 20 else 1.0  # another user of the disk has left
         return {mode: rate * drift * self.luck() for mode, rate in self.truth(settings).items()}
 
     def luck(self) -> float:
@@ -59,7 +63,7 @@ class Disk:
         )
 
     def share_of_best(self, settings: IoSettings) -> float:
-        """The least, over modes, of the true speed relative to the best there is."""
+        """The true speed of these settings relative to the best, in the mode where the ratio is least."""
         best = {mode: max(self.truth(point)[mode] for point in POINTS) for mode in MODES}
         return min(self.truth(settings)[mode] / best[mode] for mode in MODES)
 
@@ -143,7 +147,7 @@ def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_nois
     usual, other, unknown = (IoSettings("io_uring", MIB, depth) for depth in (32, 16, 8))
 
     def passes(*times: float) -> list[dict[IoSettings, dict[str, float]]]:
-        """How many times as fast the other one is."""
+        """Make passes of trials. times: for each pass, the speed of `other` relative to `usual`."""
         return [{usual: dict.fromkeys(MODES, 1e9), other: dict.fromkeys(MODES, 1e9 * each)} for each in times]
 
     assert choose(passes(1.02, 1.02, 1.02), usual) == usual
@@ -155,7 +159,7 @@ def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_nois
 
 @pytest.mark.parametrize("noise", [0.1, 0.2])
 def test_tuning_loses_nothing_where_nothing_is_to_be_won(noise: float) -> None:
-    """What is used untuned is the best there is."""
+    """Where the settings used without tuning are the best, tuning loses at most 5% of their speed."""
     usual = IoSettings("io_uring", 4 * MIB, 32)
     shares = []
     for seed in range(60):
