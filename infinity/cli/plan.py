@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="print the plan of a training run: where pages go, how fast it is, what limits it",
-        description="Plan a training run: the bytes in every tier, the smallest budgets, the seconds per step. "
+        description="Plan a training run: bytes in every tier, smallest budgets, seconds per step. "
         "Measures this machine for a few seconds. Allocates nothing for the model.",
     )
     add_options(parser)

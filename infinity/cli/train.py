@@ -44,8 +44,8 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "train",
         help="train a language model on real text, wherever its states fit",
-        description="Train a decoder-only transformer on text, after printing the plan. Pages that do not fit "
-        "the device go to RAM, and pages that do not fit there go to the directories of --budget-nvme.",
+        description="Train a decoder-only transformer on text, after printing the plan. Pages that do not "
+        "fit the device go to RAM, and pages that do not fit there go to the directories of --budget-nvme.",
     )
     add_options(parser)
     parser.set_defaults(run=run)
