@@ -179,7 +179,7 @@ def forced() -> Iterator[None]:
 def budget_for(
     home: str, layout: Layout, model: nn.Module, directory: str, accumulation: int | None
 ) -> infinity.Budget:
-    """The budget that leaves pages no homes but those of `home`, by the sizes in a plan with ample budgets."""
+    """The budget under which pages have the homes of `home`, by the sizes in a plan with ample budgets."""
     plan = infinity.plan(
         model,
         torch.optim.AdamW(model.parameters()),
