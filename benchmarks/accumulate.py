@@ -37,7 +37,7 @@ from infinity.tiers import Tier
 QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)
 SLACK = 64 << 20
 QUICK_SLACK = 256 << 10
-"""Bytes of RAM beyond the smallest host budget (with --quick): room for the resident pages of a block."""
+"""Bytes of RAM beyond the smallest host budget, with --quick: room for the pages of a transformer block."""
 PRECISION = infinity.Precision(compute="bf16")
 NVME_BYTES_PER_PARAMETER = 24
 
@@ -73,10 +73,10 @@ class Bench:
         }
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
-        """Train one untimed step and `steps` timed steps in one way.
+        """Train one untimed step and `steps` timed steps. way: a key of `ways`.
 
-        Returns the median seconds, and the bytes, losses and norm of gradients of the last step. "seconds"
-        are those of all forwards and backwards of a step, "step_seconds" those of the whole step.
+        Returns the bytes, losses and norm of gradients of the last step, and median seconds: "seconds" for
+        all forwards and backwards of a step, "step_seconds" for the whole step.
         """
         gradients, whole, norms, moved = [], [], [], {}
         for _ in range(1 + steps):

@@ -1,4 +1,4 @@
-"""Compares the seconds of a training step in this checkout with another checkout, in turns.
+"""Compares the seconds of a training step in this checkout and in another checkout, in turns.
 
     python benchmarks/against.py --against DIR --directory DISK --budget host=1600MiB --rounds 12
 

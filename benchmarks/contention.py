@@ -1,10 +1,10 @@
 """Contention: how much longer the operations of a step take while a disk is at work.
 
 The limit in train.py assumes that I/O overlaps with operations at no cost. But I/O and operations both need
-memory bandwidth and the kernel, and a virtual disk may need a part of the CPU. Here a
-model with everything in memory runs forward and backward, in turns alone and beside fio, which reads and
-writes at a given rate. A round has one turn alone and one turn beside fio, in an order that changes each
-round. Ratios are taken within a round.
+memory bandwidth and the kernel, and a virtual disk may need a part of the CPU. Here a model with everything
+in memory runs forward and backward, in turns alone and beside fio, which reads and writes at a given rate.
+A round has one turn alone and one turn beside fio, in an order that changes each round. Ratios are taken
+within a round.
 
     python benchmarks/contention.py --model 309m --directory /mnt/nvme0 --rate 1.8
 

@@ -30,7 +30,7 @@ WORK = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
 """Kinds of work on the GPU: name of the category in torch.profiler's events -> name in the report."""
 
 GAPS = (10e-6, 100e-6, 1e-3, 10e-3)
-"""Seconds that bound the classes of lengths by which gaps are counted."""
+"""Limits, in seconds, between the classes of gap lengths. The gaps of each class are counted."""
 
 
 class Interval(NamedTuple):
@@ -127,7 +127,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def profiled(step: Any, trace: Path) -> tuple[dict[str, list[Interval]], str]:
     """Run `step` under torch.profiler, and write the profiler's events to the file `trace`.
 
-    Returns the intervals of the GPU's work by kind, and the reason if they cannot be had, else "".
+    Returns the intervals of the GPU's work by kind, and an empty string. If the profiler does not work, the
+    intervals are missing, and the string has the reason.
     """
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -173,7 +174,7 @@ def task_of(options: argparse.Namespace, directory: Path) -> Any:
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train, and return the report; the docstring of this module says how."""
+    """Train as the docstring of this module describes, and return the figures."""
     from contender import finish
     from peers.ours import Ours
     from peers.task import Batches

@@ -34,14 +34,14 @@ class Speeds:
     device: str
     quick: bool
     fio: Fio | None = None
-    """fio, which measures the disk as well if it is given."""
+    """The fio that measures the disk as well; None: fio does not measure."""
     mixed: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
     link: list[float] = field(default_factory=list)
     fio_mixed: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
-        """Measure all speeds once more. No other process may be at work meanwhile."""
+        """Measure all speeds, and append them to the lists. No other process may be at work meanwhile."""
         nbytes, seconds = (16 << 20, 0.02) if self.quick else (128 << 20, 0.5)
         self.mixed.append(probes.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
         if self.fio is not None:

@@ -35,7 +35,7 @@ a process."""
 
 
 def pair(text: str) -> tuple[str, str]:
-    """The model and the word that a value of `--pair` names. Raises argparse.ArgumentTypeError."""
+    """The model and the word in a value of `--pair`, such as "309m:half". Raises ArgumentTypeError."""
     model, _, word = text.partition(":")
     if model not in PRESETS or word not in WORDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:BUDGET, with a budget of {', '.join(WORDS)}")

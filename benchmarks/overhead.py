@@ -1,9 +1,9 @@
 """Counts the calls that Python makes in a training step: for the step, a unit, a chunk and a parameter.
 
 Calls are counted and no time is measured, so the machine may be busy. Small models train under forced
-layouts: a chosen number of units, of chunks in a unit and of parameters in a unit. All pages have the same
-homes, which have one of these names. Except under "unified", the device has memory of its own, for which
-the CPU stands in:
+layouts: a chosen number of units, of chunks in a unit and of parameters in a unit. The homes of pages are
+chosen by one of the names below. Except under "unified", the device has memory of its own, for which the CPU
+stands in:
 
     host      all pages rest in RAM below the device
     nvme      all pages rest on the disk
@@ -82,7 +82,7 @@ HOMES = {
     "tight": (Tier.DEVICE, Tier.HOST),
     "unified": (Tier.HOST, Tier.HOST),
 }
-"""By name of the homes: the tier of parameters, and the tier of gradients and optimizer states."""
+"""For each name of homes: the tier of parameters, and the tier of gradients and optimizer states."""
 UPDATES = ("lazy", "eager")
 KINDS = ("python", "c", "sum")
 FACTORS = "abcde"
@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """The numbers with which the factors a to e of the fit are multiplied."""
+        """The numbers with which the fitted formula (see the module) multiplies the factors a to e."""
         further = max(0, self.parameters - self.chunks)
         return 1, *(self.units * each for each in (1, self.chunks, self.parameters, further))
 
@@ -131,7 +131,7 @@ class Calls:
     def __init__(self) -> None:
         self._counting = False
         self._found: dict[int, list[int]] = {}
-        """By thread, the numbers of Python calls and of C calls. Threads must not share a counter."""
+        """Numbers of Python calls and of C calls by id of the thread. Threads must not share a counter."""
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -179,7 +179,7 @@ def forced() -> Iterator[None]:
 def budget_for(
     home: str, layout: Layout, model: nn.Module, directory: str, accumulation: int | None
 ) -> infinity.Budget:
-    """The budget under which pages have the homes of `home`, by the sizes in a plan with ample budgets."""
+    """The budget with which pages have the homes named `home`, by the sizes in a plan with ample budgets."""
     plan = infinity.plan(
         model,
         torch.optim.AdamW(model.parameters()),

@@ -142,7 +142,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches, Recipe]:
-    """The model, batches and hyper-parameters of a run, which are the same for every run with a seed."""
+    """The model, batches and hyper-parameters that all runs with this seed have."""
     chosen = language_model(options.model)
     batches = Batches(find_text(None), chosen, batch=options.batch, seq=options.seq, seed=seed)
     return (
@@ -159,7 +159,7 @@ def real(chosen: LanguageModel, seed: int) -> torch.nn.Module:
 
 
 def on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """The same plan with the homes of all pages on NVMe. Room of pages that rested in RAM stays empty."""
+    """A copy of `plan` with the home of every page on NVMe. The room of pages that rested in RAM is kept."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )

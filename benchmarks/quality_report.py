@@ -169,7 +169,7 @@ def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _start(start: dict[str, Any], runs: Sequence[Run]) -> list[str]:
-    """Lines that say how far the rounding of ties explains that first losses differ.
+    """Lines that compare first losses, and say whether the rounding of ties explains their difference.
 
     start: the result of `start` in benchmarks/quality.py.
     """
@@ -234,7 +234,7 @@ def _plus_minus(told: dict[str, Any], name: str, sign: str = "") -> str:
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """For each step, the mean loss of the last SMOOTH steps up to this step, or of fewer at the beginning."""
+    """For each step, the mean loss of up to SMOOTH steps that end with this step."""
     return [statistics.fmean(losses[max(0, end - SMOOTH) : end]) for end in range(1, len(losses) + 1)]
 
 

@@ -39,7 +39,7 @@ GOAL = 0.95
 
 @dataclass(frozen=True)
 class FioPoint:
-    """Settings of a run of fio. `block` is in bytes; `depth` counts requests in flight of a job."""
+    """Settings of a run of fio. `block` is in bytes; a job keeps `depth` requests in flight."""
 
     engine: str
     block: int
@@ -186,7 +186,7 @@ def in_turns(
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
-    """Context with a temporary user's cache, so that settings found inside are not kept."""
+    """Context in which the user's cache is a temporary directory, so that found settings are not kept."""
     before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache

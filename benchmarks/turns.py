@@ -157,7 +157,7 @@ class Bench:
         return not self.failures and all(spec.name in self.turns for spec in self.job.specs)
 
     def _left(self) -> float:
-        """Seconds until the time after which no turn begins."""
+        """Seconds that are left until no further turn may begin."""
         return self._deadline - time.monotonic()
 
     def _turn(self, number: int, spec: Spec) -> None:
@@ -181,7 +181,7 @@ class Bench:
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
-        """Context in which a failure of the contender `name` is recorded and ends this contender alone."""
+        """Context in which a ContenderFailed is recorded. The contender `name` is left out from then on."""
         try:
             yield
         except ContenderFailed as error:
@@ -211,7 +211,7 @@ class Bench:
         return Process(spec.name, self._task(spec), python, self._timeout())
 
     def _timeout(self) -> float:
-        """Seconds to wait for a reply: the time that is left to the run, but at least 15 s."""
+        """Seconds to wait for a reply: the time left to the run, but at least 15 s, and at most `timeout`."""
         return min(self.job.timeout, max(self._left(), _LEAST_TIMEOUT))
 
     def _task(self, spec: Spec, decoder: DecoderConfig | None = None) -> Task:

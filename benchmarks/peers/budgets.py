@@ -15,7 +15,7 @@ WORDS = ("all-host", "half", "all-nvme")
 """Part of the pages' bytes that rests on NVMe: nothing ("all-host"), about half, everything ("all-nvme")."""
 
 _STAGING_SHARE = 4
-"""Divisor: in a placement with ample working room, staging takes at most this part of the room."""
+"""In a placement with ample working room, staging takes at most the room divided by this number."""
 
 
 def host_budget(
@@ -49,7 +49,7 @@ def host_budget(
 
 
 def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """The same plan with the homes of all pages on NVMe. Room of pages that rested in RAM stays empty."""
+    """A copy of `plan` with the home of every page on NVMe. The room of pages that rested in RAM is kept."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )

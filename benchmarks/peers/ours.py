@@ -83,7 +83,10 @@ class Ours:
 def _planned(
     task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[infinity.Budget, infinity.Plan]:
-    """The budget and plan for a task: with the task's budgets, or with the host budget for its mode."""
+    """The budget of a task, and the plan under this budget.
+
+    In mode "fit" the budgets are the task's. In every other mode the host budget follows from the mode.
+    """
     # accumulate="compute" is exact with one micro-batch a step, because nothing is summed.
     fixed: dict[str, Any] = {
         "precision": infinity.Precision(compute="bf16", accumulate="compute", states=task.states),

@@ -23,9 +23,10 @@ class ContenderFailed(Exception):
 
 
 class Process:
-    """A contender in a process of its own, inside a `with` statement, whose end kills the process.
+    """A contender in a process of its own, to be used in a `with` statement.
 
-    The task's directory is removed then. name: for error messages. python: path of the interpreter.
+    The end of the statement kills the process and removes the task's directory. name: used in error messages.
+    python: path of the interpreter. timeout: seconds to wait for a reply.
     """
 
     def __init__(self, name: str, task: Task, python: str, timeout: float) -> None:

@@ -22,7 +22,7 @@ class Task:
     contender: str
     """Name of the contender's file in peers/, without its suffix."""
     mode: str
-    """Variant of the contender, which its `open_contender` explains."""
+    """Variant of the contender: one of the modes that the contender's file explains."""
     decoder: dict[str, int]
     """Arguments of DecoderConfig, by name."""
     decoder_file: str
@@ -40,9 +40,9 @@ class Task:
     budgets: dict[str, str | int | None]
     """Budgets of infinity by tier ("device", "host", "nvme"), as infinity.Budget takes them."""
     states: str
-    """Format of infinity's optimizer states, as infinity.Precision takes it."""
+    """Format of infinity's optimizer states: the argument `states` of infinity.Precision."""
     update: str
-    """When infinity's updates run, as infinity.offload takes it."""
+    """When infinity's updates run: the argument `update` of infinity.offload."""
 
     def to_json(self) -> str:
         """The task as one line of JSON."""

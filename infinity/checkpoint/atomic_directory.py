@@ -78,7 +78,7 @@ class Writer:
         return asyncio.run_coroutine_threadsafe(action, self._loop)
 
     def _do(self, action: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the writing thread, wait for the end, and return the result."""
+        """Run a coroutine in the writing thread, and return its result when it has ended."""
         return self._begin(action).result()
 
     def _run(self) -> None:
@@ -107,8 +107,8 @@ async def _flush(file: Any) -> None:
 def check_destination(path: str | os.PathLike[str]) -> Path:
     """Check that `path` can be exported to, and return the directory that the export would make.
 
-    Raises ConfigError if `path` is not a valid path, is not a directory, or is a directory that is not empty
-    or where a file system is mounted. Raises StorageError if the system cannot look at `path`.
+    Raises ConfigError if `path` is not a valid path, if it is a file, or if it is a directory that is not
+    empty or at which a file system is mounted. Raises StorageError if the system cannot look at `path`.
     """
     cure = "Give a directory that does not exist yet, or an empty one."
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):

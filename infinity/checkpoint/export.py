@@ -1,4 +1,6 @@
-"""Export: writes a model to safetensors files in Hugging Face's layout, with parts of one tensor in RAM.
+"""Export: writes a model to safetensors files in Hugging Face's layout.
+
+Only parts of one tensor are in RAM at a time.
 
 [Note: order in a file]
 Tensors are distributed over the files in the order of state_dict. Inside a file, tensors of larger dtypes
@@ -66,8 +68,8 @@ class Source:
         """Yield a parameter's elements in memory order, as flat CPU tensors of up to _WINDOW elements.
 
         The tensors have memory of their own. place: the parameter's page, and its index there. dtype: the
-        parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32 master,
-        or converted if the parameter has no master.
+        parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32 master.
+        The elements of a parameter without a master are converted to float32.
         """
         page, index = place.page, place.index
         layout = page.layout.parameters[index]
@@ -89,10 +91,11 @@ class Source:
                     yield values.to(dtype)
 
     def _master(self, place: Place, dtype: torch.dtype) -> StatePage | None:
-        """The optimizer page that holds a parameter's fp32 master, or the bits that a bf16 value lacks of it.
+        """The optimizer page that holds a parameter's fp32 master.
 
-        None if the parameter's values alone are exported: in their own dtype, or because the parameter is not
-        trained or was edited by the user.
+        For a bf16 parameter the page holds the bits of the master that the bf16 values lack. None if the
+        values themselves are exported: in their own dtype, or because the parameter is not trained, or
+        because the user edited it.
         """
         layout = place.page.layout.parameters[place.index]
         if self.states is None or not layout.trainable or dtype == layout.dtype:
@@ -160,7 +163,8 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
 def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
     """The tensors to export, in the order of state_dict. as_masters: whether parameters are written in fp32.
 
-    Raises ConfigError if safetensors cannot hold a tensor, or if a parameter is not one of the runtime's.
+    Raises ConfigError if safetensors cannot hold a tensor, or if a parameter was added or replaced after the
+    model was offloaded.
     """
     entries = []
     for each in persistent(source.model).values():

@@ -68,7 +68,7 @@ class Weights:
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of the tensor `name`. Raises ConfigError if the file's type has no equal in DTYPES."""
+        """The dtype of the tensor `name`. Raises ConfigError if DTYPES lacks the type."""
         entry = self._entries[name]
         if entry.dtype not in DTYPES:
             raise ConfigError(
@@ -277,10 +277,10 @@ def persistent(model: nn.Module) -> dict[int, Registered]:
 
 
 def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of prefixes to try, the likeliest first: the model's, and the weights'.
+    """Yield pairs (prefix in the model, prefix in the weights) to try, the likeliest first.
 
-    A weight has the name of a tensor in the model if the weights' prefix takes the place of the model's.
-    wanted: the model's tensors by id(). known: names of the weights.
+    A name in the model becomes the name of a weight when the second prefix replaces the first. wanted: the
+    model's tensors by id(). known: names of the weights.
     """
     yield "", ""
     base = getattr(model, "base_model_prefix", "")
@@ -296,10 +296,10 @@ def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str])
 
 
 def _assign(wanted: dict[int, Registered], known: set[str], rename: tuple[str, str]) -> dict[int, str]:
-    """The name of a weight for each key of `wanted` for which there is one.
+    """Find weights for the tensors in `wanted`; returns the name of the weight by key of the tensor.
 
     Equal names are tried first, then names in which the second prefix of `rename` replaces the first. No
-    weight is assigned to two tensors.
+    weight is assigned to two tensors. Tensors without a weight are left out.
     """
     found: dict[int, str] = {}
     for ours, theirs in dict.fromkeys((("", ""), rename)):
@@ -324,7 +324,9 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -> Assignment:
-    """Stream `weights` into `model`, with one tensor in RAM at a time. Returns the assignment.
+    """Stream `weights` into `model`, with one tensor in RAM at a time.
+
+    Returns the assignment of weights to tensors.
 
     `fill(parameter, values)` is called once for each parameter, in the model's order. `values` is a tensor of
     the parameter's shape, in the dtype of the weight. Weights of persistent buffers are copied into the

@@ -77,7 +77,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The cure that is printed for an error. A larger budget is expressed as an option of the command."""
+    """The printed cure for an error. If the cure is a larger budget, it names the option of the command."""
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):

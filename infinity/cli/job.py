@@ -1,4 +1,4 @@
-"""Job: a training run that command-line options describe, checked and planned, for `train` and `plan`."""
+"""Job: the training run that the options of `train` and `plan` describe, checked and planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a run: a line that a terminal redraws, and that is printed every few seconds elsewhere."""
+"""Progress of a run: one line, which is redrawn on a terminal and printed every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ProgressLine:
     """Shows the progress of a run in one line, inside a `with` statement.
 
     The line has the step, the loss and its curve, tokens per second, bytes per second between tiers, the
-    share of time in which training waited for pages, and the time left. On a terminal the line is redrawn at
-    every step. Elsewhere it is printed at the first and the last step, and every five seconds.
+    share of time in which training waited for transfers, and the time left. On a terminal the line is
+    redrawn at every step. Elsewhere it is printed at the first and the last step, and every five seconds.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -61,7 +61,7 @@ class ProgressLine:
             self._bar.stop()
 
     def show(self, report: StepReport) -> None:
-        """Show the step that finished last."""
+        """Show a step that has just finished."""
         self._losses.append(report.loss)
         self._average(report)
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""Command `infinity train`: trains a language model on real text, wherever its states fit."""
+"""Command `infinity train`: trains a language model on real text, with its states wherever they fit."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Batches:
         )
 
     def held_out(self) -> list[torch.Tensor]:
-        """Batches of windows spread evenly over the held-out part of the text, for every seed the same.
+        """Batches of windows spread evenly over the held-out part of the text, the same for every seed.
 
         A batch is int64 (batch, seq + 1), on the CPU. There are at most 8 batches, which predict at most
         16 Ki tokens together. There is at least one batch, even if it predicts more tokens.

@@ -159,7 +159,7 @@ def _weights(path: Path) -> str | None:
 def _broken(what: object, error: Exception) -> ConfigError:
     """The ConfigError which says that `what` cannot be used, with the reason from an error of transformers.
 
-    Errors of transformers have no common base class.
+    Errors of transformers have no common base class, so `error` may be any exception.
     """
     reason = " ".join(str(error).split()) or type(error).__name__
     short = textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...").rstrip(".")

@@ -66,7 +66,7 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 
 
 def warm_up_and_cosine(step: int, steps: int) -> float:
-    """The factor of the highest learning rate in a step: it rises linearly, then falls along a cosine.
+    """The factor that multiplies the highest learning rate in a step: a linear rise, then a cosine decay.
 
     step: number of the step, from 0 on. steps: number of steps in the run.
     """

@@ -56,7 +56,7 @@ class Bytes:
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes in UTF-8. A token above 255, which a model may have, is not valid text."""
+        """The text of `tokens`, bytes in UTF-8. A token above 255, which models may have, is not valid."""
         return b"".join(bytes([each]) if each < 256 else b"\xff" for each in tokens).decode(
             "utf-8", errors="replace"
         )
@@ -111,7 +111,7 @@ def part_of(text: Text, start: int) -> range:
 
 
 def too_short(part: range, length: int, found: int) -> ConfigError:
-    """The error for a window of `length` tokens if `part`, positions of a text, has only `found` tokens."""
+    """The error for a window of `length` tokens. part: byte positions of a text with only `found` tokens."""
     return ConfigError(
         f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found}.",
         "Give more text with --data, or a smaller --seq.",
