@@ -84,7 +84,7 @@ class Memory:
         self.nbytes = nbytes
         self.shared: Path | None = None
         if huge:
-            # Private, as an arena has it: shared anonymous memory rarely gets huge pages.
+            # The mapping is private, as an arena is: shared anonymous memory rarely gets huge pages.
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.map.madvise(mmap.MADV_HUGEPAGE)
         else:
@@ -270,7 +270,7 @@ def find_fio() -> str | None:
     """The path of fio. If fio is not installed, print this on stderr and return None."""
     fio = shutil.which("fio")
     if fio is None:
-        print("fio is not installed; it is what this benchmark compares with.", file=sys.stderr)
+        print("fio is not installed, and this benchmark compares with it.", file=sys.stderr)
     return fio
 
 

@@ -149,7 +149,7 @@ def _add(to: Any, value: Any) -> None:
         for each in value:
             _add(to, each)
     else:
-        to.update(f"{value!r}, ".encode())  # floats exactly
+        to.update(f"{value!r}, ".encode())  # repr of a float is exact
 
 
 def train(chosen: list[Case], parent: Path) -> dict[str, str]:
@@ -214,7 +214,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         and not (case.on_device and options.without_device_updates)
     ]
     if not options.cases:
-        parser.error("no case has such a name")
+        parser.error("no name of a case matches --case")
     return options
 
 

@@ -103,7 +103,7 @@ def family(process: str = "self") -> list[str]:
     """Ids of a process and of all its descendants."""
     found = [process]
     for thread in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # the thread has ended
             for child in thread.read_text().split():
                 found += family(child)
     return found

@@ -221,9 +221,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options.states = list(dict.fromkeys(options.states.split(",")))
     unknown = [each for each in options.states if each not in DTYPES]
     if unknown:
-        parser.error(f"no format of moments: {', '.join(unknown)}")
+        parser.error(f"--states has unknown formats: {', '.join(unknown)}")
     if options.seeds < 1:
-        parser.error("--seeds is from 1 on")
+        parser.error("--seeds must be at least 1")
     return options
 
 

@@ -60,7 +60,7 @@ def ours(text: str) -> Spec:
                 f"{part!r} in {text!r} is none of host=, device=, nvme=, states=, update="
             )
         if key in fields:
-            raise argparse.ArgumentTypeError(f"{text!r} says {key} twice")
+            raise argparse.ArgumentTypeError(f"{text!r} has {key} twice")
         fields[key] = value
     for key, known in (("states", STATES), ("update", UPDATES)):
         if fields.get(key, known[0]) not in known:
@@ -74,9 +74,9 @@ def peer(text: str) -> Spec:
     """The contender that a value of `--peer` describes. Raises argparse.ArgumentTypeError."""
     name, _, mode = text.partition(":")
     if name not in PEERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is {PEER_HELP}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {PEER_HELP}")
     module, modes = PEERS[name]
     mode = mode or modes[0]
     if mode not in modes:
-        raise argparse.ArgumentTypeError(f"{text!r} is {PEER_HELP}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {PEER_HELP}")
     return Spec(name=f"{name}:{mode}" if len(modes) > 1 else name, contender=module, mode=mode)

@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> tuple[Job, bool]:
     if len(set(names)) < len(names):
         parser.error("a contender is named twice")
     if alone and peers:
-        parser.error("--capacity is without peers")
+        parser.error("--capacity and --peer exclude each other")
     if found["clip"] and any(spec.update == "eager" for spec in ours):
         parser.error("eager updates cannot clip: give --clip 0, for all contenders")
     return job_of(found, specs=(*ours, *peers)), as_json

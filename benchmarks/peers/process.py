@@ -50,7 +50,7 @@ class Process:
                 stderr=log,
                 pass_fds=[writing],
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # the parent alone handles Ctrl-C
             )
         os.close(writing)
         self._replies = os.fdopen(reading)
@@ -87,7 +87,7 @@ class Process:
             return
         self._left = True
         self._process.kill()
-        for process in _session(self._process.pid):  # compilers that it started have groups of their own
+        for process in _session(self._process.pid):  # compilers that it started have other process groups
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._process.wait()
@@ -123,8 +123,8 @@ def _session(leader: int) -> list[int]:
     """Ids of the processes in a session. leader: id of the process that leads the session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended
-            # PID (name) state parent group session; the name may hold anything
+        with contextlib.suppress(OSError):  # the process has ended
+            # PID (name) state parent group session; the name may contain any characters
             if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
                 found.append(int(stat.parent.name))
     return found

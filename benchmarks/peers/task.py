@@ -110,6 +110,6 @@ def _load(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("benchmarked_decoder", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module

@@ -112,7 +112,7 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
     """
     cure = "Give a directory that does not exist yet, or an empty one."
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
-        raise ConfigError(f"The path to export to is {path!r}.", cure)
+        raise ConfigError(f"The path to export to, {path!r}, is not valid.", cure)
     target = Path(os.path.realpath(path))
     with storing("look at", target):
         if target.is_dir():

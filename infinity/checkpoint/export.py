@@ -142,7 +142,7 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     """
     limit = parse_size(shard, what="shard size")
     if limit == 0:
-        raise ConfigError("The shard size is zero.", 'Give the bytes of a file at most, such as "4GiB".')
+        raise ConfigError("The shard size is zero.", 'Give the largest size of a file, such as "4GiB".')
     if dtype not in _EXPORTED:
         raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
     target = check_destination(path)
@@ -217,10 +217,11 @@ def _check(entry: _Entry) -> None:
             f"{entry.name} is of {entry.dtype}, for which safetensors has no name.",
             f"Convert it to one of {', '.join(str(each).removeprefix('torch.') for each in _NAMES)}.",
         )
-    # Half of a surrogate pair is not valid Unicode.
+    # A name with half of a surrogate pair is not valid Unicode.
     if entry.name == _METADATA or entry.name.encode(errors="ignore").decode() != entry.name:
         raise ConfigError(
-            f"A tensor is called {entry.name!r}, which safetensors cannot store.", "Register it as another."
+            f"A tensor is called {entry.name!r}, which safetensors cannot store.",
+            "Register it under another name.",
         )
 
 

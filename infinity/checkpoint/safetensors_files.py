@@ -134,7 +134,7 @@ def _one_of(directory: Path, ending: str) -> Path | None:
     if len(found) > 1:
         raise ConfigError(
             f"{directory} holds several indexes: {listed([file.name for file in found])}.",
-            "Give the path of the one that is meant.",
+            "Give the path of the index to use.",
         )
     return found[0]
 
@@ -176,7 +176,7 @@ def _merge(files: Iterable[Path]) -> dict[str, _Entry]:
             if name in entries:
                 raise ConfigError(
                     f"{name} is in {entries[name].file.name} and in {file.name}.",
-                    "Give one of the files, or add an index that says which one counts.",
+                    "Give one of the files, or add an index that says which file counts.",
                 )
             entries[name] = entry
     return entries

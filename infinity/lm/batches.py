@@ -33,7 +33,9 @@ class Batches:
         or if the held-out part of the text is shorter than a window.
         """
         if batch < 1 or seq < 1:
-            raise ConfigError(f"A batch of {batch} x {seq} tokens was asked for.", "Give numbers from 1 on.")
+            raise ConfigError(
+                f"A batch of {batch} x {seq} tokens was asked for.", "Give at least 1 for both."
+            )
         if language_model.longest is not None and seq > language_model.longest:
             raise ConfigError(
                 f"{language_model.name} takes {language_model.longest} tokens at most, and {seq} were asked "
@@ -45,7 +47,7 @@ class Batches:
         self._batch = batch
         self._length = seq + 1
         self._seed = seed
-        # Raises if the held-out part, the smaller one, is too small.
+        # Raises if a window does not fit the held-out part, which is the smaller part.
         self._vocabulary.window(text, text.held_out.start, self._length)
 
     def training(self, step: int, micro: int) -> torch.Tensor:
@@ -56,7 +58,7 @@ class Batches:
         read any more.
         """
         part = self._text.train
-        # A tokenizer's token may have any number of bytes; `window` begins earlier if it must.
+        # A token may have any number of bytes; `window` begins earlier if too few bytes follow.
         room = max(1, len(part) - self._length + 1)
         return self._windows(
             [part.start + _draw(self._seed, step, micro, row) % room for row in range(self._batch)]

@@ -68,10 +68,10 @@ class HuggingFaceModel:
         self.weights = _weights(path)
         self.learning_rate = _TRAINING_RATE if self.weights is None else _FINE_TUNING_RATE
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        # One less, because `loss` also passes the last target to the forward.
+        # One position less, because `loss` also passes the last target to forward.
         self.longest: int | None = positions - 1 if isinstance(positions, int) and positions > 1 else None
         known = inspect.signature(self.model.forward).parameters
-        # A cache would only duplicate what autograd keeps. A sample needs the logits of one position only.
+        # A cache would only duplicate what autograd saves. A sample needs the logits of one position only.
         self._always = {"use_cache": False} if "use_cache" in known else {}
         self._choosy = "logits_to_keep" in known
 
@@ -110,12 +110,12 @@ def _configuration(path: Path) -> Any:
             f"{path} needs transformers, which is not installed.", "Install transformers, or give a preset."
         ) from error
     try:
-        # False, because the default asks on the terminal whether to run the directory's code.
+        # trust_remote_code is False, because the default asks on the terminal whether to run the code.
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise _broken(path / "config.json", error) from error
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
-    # BERT and its like see the token that they are to predict, unless is_decoder is set.
+    # BERT and similar models see the token that they are to predict, unless is_decoder is set.
     masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
     if not causal or (masked and not getattr(config, "is_decoder", False)):
         raise ConfigError(
@@ -132,7 +132,7 @@ def _vocabulary(path: Path, config: Any) -> Vocabulary:
     if not any((path / name).is_file() for name in _TOKENIZERS):
         if size < _BYTES:
             raise ConfigError(
-                f"{path} has no tokenizer, and {size} tokens are too few for bytes.",
+                f"{path} has no tokenizer, and {size} tokens are too few for the 256 bytes.",
                 f"Add the tokenizer's files, or set vocab_size to {_BYTES} or more.",
             )
         return Bytes()

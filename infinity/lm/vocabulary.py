@@ -94,7 +94,7 @@ class Tokens:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if tokens and max(tokens) >= self._size:
             raise ConfigError(
-                f"The tokenizer gives token {max(tokens)}, and the model knows {self._size}.",
+                f"The tokenizer gives token {max(tokens)}, and the model knows {self._size} tokens only.",
                 "Give the tokenizer that belongs to the model.",
             )
         return tokens
@@ -113,7 +113,7 @@ def part_of(text: Text, start: int) -> range:
 def too_short(part: range, length: int, found: int) -> ConfigError:
     """The error for a window of `length` tokens. part: byte positions of a text with only `found` tokens."""
     return ConfigError(
-        f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found}.",
+        f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found} only.",
         "Give more text with --data, or a smaller --seq.",
     )
 
