@@ -267,7 +267,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find_fio() -> str | None:
-    """The path of fio. If fio is not installed, print this on stderr and return None."""
+    """The path of fio, or None, after a message on stderr, if fio is not installed."""
     fio = shutil.which("fio")
     if fio is None:
         print("fio is not installed, and this benchmark compares with it.", file=sys.stderr)

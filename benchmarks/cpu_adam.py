@@ -114,7 +114,7 @@ def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], 
 
 
 def adopt(optimizer: torch.optim.Optimizer, page: Page, step: Any) -> None:
-    """Have a peer's optimizer work on the shared gradient and moments. step: its initial step count."""
+    """Have a peer's optimizer work on the shared gradient and moments. step: the initial count."""
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = page.grad32
     optimizer.state[parameter] = {"step": step, "exp_avg": page.first, "exp_avg_sq": page.second}

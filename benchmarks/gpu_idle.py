@@ -1,4 +1,4 @@
-"""Idle time of the GPU in a training step with infinity: its share of the step, and a timeline of the step.
+"""GPU idle time: the share of a training step with infinity in which the GPU does nothing.
 
     python benchmarks/gpu_idle.py --model 926m --directory /mnt/nvme0 --host 24GiB --device-budget 16GiB \\
         --timeline step.json --trace kernels.json

@@ -34,7 +34,7 @@ class Speeds:
     device: str
     quick: bool
     fio: Fio | None = None
-    """The fio that measures the disk as well; None: fio does not measure."""
+    """The runner of fio, which measures the disk, too; None if fio is not used."""
     mixed: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
     link: list[float] = field(default_factory=list)

@@ -9,7 +9,7 @@ implementation.
     python benchmarks/quality.py --directory DISK [--model 30m --steps 300 --batch 4 --seq 128]
         [--seeds 3 --states fp32,bf16,int8] [--results DIR] [--json]
 
-`--results DIR`: writes quality-MODEL.md, .json and .svg there after each run (the plot needs matplotlib).
+`--results DIR`: writes quality-MODEL.md, .json and .svg to DIR after each run (the plot needs matplotlib).
 `--json`: the last line of stdout is one JSON object. The exit code is 1 if the bits of an all-NVMe run
 differ. benchmarks/quality_report.py explains the comparisons, and when a difference is "within noise".
 """

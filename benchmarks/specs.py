@@ -26,7 +26,7 @@ PEER_HELP = "one of " + ", ".join(
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A contender: its name in tables, and what is passed to its process."""
+    """A contender: its name in tables, and the settings that its process gets."""
 
     name: str
     contender: str

@@ -15,7 +15,7 @@ from turns import Bench
 def report_of(bench: Bench) -> dict[str, Any]:
     """The report of a run: figures of every contender that had a turn, and ratios to the first peer's speed.
 
-    Contenders of infinity also have their limit, and what their plan predicted.
+    Contenders of infinity also have the limit of a step, and the predictions of their plans.
     """
     job = bench.job
     facts = machine_facts()
@@ -50,7 +50,7 @@ def report_of(bench: Bench) -> dict[str, Any]:
 
 
 def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """Figures over the turns of one contender. ready: its first reply. tokens: number of tokens in a step."""
+    """Figures over the turns of one contender. ready: the first reply. tokens: number of tokens in a step."""
     seconds = [turn["seconds"] for turn in turns]
     return {
         "median_s": statistics.median(seconds),
@@ -84,8 +84,8 @@ def _peak(turn: dict[str, Any]) -> int:
 def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Compare the predictions of plans with measurements: seconds of a step, and bytes of RAM.
 
-    Every process has made a plan of its own, with which its turns are compared. The ratio of seconds is the
-    median over turns.
+    Every process has made a plan of its own. The turns of a process are compared with this plan, and the
+    ratio of seconds is the median over turns.
     """
     plans = [turn["facts"]["plan"] for turn in turns]
     predictions = [plan["prediction"]["seconds"] for plan in plans if plan["prediction"] is not None]

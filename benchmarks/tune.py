@@ -151,7 +151,7 @@ def in_turns(
 ) -> Result:
     """Compare infinity as tuned with fio's best points, the `contenders`.
 
-    In every round each of them has one run; the order is new in each round.
+    In every round infinity and each contender have one run, in an order that is new in each round.
     """
     mode = case.mode
     order = random.Random(1)

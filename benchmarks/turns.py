@@ -194,7 +194,7 @@ class Bench:
     def _fit_together(self) -> bool:
         """Whether all processes fit in memory together, by the peaks of the round before.
 
-        Room to measure compute on a CPU is left. No process may be alive when this is asked.
+        On a CPU, room to measure compute is left. No process may be alive when this method is called.
         """
         last = [turns[-1] for turns in self.turns.values()]
         room = _SHARE_OF_MEMORY * machine.memory().usable

@@ -1,4 +1,4 @@
-"""Task: what a contender is to train, with which data and where. It is sent to its process as JSON."""
+"""Task: the model, data and settings that a contender trains with, sent to its process as JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Task:
         """Build the decoder with initial values in fp32.
 
         The decoder is on the GPU if the task's device is a GPU and the decoder takes less than half of the
-        free memory there, because drawing random values takes long on a CPU. Otherwise the decoder is in RAM.
+        GPU's free memory, because drawing random values takes long on a CPU. Otherwise it is in RAM.
         """
         with torch.device("meta"):
             nbytes = 4 * sum(parameter.numel() for parameter in self.model().parameters())

@@ -67,9 +67,9 @@ class Source:
     def parts(self, place: Place, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Yield a parameter's elements in memory order, as flat CPU tensors of up to _WINDOW elements.
 
-        The tensors have memory of their own. place: the parameter's page, and its index there. dtype: the
-        parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32 master.
-        The elements of a parameter without a master are converted to float32.
+        The tensors have memory of their own. place: the parameter's page, and its index in the page. dtype:
+        the parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32
+        master. The elements of a parameter without a master are converted to float32.
         """
         page, index = place.page, place.index
         layout = page.layout.parameters[index]

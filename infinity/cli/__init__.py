@@ -77,7 +77,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The printed cure for an error. If the cure is a larger budget, it names the option of the command."""
+    """The printed cure for an error. A cure by a larger budget names the option that sets the budget."""
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):

@@ -1,4 +1,4 @@
-"""Command `infinity doctor`: reports what this machine offers, and the cost and cure of what is missing."""
+"""Command `infinity doctor`: reports this machine's features, and the cost and cure of missing features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language model: a model with its loss and its vocabulary, which a name selects."""
+"""Language model: a model with its loss and its vocabulary, looked up by name."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def generate(
     seconds: time after which no further token is begun; at least one token is made. A limit is needed because
     the model may be read from disk for every token. temperature: divisor of the logits; 0 takes the likeliest
     token. The same seed and the same logits give the same text on any device. The training modes of modules
-    and the global random state stay as they were. If the largest logit is NaN or infinite, the text ends
-    there.
+    and the global random state stay as they were. If a token's largest logit is NaN or infinite, the text
+    ends before this token.
 
     Raises ConfigError if `tokens` is below 1 or `temperature` is below 0.
     """

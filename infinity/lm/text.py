@@ -139,9 +139,9 @@ _File = tuple[str, str, int]
 
 
 class _Walk:
-    """Search for files that finds a file only once, even if several links lead to it.
+    """A search for files. Each file is found only once, even if several links lead to the file.
 
-    A file that was found twice could be both trained on and held out.
+    Otherwise a file could be both trained on and held out.
     """
 
     def __init__(self, takes: Callable[[str], bool], without: frozenset[str]) -> None:

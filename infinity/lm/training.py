@@ -20,7 +20,7 @@ from infinity.telemetry.stats import Stats
 _WEIGHT_DECAY = 0.1
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
-"""Divisor of the number of steps: the learning rate rises in the first tenth of them, at most 100 steps."""
+"""Divisor of the number of steps: the learning rate rises in the first tenth, at most 100 steps."""
 _FLOOR = 0.1
 """Fraction of the highest learning rate that is left at the end of the cosine decay."""
 
