@@ -1,15 +1,16 @@
-"""Vertical accumulation against the plain loop: the same micro-batches of one step, in turns on one runtime.
+"""Compares runtime.accumulate with a plain loop over the micro-batches of a step, in turns on one runtime.
 
-A decoder whose pages rest on the disk runs its micro-batches one after the other, all together
-(runtime.accumulate), and together with blocks that are recomputed. Every turn has a step to learn the order
-of accesses and timed ones; the order of the turns is reversed each round, and ratios are taken within one.
-The gradients must have the same bits in all three. Bytes are those of a step's forwards and backwards.
+A decoder whose pages rest on the disk runs the same micro-batches in three ways: one after the other, all
+together (runtime.accumulate), and all together with blocks that are recomputed. A turn runs one way: a
+first step, in which the runtime learns the order of accesses, and timed steps. A round has a turn of each
+way, in an order that is reversed each round, and ratios are taken within a round. The gradients of the
+three ways must have the same bits. The bytes are those that forwards and backwards of a step move.
 
     python benchmarks/accumulate.py --directory DISK [--model 309m --micro-batches 8 --batch 1 --seq 256]
         [--budget-device SIZE --budget-host SIZE] [--json]
 
-Without budgets the least that would do, and 64 MiB of RAM more for slots. `--json`: the last line of stdout
-is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+Without budgets, the host budget is the smallest that would do, and 64 MiB more for resident pages. `--json`:
+the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from infinity.tiers import Tier
 QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)
 SLACK = 64 << 20
 QUICK_SLACK = 256 << 10
-"""Bytes of RAM beyond the least that would do: slots, and the pages of a block at one time."""
+"""Bytes of RAM beyond the smallest host budget, with --quick: room for the pages of a transformer block."""
 PRECISION = infinity.Precision(compute="bf16")
 NVME_BYTES_PER_PARAMETER = 24
 
 
 class Bench:
-    """One model on one runtime, with the ways to run a step's micro-batches."""
+    """A model on a runtime, and the three ways to run the micro-batches of a step."""
 
     def __init__(self, options: argparse.Namespace, directory: str) -> None:
         config = QUICK if options.quick else PRESETS[options.model].decoder
@@ -72,7 +73,11 @@ class Bench:
         }
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
-        """Medians over `steps` steps, after one that is not timed; and the norm of the last gradients."""
+        """Train one untimed step and `steps` timed steps. way: a key of `ways`.
+
+        Returns the bytes, losses and norm of gradients of the last step, and median seconds: "seconds" for
+        all forwards and backwards of a step, "step_seconds" for the whole step.
+        """
         gradients, whole, norms, moved = [], [], [], {}
         for _ in range(1 + steps):
             before, start = self.runtime.stats.edges, time.perf_counter()
@@ -94,7 +99,7 @@ class Bench:
         }
 
     def same_bits(self) -> bool:
-        """Whether every way finds the same losses, and a gradient of the same bits for every parameter."""
+        """Whether all ways give the same losses, and gradients with the same bits for every parameter."""
         reference = None
         for way in self.ways.values():
             losses = [float(each) for each in way()]
@@ -119,20 +124,20 @@ class Bench:
 
 
 def _digest(gradient: torch.Tensor | None) -> str:
-    """Of its bits; models whose gradients do not fit in RAM twice are compared by it."""
+    """Hash of the bits of `gradient`. Hashes are compared, since two sets of gradients may not fit in RAM."""
     assert gradient is not None
     return hashlib.blake2b(gradient.contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--directory", required=True, help="on the disk to use")
+    parser.add_argument("--directory", required=True, help="a directory on the disk to use")
     parser.add_argument("--model", choices=PRESETS, default="309m")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1, help="timed steps a turn")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps in a turn")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
     parser.add_argument("--budget-device", metavar="SIZE")
     parser.add_argument("--budget-host", metavar="SIZE")
@@ -145,7 +150,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """All rounds; per way medians, bytes, and the speed over the plain loop's in each round."""
+    """Run all rounds.
+
+    Returns for each way the medians of seconds, the bytes, and the ratio of its speed to that of the plain
+    loop in each round.
+    """
     bench = Bench(options, directory)
     with bench.runtime:
         same = bench.same_bits()

@@ -1,11 +1,12 @@
-"""Seconds of a training step here and in another checkout, in turns, beside a second process of this one.
+"""Compares the seconds of a training step in this checkout and in another checkout, in turns.
 
     python benchmarks/against.py --against DIR --directory DISK --budget host=1600MiB --rounds 12
 
-Three processes keep a model each: A and A' run this checkout, B the other one (its native modules built). In
-every round each takes a turn of `--steps` steps, in rotating order. What is printed are the medians over the
-rounds of A / A' and of B / A, with the smallest and largest: a ratio B / A above 1 says that this checkout is
-faster, and the spread of A / A' how much a ratio of equals differs from 1 in this run.
+Three processes keep a model each. A and A' run this checkout; B runs the other checkout, whose native
+modules must be built. In every round each process takes a turn of `--steps` steps, in rotating order. The
+ratios of seconds A / A' and B / A are printed: their medians over the rounds, the smallest and the largest.
+A ratio B / A above 1 says that this checkout is faster. The spread of A / A' shows how far the ratio of
+equal checkouts is from 1 in this run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def work(options: argparse.Namespace) -> None:
-    """The loop of one process: a line of input is a turn, a line of output its seconds a step."""
+    """The loop of one process: train a turn for each line of stdin.
+
+    Each turn prints a line of JSON with the seconds of a step and the last loss.
+    """
     import torch
 
     import infinity
@@ -69,7 +73,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 class Contender:
-    """A process that trains when it is told to."""
+    """A process that trains a turn when told to. checkout: the folder from which it imports infinity."""
 
     def __init__(self, checkout: Path, arguments: list[str], directory: str) -> None:
         self._process = subprocess.Popen(
@@ -109,14 +113,16 @@ def spread(ratios: list[float]) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--against", type=Path, help="a checkout of another commit, native modules built")
-    parser.add_argument("--directory", required=True, help="on the disk to use")
+    parser.add_argument("--directory", required=True, help="a directory on the disk to use")
     parser.add_argument("--model", default="309m")
     parser.add_argument("--budget", default="host=6GiB", help="such as device=256MiB,host=768MiB,nvme=20GiB")
     parser.add_argument("--update", default="lazy")
     parser.add_argument("--states", default="fp32")
-    parser.add_argument("--clip", type=float, default=1.0, help="0: not clipped")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="norm to which all gradients are clipped; 0: not clipped"
+    )
     parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1, help="of a turn")
+    parser.add_argument("--steps", type=int, default=1, help="steps in a turn")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

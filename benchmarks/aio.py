@@ -1,8 +1,9 @@
-"""Our I/O engine against fio: same backend, block, depth, file and order, in turns within one run.
+"""Compares infinity's I/O engine with fio: same backend, block, depth, file and order, in turns in one run.
 
-fio is the limit: what this kernel and device give to a program that does nothing else. A disk's speed may
-change severalfold within a minute (virtual disks above all), so turns are short, their order is swapped each
-time, and only the ratio within a pair of neighbouring turns counts; the figure is the median over pairs.
+fio shows the limit: the speed that this kernel and device give to a program that does nothing else. The
+speed of a disk, above all of a virtual disk, may change severalfold within a minute. Therefore turns are
+short, infinity and fio form pairs of neighbouring turns, and every second pair begins with fio. Only the
+ratio within a pair counts, and the result is the median over pairs.
 
     python benchmarks/aio.py --directory /mnt/nvme0
     python benchmarks/aio.py --directory /tmp --quick --json
@@ -35,7 +36,7 @@ MODES = ("read", "write", "mixed")
 
 @dataclass(frozen=True)
 class Case:
-    """One combination that both sides run."""
+    """Settings with which infinity and fio both run. `block` is in bytes, `depth` in blocks in flight."""
 
     engine: str
     mode: str
@@ -51,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side did in one turn."""
+    """The speed, and the CPU time for each GiB, of infinity or fio in one turn."""
 
     bytes_per_second: float
     cpu_seconds_per_gib: float
@@ -59,7 +60,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Result:
-    """One case over all pairs of turns; `ratio` is ours over fio's, the median over pairs."""
+    """The result of a case. `ratio` is infinity's speed divided by fio's, the median over pairs of turns."""
 
     case: Case
     ratio: float
@@ -70,17 +71,20 @@ class Result:
     fio_cpu_s_per_gib: float
 
 
-# What the transfers of both sides start from or end in. The physical layout decides the speed: over scattered
-# 4 KiB pages a transfer has so many segments that a disk may cut it into small requests, and runs of adjacent
-# pages, which are luck, make up to 2x. So either both sides have huge pages, or both the very same pages.
+# The physical layout of this memory decides the speed. Over scattered 4 KiB pages a transfer has so many
+# segments that a disk may cut it into small requests, and adjacent pages, which come by luck, are up to twice
+# as fast. So infinity and fio either both have huge pages, or share the very same pages.
 class Memory:
-    """Random bytes for direct I/O; `shared` is where the other side finds the same pages, if it should."""
+    """Memory with random bytes, which transfers read into or write from.
+
+    `shared` is a file in /dev/shm through which fio can use the same pages; None for huge pages.
+    """
 
     def __init__(self, nbytes: int, huge: bool) -> None:
         self.nbytes = nbytes
         self.shared: Path | None = None
         if huge:
-            # Private, as an arena has it: shared anonymous memory rarely gets huge pages.
+            # The mapping is private, as an arena is: shared anonymous memory rarely gets huge pages.
             self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.map.madvise(mmap.MADV_HUGEPAGE)
         else:
@@ -99,13 +103,14 @@ class Memory:
 
 
 class Ours:
-    """Our engine, kept open between turns as a runtime keeps it."""
+    """infinity's I/O engine, which stays open between turns, as in a runtime."""
 
     def __init__(self, case: Case, path: Path) -> None:
         self.engine = aio.Engine(path.parent, backend=case.engine, depth=case.depth, block_bytes=case.block)
         self.file = self.engine.open(str(path))
-        # Requests as the runtime makes them: several blocks each, twice as many as fill the queue. As much
-        # memory as fio has, so buffers are used by two requests at a time; nobody looks at the bytes.
+        # Requests are like the runtime's: of several blocks, and twice as many as fill the queue. The
+        # memory is as large as fio's, so two requests use a buffer at a time, which is harmless: nobody
+        # looks at the bytes.
         self.request = max(case.block, 8 << 20)
         self.window = max(3, 2 * case.depth * case.block // self.request)
         self.memory = Memory(max(case.depth * case.block, self.request), case.huge_pages)
@@ -136,16 +141,16 @@ class Ours:
 
 
 def aio_address(memory: mmap.mmap) -> int:
-    """Where a mapping begins."""
+    """The address at which a mapping begins."""
     import ctypes
 
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def fio_turn(fio: str, case: Case, path: Path, nbytes: int, ours: Ours) -> Turn:
-    """One run of fio over the same bytes, with its fastest settings for this backend.
+    """One run of fio over the same bytes, with fio's fastest settings for this backend.
 
-    Registered buffers where ours are, and the same kind of memory.
+    fio gets registered buffers if infinity's buffers are registered, and the same kind of memory.
     """
     fixed = ours.engine.facts.registered_bytes > 0
     command = [
@@ -186,7 +191,7 @@ def compare(fio: str, case: Case, path: Path, nbytes: int, pairs: int) -> Result
     ours = Ours(case, path)
     turns: list[tuple[Turn, Turn]] = []
     try:
-        ours.turn(case, nbytes)  # neither side's first touch counts
+        ours.turn(case, nbytes)  # not counted: it touches memory for the first time
         for pair in range(pairs):
             if pair % 2 == 0:
                 mine = ours.turn(case, nbytes)
@@ -210,7 +215,7 @@ def compare(fio: str, case: Case, path: Path, nbytes: int, pairs: int) -> Result
 
 
 def written_file(path: Path, nbytes: int) -> None:
-    """A file whose every block was really written: on unwritten extents I/O is another job."""
+    """Write a file of `nbytes` random bytes. On extents that were never written, I/O would do other work."""
     chunk = os.urandom(4 << 20)
     with open(path, "wb") as file:
         for start in range(0, nbytes, len(chunk)):
@@ -237,7 +242,9 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the device")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk to use"
+    )
     parser.add_argument("--file", type=Path, help="an existing file to overwrite, instead of a new one")
     parser.add_argument("--size", type=int, default=1 << 30, help="bytes per turn (default 1 GiB)")
     parser.add_argument("--pairs", type=int, default=9, help="pairs of turns per case")
@@ -249,9 +256,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--pages",
         choices=("huge", "base"),
         default="huge",
-        help="of the buffers: huge, or the same small ones for both",
+        help="pages of the buffers: huge, or base pages that infinity and fio share",
     )
-    parser.add_argument("--quick", action="store_true", help="a second or so: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="a smoke test of a second or so")
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -260,10 +267,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find_fio() -> str | None:
-    """fio's path; None, said on stderr, where it is not installed."""
+    """The path of fio, or None, after a message on stderr, if fio is not installed."""
     fio = shutil.which("fio")
     if fio is None:
-        print("fio is not installed; it is what this benchmark compares with.", file=sys.stderr)
+        print("fio is not installed, and this benchmark compares with it.", file=sys.stderr)
     return fio
 
 

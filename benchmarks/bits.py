@@ -1,23 +1,24 @@
-"""The bits that trainings end with, case by case: to hold one commit to another.
+"""Compares the bits with which trainings end in two checkouts, case by case.
 
 Small models train from every home, in all ways that may change a bit (accumulation, clipping, param groups,
-dtypes, formats of moments, optimizers), with updates lazy and eager. Each case gives a digest: SHA-256 of the
-bits of every loss, and of all parameters, masters and moments at the end. Where pages rest may not change a
-bit, nor may a commit that claims so.
+dtypes, formats of moments, optimizers), with lazy and with eager updates. The result of a case is a digest:
+SHA-256 of the bits of every loss, and of all parameters, masters and moments at the end. The digest must not
+depend on the home of pages, and a commit that claims to change no bit must not change a digest.
 
     python benchmarks/bits.py [--case PATTERN ...] > bits.json
     python benchmarks/bits.py --against DIR [--case PATTERN ...]
 
-The last line of stdout is one JSON object: name of the case -> digest. `--against DIR` compares instead: the
-same cases of this very script train with the package in DIR, a checkout of another commit with its native
-modules built, in a process of its own. It says "N of N cases have the same bits", or names those that differ
-and ends with 1.
+The last line of stdout is one JSON object: digests by names of cases. With `--against DIR` the same cases of
+this script also train with the package in DIR, in a second process. DIR is a checkout of another commit with
+its native modules built. The script prints "N of N cases have the same bits", or the names of the cases that
+differ, and then exits with 1.
 
-Models, homes and the loop are those of this checkout's parity tests (tests/zoo.py, tests/homes.py and
-tests/parity.py), which put pages in their homes by budgets alone. No budget has a CPU's updates run on the
-device, so cases called "device updates" reach into the package (`infinity.planning.twin_flow`), as the tests
-do. Where that is not to be had, such a case has no digest but the reason. Their bits may change from one
-commit to another: `--without-device-updates` leaves them out."""
+Models, homes and the training loop are those of this checkout's parity tests (tests/zoo.py, tests/homes.py
+and tests/parity.py), which choose the homes of pages by budgets alone. On a CPU no budget makes updates run
+on the device, so the cases named "device updates" patch the package (`infinity.planning.twin_flow`), as the
+tests do. If a checkout has no such module, the case has a reason in place of the digest. The bits of these
+cases may change from one commit to another: `--without-device-updates` leaves the cases out.
+"""
 
 from __future__ import annotations
 
@@ -48,22 +49,22 @@ from homes import HOMES  # noqa: E402
 import infinity  # noqa: E402
 
 MODEL = "transformer"
-"""The model that trains in all ways; the others do in a few."""
+"""The model that trains in all ways. The other models train in a few ways."""
 FORMATS = (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "int8"))
-"""(compute, states)."""
+"""Pairs of formats that are combined: (compute dtype, format of optimizer states)."""
 DEVICE_UPDATES = "device updates"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training."""
+    """One training run, whose bits give a digest."""
 
     model: str
     home: str
     update: str
     recipe: parity.Recipe
     on_device: bool = False
-    """The device updates what rests there, as a GPU would."""
+    """Whether pages that rest on the device are updated there, as on a GPU."""
 
     @property
     def name(self) -> str:
@@ -82,7 +83,7 @@ class Case:
         return ", ".join(words)
 
     def run(self, directory: Path) -> str:
-        """Train; the digest. AssertionError where the pages are not in their home."""
+        """Train and return the digest. Raises AssertionError if pages do not have the homes of the case."""
         if not self.on_device:
             return digest(self._trained(directory))
         from infinity.planning import twin_flow
@@ -98,7 +99,7 @@ class Case:
 
 
 def cases(steps: int) -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases. steps: number of training steps in a case."""
     ways = itertools.product(HOMES, ("lazy", "eager"), (1, 4), (None, 0.1), (1, 2), FORMATS)
     for home, update, accumulate, clip, groups, (compute, states) in ways:
         if update == "eager" and clip is not None:
@@ -128,14 +129,14 @@ def cases(steps: int) -> Iterator[Case]:
 
 
 def digest(run: parity.Run) -> str:
-    """SHA-256, in hexadecimal digits, of a run's losses, and of its parameters and states at the end."""
+    """SHA-256 (hexadecimal) of the losses of a run, and of its parameters and optimizer states at the end."""
     found = hashlib.sha256()
     _add(found, [run.losses, run.parameters[-1], run.optimizer["state"]])
     return found.hexdigest()
 
 
 def _add(to: Any, value: Any) -> None:
-    """What a nest of dicts and lists holds, in an order that only its content gives."""
+    """Add all values in nested dicts and lists to the hash `to`, with dicts in the order of their keys."""
     if isinstance(value, torch.Tensor):
         to.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         to.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -148,11 +149,11 @@ def _add(to: Any, value: Any) -> None:
         for each in value:
             _add(to, each)
     else:
-        to.update(f"{value!r}, ".encode())  # floats exactly
+        to.update(f"{value!r}, ".encode())  # repr of a float is exact
 
 
 def train(chosen: list[Case], parent: Path) -> dict[str, str]:
-    """The digest of every case by its name, or why there is none."""
+    """The digests of the cases by name, or the reason why a case has none. parent: folder for swap files."""
     torch.set_num_threads(1)  # the models are tiny
     found = {}
     for number, case in enumerate(chosen, start=1):
@@ -168,7 +169,10 @@ def train(chosen: list[Case], parent: Path) -> dict[str, str]:
 
 
 def trained_with(package: Path, arguments: list[str]) -> dict[str, str]:
-    """What this script finds with the package in that directory. Raises SystemExit where it does not."""
+    """The digests that this script gives with the package in the directory `package`.
+
+    Raises SystemExit if the script fails there.
+    """
     environment = os.environ | {"PYTHONPATH": os.fspath(package)}
     look = [sys.executable, "-c", "import infinity; print(infinity.__file__)"]
     where = subprocess.run(look, env=environment, cwd=package, capture_output=True, text=True, check=False)
@@ -183,7 +187,7 @@ def trained_with(package: Path, arguments: list[str]) -> dict[str, str]:
 
 
 def compare(ours: dict[str, str], theirs: dict[str, str]) -> int:
-    """Print what is equal and what is not; the exit code."""
+    """Print which cases differ. Returns the exit code: 1 if there are such cases, else 0."""
     assert ours.keys() == theirs.keys()
     differ = [name for name in ours if ours[name] != theirs[name]]
     for name in differ:
@@ -195,11 +199,13 @@ def compare(ours: dict[str, str], theirs: dict[str, str]) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--against", type=Path, help="a checkout of another commit, native modules built")
-    parser.add_argument("--case", nargs="+", default=["*"], help="patterns of names; an exact name is one")
+    parser.add_argument("--case", nargs="+", default=["*"], help="names of cases, or patterns of names")
     parser.add_argument("--without-device-updates", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on a disk")
-    parser.add_argument("--list", action="store_true", help="names only")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="a directory on a disk"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of cases only")
     options = parser.parse_args(argv)
     options.cases = [
         case
@@ -208,7 +214,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         and not (case.on_device and options.without_device_updates)
     ]
     if not options.cases:
-        parser.error("no case has such a name")
+        parser.error("no name of a case matches --case")
     return options
 
 

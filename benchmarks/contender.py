@@ -1,7 +1,9 @@
-"""The process of one contender of train.py: builds it, then trains as many steps as its parent asks for.
+"""Process of one contender of train.py: builds the model, then trains as many steps as the parent asks for.
 
-Not for people. One argument: the descriptor that replies go to, a line of JSON each. The task comes as the
-first line of stdin, then a line for each turn; the end of stdin is the end. It dies with its parent.
+Only peers/process.py starts this program. Its argument is the number of the file descriptor to which it
+writes its replies, each a line of JSON. The first line of stdin is the task, and each further line asks for
+a turn. The first reply comes when the model is built, and then one reply after each turn. The process ends
+when stdin ends, or when its parent does.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def main() -> int:
         contender: Contender = module.open_contender(task)
         batches = Batches(task)
         if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()  # what building takes is not what training takes
+            torch.cuda.reset_peak_memory_stats()  # building may take more memory than training
         reply(torch=torch.__version__, threads=torch.get_num_threads(), rss_before=before, **usage())
         for line in sys.stdin:
             reply(**turn(task, contender, batches, **json.loads(line)))
@@ -48,9 +50,10 @@ def main() -> int:
 
 
 def turn(task: Task, contender: Contender, batches: Batches, lead: int, steps: int) -> dict[str, Any]:
-    """`lead` steps that nobody times, then `steps` that are.
+    """Train `lead` untimed steps and then `steps` timed steps, and return the reply with their figures.
 
-    So each timed one starts as in an endless run, with what the one before it has fetched ahead.
+    After the untimed steps a timed step starts as in an endless run, with the pages that the step before has
+    prefetched.
     """
     losses = [contender.step(*batches.next()) for _ in range(lead)]
     finish(task)
@@ -71,13 +74,13 @@ def turn(task: Task, contender: Contender, batches: Batches, lead: int, steps: i
 
 
 def finish(task: Task) -> None:
-    """Wait for the device."""
+    """Wait until the device has finished its work."""
     if task.device == "cuda":
         torch.cuda.synchronize()
 
 
 def usage() -> dict[str, int]:
-    """Bytes this process has moved to and from storage, and the most memory it and its children have had."""
+    """Bytes that this process has read from and written to storage, and peak bytes of memory by kind."""
     moved = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {
         "read_bytes": int(moved["read_bytes"]),
@@ -88,7 +91,7 @@ def usage() -> dict[str, int]:
 
 
 def memory(field: str, process: str = "self") -> int:
-    """A size from /proc/PID/status, in bytes; 0 if the process is gone."""
+    """The size `field` in /proc/PID/status, in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -97,17 +100,17 @@ def memory(field: str, process: str = "self") -> int:
 
 
 def family(process: str = "self") -> list[str]:
-    """This process and all that descend from it."""
+    """Ids of a process and of all its descendants."""
     found = [process]
     for thread in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # the thread has ended
             for child in thread.read_text().split():
                 found += family(child)
     return found
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, in whatever way."""
+    """Have the kernel kill this process when its parent ends for any reason."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:

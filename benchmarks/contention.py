@@ -1,13 +1,14 @@
-"""What a step's operations take longer beside a disk at work: by how much the limit of an overlap is too low.
+"""Contention: how much longer the operations of a step take while a disk is at work.
 
-The limit in train.py has I/O overlap with operations for nothing. But both need memory and the kernel, and a
-virtual disk may need the CPU's other half. Here the forward and backward of a model with everything in memory
-take turns: alone, and beside fio, which reads and writes so many bytes per second in all and does nothing
-else. A round has one turn of each, the order swapped each round; ratios are taken within a round.
+The limit in train.py assumes that I/O overlaps with operations at no cost. But I/O and operations both need
+memory bandwidth and the kernel, and a virtual disk may need a part of the CPU. Here a model with everything
+in memory runs forward and backward, in turns alone and beside fio, which reads and writes at a given rate.
+A round has one turn alone and one turn beside fio, in an order that changes each round. Ratios are taken
+within a round.
 
     python benchmarks/contention.py --model 309m --directory /mnt/nvme0 --rate 1.8
 
-`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GB = 1e9
 
 
 def parse(argv: list[str] | None) -> tuple[Job, float, bool]:
-    """The job, bytes per second, and whether the report is wanted as JSON."""
+    """Read the command line: the job, the rate of fio in bytes per second, and whether to print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=PRESETS, default="309m")
     parser.add_argument("--rate", type=float, default=1.8, help="GB/s that fio moves, half of them written")
@@ -45,7 +46,10 @@ def parse(argv: list[str] | None) -> tuple[Job, float, bool]:
 
 
 def measure(job: Job, process: Process, fio: Fio, rate: float) -> list[dict[str, Any]]:
-    """Rounds: seconds per step alone and beside fio, and what fio did. Raises ContenderFailed, FioFailed."""
+    """Run all rounds; returns for each the seconds of a step alone and beside fio, and fio's measurements.
+
+    Raises ContenderFailed and FioFailed.
+    """
     rounds = []
     for number in range(job.rounds):
         found: dict[str, Any] = {}

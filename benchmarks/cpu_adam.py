@@ -1,12 +1,13 @@
-"""CPU AdamW: this package's fused pass, torch's fused AdamW and DeepSpeedCPUAdam, in turns.
+"""Compares the CPU AdamW of infinity with torch's fused AdamW and with DeepSpeedCPUAdam, in turns.
 
-Every round runs each contender once on the same memory, and beside each of ours a stream of the same
-shape (the same arrays read and written, nothing computed; the faster of two orders of access). Ratios are
-taken within a round and their medians reported, because the bandwidth of a shared machine drifts.
+Every round runs each contender once on the same memory. Before each contender of infinity, a stream is run: a
+pass that reads and writes the same arrays and computes nothing, in two orders of access, of which the faster
+counts. Ratios are taken within a round and their medians reported, because the bandwidth of a shared machine
+drifts.
 
     python benchmarks/cpu_adam.py [--elements N] [--repeats R] [--huge-pages] [--json] [--quick]
 
-`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from machine_facts import machine_facts
 from infinity.cpu_adam import CODE_BLOCK, AdamW, Segment, Stream, ThreadPool, Update
 from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, encode
 
-GRANULES = (64, 256)  # an even number of streams per round, so that their xor leaves contents as they were
+GRANULES = (64, 256)  # an even number of streams in a round, so that their xor leaves contents unchanged
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 MADV_HUGEPAGE = 14
 
 
 class Page:
-    """The arrays that all contenders share."""
+    """The arrays of gradients, parameters and moments that all contenders share."""
 
     def __init__(self, elements: int, huge_pages: bool) -> None:
         def empty(dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +72,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], Stream]]:
-    """Name -> one step, and the stream of its shape."""
+    """The contenders of infinity by name: (function that runs a step, stream over the same arrays)."""
     steps = iter(range(1, 10**9))
 
     def update(**arrays: torch.Tensor) -> Callable[[], object]:
@@ -104,7 +105,7 @@ def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], 
             Stream(read=[page.grad32], read_write=[page.master, *moments.values()]),
         ),
         "bf16: split, bf16 moments": (update(**split, **page.halves), split_stream(page.halves)),
-        # The stream leaves out the exponents: 0.06 bytes.
+        # The stream leaves out the exponents, which are 0.06 bytes a parameter.
         "int8: split, int8 moments": (
             update(**split, **page.codes, **page.scales),
             split_stream(page.codes),
@@ -113,14 +114,14 @@ def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], 
 
 
 def adopt(optimizer: torch.optim.Optimizer, page: Page, step: Any) -> None:
-    """Lets the peer's optimizer work on the shared moments."""
+    """Have a peer's optimizer work on the shared gradient and moments. step: the initial count."""
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = page.grad32
     optimizer.state[parameter] = {"step": step, "exp_avg": page.first, "exp_avg_sq": page.second}
 
 
 def peers(page: Page, quick: bool) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """Name -> one step; and the peers left out, with the reason."""
+    """The peers by name, as functions that run one step; and the reasons why peers were left out."""
     fused = torch.optim.AdamW([torch.nn.Parameter(page.master)], fused=True, **HYPER)  # type: ignore[arg-type]
     adopt(fused, page, torch.tensor(1.0))
     steps: dict[str, Callable[[], object]] = {"torch fused AdamW, fp32": fused.step}
@@ -146,7 +147,7 @@ def peers(page: Page, quick: bool) -> tuple[dict[str, Callable[[], object]], dic
 
 
 def timed(step: Callable[[], object]) -> float:
-    time.sleep(0.02)  # lets the threads of the contender before stop spinning
+    time.sleep(0.02)  # lets the threads of the previous contender stop spinning
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

@@ -1,13 +1,14 @@
-"""One step of ours on a GPU: its timeline as a file, and the share of it in which the GPU does nothing.
+"""GPU idle time: the share of a training step with infinity in which the GPU does nothing.
 
     python benchmarks/gpu_idle.py --model 926m --directory /mnt/nvme0 --host 24GiB --device-budget 16GiB \\
         --timeline step.json --trace kernels.json
 
-After a warm-up one step is timed alone, one is recorded as a timeline (infinity/telemetry/timeline.py), and
-one is looked at by torch.profiler, which has from CUPTI when each kernel, copy and fill began and ended on
-the GPU. The union of these is the time at work: copies and kernels beside each other count once. Idle is what
-is left of the step that nobody looked at, since a profiler slows the host, hardly the GPU. Without CUPTI the
-share is null and `why` says so; the host's own stalls are given in any case.
+After a warm-up some steps are timed without observation, one step is recorded as a timeline
+(infinity/telemetry/timeline.py), and one step is recorded by torch.profiler, which learns from CUPTI when
+each kernel, copy and fill began and ended on the GPU. The union of these intervals is the busy time, in which
+copies and kernels that run at once count once. The rest of the timed step is idle. Busy time and step time
+are of different steps, because a profiler slows the host but hardly the GPU. Without CUPTI the share is null
+and `why` gives the reason; the host's own stalls are reported in any case.
 
 The last line of stdout is one JSON object.
 """
@@ -26,21 +27,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WORK = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
-"""Categories of torch.profiler's events that are the GPU's, and what they are called here."""
+"""Kinds of work on the GPU: name of the category in torch.profiler's events -> name in the report."""
 
 GAPS = (10e-6, 100e-6, 1e-3, 10e-3)
-"""Seconds: gaps are counted between these lengths."""
+"""Limits, in seconds, between the classes of gap lengths. The gaps of each class are counted."""
 
 
 class Interval(NamedTuple):
-    """A time in which something was at work, in seconds."""
+    """Begin and end, in seconds, of a time in which something was at work."""
 
     start: float
     end: float
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as disjoint intervals, in order; those that touch are one. Empty ones do not count."""
+    """The union of `intervals` as sorted, disjoint intervals. Intervals that touch are merged."""
     merged: list[Interval] = []
     for start, end in sorted(each for each in intervals if each.end > each.start):
         if merged and start <= merged[-1].end:
@@ -51,18 +52,18 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in which at least one of them was at work."""
+    """Seconds in the union of `intervals`."""
     return sum(end - start for start, end in union(intervals))
 
 
 def gaps(intervals: Iterable[Interval]) -> list[float]:
-    """Seconds between one time at work and the next."""
+    """Seconds of each gap in the union of `intervals`."""
     at_work = union(intervals)
     return [later.start - earlier.end for earlier, later in itertools.pairwise(at_work)]
 
 
 def gpu_work(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Interval]]:
-    """What the GPU did, by kind, from the events of a trace by torch.profiler (times in microseconds)."""
+    """Intervals of the GPU's work, by kind. events: of a trace by torch.profiler, times in microseconds."""
     found: dict[str, list[Interval]] = {kind: [] for kind in WORK.values()}
     for event in events:
         kind = WORK.get(event.get("cat", ""))
@@ -73,7 +74,7 @@ def gpu_work(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Interval]]:
 
 
 def report(work: Mapping[str, list[Interval]], seconds: float) -> dict[str, Any]:
-    """The figures of a step of `seconds` in which the GPU did `work`."""
+    """The figures of a step that takes `seconds`. work: intervals of the GPU's work in it, by kind."""
     every = [interval for intervals in work.values() for interval in intervals]
     if not every:
         return {"idle_share": None, "why": "torch.profiler saw nothing on the GPU: CUPTI is not available."}
@@ -103,22 +104,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=PRESETS, default="926m")
-    parser.add_argument("--directory", type=Path, required=True, help="on the disk to use")
+    parser.add_argument("--directory", type=Path, required=True, help="a directory on the disk to use")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the first that counts")
-    parser.add_argument("--steps", type=int, default=3, help="of which the median is the step's time")
-    parser.add_argument("--host", default=None, help="budget")
-    parser.add_argument("--device-budget", default=None, help="budget; by default all that is free")
-    parser.add_argument("--nvme", default=None, help="budget in the directory; by default no such tier")
-    parser.add_argument("--timeline", type=Path, default=None, help="of one step, for Perfetto")
-    parser.add_argument("--trace", type=Path, default=None, help="of one step on the GPU, for Perfetto")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="timed steps; their median is the time of a step"
+    )
+    parser.add_argument("--host", default=None, help="host budget")
+    parser.add_argument("--device-budget", default=None, help="device budget (default: all that is free)")
+    parser.add_argument("--nvme", default=None, help="NVMe budget in the directory (default: no NVMe)")
+    parser.add_argument(
+        "--timeline", type=Path, default=None, help="file for the timeline of one step, for Perfetto"
+    )
+    parser.add_argument(
+        "--trace", type=Path, default=None, help="file for the profiler's events of one step, for Perfetto"
+    )
     return parser.parse_args(argv)
 
 
 def profiled(step: Any, trace: Path) -> tuple[dict[str, list[Interval]], str]:
-    """What the GPU did in one step, and why that is nothing; the profiler's events go to `trace`."""
+    """Run `step` under torch.profiler, and write the profiler's events to the file `trace`.
+
+    Returns the intervals of the GPU's work by kind, and an empty string. If the profiler does not work, the
+    intervals are missing, and the string has the reason.
+    """
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
     if ProfilerActivity.CUDA not in supported_activities():
@@ -134,7 +145,7 @@ def profiled(step: Any, trace: Path) -> tuple[dict[str, list[Interval]], str]:
 
 
 def task_of(options: argparse.Namespace, directory: Path) -> Any:
-    """What is trained, as a contender is told it."""
+    """The task for the contender "ours", by the command-line options. directory: for swap and the text."""
     from peers.task import Task
     from turns import the_text
 
@@ -163,7 +174,7 @@ def task_of(options: argparse.Namespace, directory: Path) -> Any:
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train, and look at it; see above."""
+    """Train as the docstring of this module describes, and return the figures."""
     from contender import finish
     from peers.ours import Ours
     from peers.task import Batches

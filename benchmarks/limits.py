@@ -1,4 +1,7 @@
-"""What this machine lets a step of training do at best, measured in the run that it is compared with."""
+"""Limits: the least seconds that a training step can take on this machine.
+
+The speeds of the machine are measured during the run whose steps are compared with the limit.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,28 @@ from infinity.system import machine
 from infinity.tiers import probes
 
 COMPUTE_BYTES = 4
-"""A parameter and its gradient in bf16: what forward and backward in memory need."""
+"""Bytes of a parameter and its gradient in bf16, which forward and backward in memory need."""
 
 
 @dataclass
 class Speeds:
-    """Bytes per second of the disk under a directory, of the update threads and of the link, over a run."""
+    """Speeds of the disk under a directory, of the update threads and of the link, in bytes per second.
+
+    Each list has one value for each measurement during a run.
+    """
 
     directory: Path
     device: str
     quick: bool
     fio: Fio | None = None
-    """Asked each time, too, where it is given."""
+    """The runner of fio, which measures the disk, too; None if fio is not used."""
     mixed: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
     link: list[float] = field(default_factory=list)
     fio_mixed: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
-        """Once more; nobody else may be at work."""
+        """Measure all speeds, and append them to the lists. No other process may be at work meanwhile."""
         nbytes, seconds = (16 << 20, 0.02) if self.quick else (128 << 20, 0.5)
         self.mixed.append(probes.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
         if self.fio is not None:
@@ -47,20 +53,21 @@ class Speeds:
             self.link.append(min(speed.to_device, speed.to_host))
 
     def figures(self) -> dict[str, list[float]]:
-        """Everything that was measured, in bytes per second."""
+        """All measured speeds by name, in bytes per second."""
         return {"mixed": self.mixed, "stream": self.stream, "link": self.link, "fio_mixed": self.fio_mixed}
 
 
 def compute_bytes(decoder: DecoderConfig) -> int:
-    """Bytes of memory that there are to be for `compute_seconds` to measure a decoder as it is."""
+    """Bytes of free memory that `compute_seconds` needs to measure a decoder with all its layers."""
     return 2 * COMPUTE_BYTES * decoder.parameters
 
 
 def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[DecoderConfig], float]) -> float:
-    """Seconds of a step's forward and backward with everything in memory.
+    """Seconds of a step's forward and backward with the whole decoder in memory.
 
-    measure: the same of one decoder. One that takes more than half of the memory is measured with as many
-    layers as fit, and with half of those, and its time extended by the difference: layers are alike.
+    measure: function that returns these seconds for a decoder that fits in memory. A decoder that takes more
+    than half of the memory is measured with fewer layers, and again with half as many layers. Since all
+    layers are alike, the difference gives the seconds of a layer, by which the time is extended.
     """
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.memory().usable
     layers = decoder.layers
@@ -77,10 +84,11 @@ def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[Deco
 def limit_of(
     turns: list[dict[str, Any]], speeds: Speeds, compute: list[float], device: str
 ) -> dict[str, Any]:
-    """The limit of one step in seconds, of what it is made, and the seconds of its bytes by fio's speed.
+    """The limit of a step: the least seconds it can take, and the seconds of each resource.
 
-    turns: of one of ours. Bytes over the disk are those that the runtime counted; over the other edges, the
-    plan's. Speeds are medians over the run.
+    turns: turns of a contender of infinity. compute: seconds of forward and backward in memory. The bytes
+    over the disk are those that the runtime counted; the bytes over other edges are those of the plan. Speeds
+    are medians over the run. If fio measured the disk, "fio_disk" has the disk's seconds at fio's speed.
     """
     traffic = turns[-1]["facts"]["plan"]["traffic"]
     disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)

@@ -1,4 +1,4 @@
-"""What a result must say about where it was measured."""
+"""Machine facts: a description of the machine and the software on which a result was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.system import machine
 
 
 def machine_facts() -> dict[str, object]:
-    """Date, commit, processor, memory and versions."""
+    """Date, commit, processor, memory and versions of software, by name."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     cpu = machine.cpu()

@@ -1,14 +1,14 @@
-"""The plan held to what happens: predicted and measured steps, planned and grown memory, over a matrix.
+"""Matrix: compares plans with measurements, the seconds of a step and the bytes of RAM, for many models.
 
-Each pair is a model and how much of it rests in RAM: all-host (no page on NVMe), half, all-nvme. Pairs of one
-model take turns as in train.py, beside the same limit. Every turn is a process of its own, so that each plan
-is held to the minute that it was made for: a disk that others use is another one ten minutes later. One
-command prints a row for each pair.
+Each pair is a model and the part of its pages that rests in RAM: "all-host" (no page on NVMe), "half" or
+"all-nvme". The pairs of one model take turns as in train.py, and have the same limit. Every turn is a process
+of its own, which makes a plan just before it trains, because the speed of a disk that others share changes
+within minutes. The program prints a table with a row for each pair.
 
     python benchmarks/matrix.py --directory /mnt/nvme0
     python benchmarks/matrix.py --directory /mnt/nvme0 --pair 309m:half --pair 309m:all-nvme
 
-`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ PAIRS = ("10m:all-host", "30m:half", "124m:all-host", "124m:all-nvme", "309m:hal
 QUICK_PAIRS = ("10m:all-nvme",)
 
 _WHOLE = 300_000_000
-"""Parameters below which a turn has more steps, to last as long: a step of 10M takes 0.12 s, of 30M 0.4 s,
-and those of a process's first seconds up to half as long again."""
+"""Number of parameters below which a turn has more steps, so that turns of small models are not too short. A
+step takes 0.12 s with 10M parameters and 0.4 s with 30M, and up to half as long again in the first seconds of
+a process."""
 
 
 def pair(text: str) -> tuple[str, str]:
-    """Of `--pair`: model and word. Raises argparse.ArgumentTypeError."""
+    """The model and the word in a value of `--pair`, such as "309m:half". Raises ArgumentTypeError."""
     model, _, word = text.partition(":")
     if model not in PRESETS or word not in WORDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:BUDGET, with a budget of {', '.join(WORDS)}")
@@ -54,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def rows_of(report: dict[str, Any], model: str) -> list[dict[str, Any]]:
-    """A row for each budget of one model that had a turn. Seconds and bytes."""
+    """The rows of the table for one model, one for each contender in the report, in seconds and bytes."""
     return [
         {
             "model": model,
@@ -75,7 +76,7 @@ def rows_of(report: dict[str, Any], model: str) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """A table in Markdown."""
+    """Print the rows as a table in Markdown."""
     print(
         "\n| model | pages | predicted s | measured s | predicted / measured | limit s | measured / limit "
         "| RAM planned | RAM grown / planned |\n|---|---|---|---|---|---|---|---|---|"

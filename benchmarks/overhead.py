@@ -1,38 +1,41 @@
-"""How many calls Python makes for a training step: for the step itself, a unit, a chunk and a parameter.
+"""Counts the calls that Python makes in a training step: for the step, a unit, a chunk and a parameter.
 
-Counts only, no time, so that a busy machine may take them. Small models train under layouts that are forced:
-so many units, of so many chunks and parameters each, with all pages in one home. But for "unified" the device
-has memory of its own (the CPU stands in for it):
+Calls are counted and no time is measured, so the machine may be busy. Small models train under forced
+layouts: a chosen number of units, of chunks in a unit and of parameters in a unit. The homes of pages are
+chosen by one of the names below. Except under "unified", the device has memory of its own, for which the CPU
+stands in:
 
-    host      everything in RAM below the device
-    nvme      everything on the disk
-    offload   parameters on the device, the rest in RAM, as ZeRO-Offload has them; with room for mirrors
-    tight     the same without that room
-    unified   everything in RAM, where the CPU computes
+    host      all pages rest in RAM below the device
+    nvme      all pages rest on the disk
+    offload   parameters rest both on the device and in RAM (mirrored), other pages in RAM, as in ZeRO-Offload
+    tight     parameters rest on the device alone, other pages in RAM
+    unified   all pages rest in RAM, where the CPU computes
 
-A step is forward, backward, `step()` and `zero_grad()`. Its calls are the interpreter's events for profilers
-(sys.setprofile) in the thread that trains, which also runs the backward of a CPU, and in every Python thread
-that the runtime starts. "call" is a Python function, or a generator that goes on; "c_call" is a built-in
-function or method; operators, attributes and nanobind's functions are neither. Python 3.12 reports more kinds
-of C calls than 3.11 does, so compare within one version.
+A step is forward, backward, `step()` and `zero_grad()`. Its calls are the interpreter's events for
+profilers (sys.setprofile) in the training thread, which also runs the backward of a CPU, and in every
+Python thread that the runtime starts. The event "call" is a Python function, or a generator that continues.
+The event "c_call" is a built-in function or method. Operators, attributes and nanobind's functions cause no
+event. Python 3.12 reports more kinds of C calls than 3.11 does, so only counts of one version can be
+compared.
 
-What the model does itself is taken off by counting its forward and backward without infinity. Unlike a
-filter by file this leaves in what the runtime calls of torch and the standard library, and it is exact, for a
-model alone makes the same calls every time. torch's own optimizer is not taken off: the runtime stands in its
-place. The median of the counted steps is taken, and their spread shown, for the disk says whether a read has
-arrived when somebody asks.
+The calls of the model itself are subtracted: its forward and backward are counted without infinity. A filter
+by file would also drop the calls that the runtime makes of torch and the standard library. The subtraction is
+exact, because a model alone makes the same calls every time. torch's optimizer is not subtracted, because the
+runtime replaces it. The result is the median of the counted steps. Their spread is shown too, because the
+number of calls depends on whether a read from the disk has already arrived.
 
-Least squares of the relative errors over all layouts give
+Over all layouts, a least-squares fit of the relative errors gives
 
     calls = a + b x units + c x chunks + d x parameters + e x further pieces
 
-A unit of one chunk and one parameter takes b + c + d. A further piece is a parameter's part of a chunk that
-has another part before it. "worst" is by which share the fit misses a layout's count at the most: for one,
-chunks take other ways where a unit has more of them than staging has room for.
+A unit of one chunk and one parameter adds b + c + d calls. A further piece is a part of a parameter in a
+chunk after the first part in that chunk. "worst" is the largest relative error of the fit over all layouts.
+The fit is not exact: for example, chunks are updated in another way if a unit has more chunks than fit in
+staging.
 
     python benchmarks/overhead.py [--directory DISK] [--update lazy eager] [--home host nvme ...] [--json]
 
-`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, two chunks a unit at the most.
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test with at most 2 chunks a unit.
 """
 
 from __future__ import annotations
@@ -67,11 +70,11 @@ from infinity.tiers import Tier
 
 PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16
-"""Elements of the activation, and of a row of every parameter."""
+"""Number of elements in the activation, and in a row of every parameter."""
 CHAINS, PAGES = 16, 3
-"""Working room of all layouts: chains, and parameter pages that can be resident."""
+"""Working room of all plans: chains that fit in staging, and parameter pages that can be resident."""
 WARM_UP = 4
-"""Steps in which the runtime learns the order of accesses; they do not count."""
+"""Number of first steps, which are not counted: in them the runtime learns the order of accesses."""
 HOMES = {
     "host": (Tier.HOST, Tier.HOST),
     "nvme": (Tier.NVME, Tier.NVME),
@@ -79,7 +82,7 @@ HOMES = {
     "tight": (Tier.DEVICE, Tier.HOST),
     "unified": (Tier.HOST, Tier.HOST),
 }
-"""Of parameters, and of gradients and states."""
+"""For each name of homes: the tier of parameters, and the tier of gradients and optimizer states."""
 UPDATES = ("lazy", "eager")
 KINDS = ("python", "c", "sum")
 FACTORS = "abcde"
@@ -87,23 +90,23 @@ FACTORS = "abcde"
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's cut."""
+    """The layout of a model: its number of units, and the chunks and parameters of a unit."""
 
     units: int
     chunks: int
-    """Of each unit."""
+    """Number of chunks in each unit."""
     parameters: int
-    """Of each unit; they have equal shares of its chunks."""
+    """Number of parameters in each unit, all of the same size."""
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """What a to e are multiplied with."""
+        """The numbers with which the fitted formula (see the module) multiplies the factors a to e."""
         further = max(0, self.parameters - self.chunks)
         return 1, *(self.units * each for each in (1, self.chunks, self.parameters, further))
 
 
 class Unit(nn.Module):
-    """Products of the activation with every parameter, added up."""
+    """Module whose forward adds, to the activation, the mean of its product with each parameter in turn."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -123,16 +126,19 @@ def model_of(layout: Layout) -> nn.Module:
 
 
 class Calls:
-    """Counts calls in this thread and in those that Python starts while it is installed."""
+    """Counter of calls, in this thread and in the threads that Python starts while it is installed."""
 
     def __init__(self) -> None:
         self._counting = False
         self._found: dict[int, list[int]] = {}
-        """Of every thread, for no two of them may count in one place."""
+        """Numbers of Python calls and of C calls by id of the thread. Threads must not share a counter."""
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, garbage is collected by those alone who ask: at any time it would call what it finds."""
+        """Context in which calls can be counted.
+
+        Inside, automatic garbage collection is off, because it would call finalizers at any time.
+        """
         gc.collect()
         gc.disable()
         threading.setprofile(self._event)
@@ -145,7 +151,7 @@ class Calls:
             gc.enable()
 
     def of(self, action: Callable[[], Any]) -> tuple[int, int]:
-        """(Python functions, C functions) that are called meanwhile, `action` itself among them."""
+        """Run `action`; returns the numbers of calls (Python functions, C functions), `action` included."""
         self._found.clear()
         self._counting = True
         action()
@@ -160,7 +166,7 @@ class Calls:
 
 @contextlib.contextmanager
 def forced() -> Iterator[None]:
-    """Plans that are made inside have a unit for every module, the smallest chunks, and the working room."""
+    """Context in which plans have a unit for every module, the smallest chunks and a fixed working room."""
     rooms = (WorkingRoom(PAGES, chains=CHAINS, transit_buffers=CHAINS),)
     with (
         mock.patch.object(search, "_groupings", lambda surveyed: [surveyed.group(1)]),
@@ -173,7 +179,7 @@ def forced() -> Iterator[None]:
 def budget_for(
     home: str, layout: Layout, model: nn.Module, directory: str, accumulation: int | None
 ) -> infinity.Budget:
-    """That leaves the pages no other home, by the sizes in a plan with room for everything everywhere."""
+    """The budget with which pages have the homes named `home`, by the sizes in a plan with ample budgets."""
     plan = infinity.plan(
         model,
         torch.optim.AdamW(model.parameters()),
@@ -195,7 +201,7 @@ def budget_for(
 
 
 def check(plan: Any, home: str, layout: Layout) -> None:
-    """Assert that the plan is what was asked for."""
+    """Assert that the plan has the wanted layout and homes."""
     assert len(plan.layout.units) == layout.units
     assert {len(unit.chunks) for unit in plan.layout.units} == {layout.chunks}
     assert {len(unit.parameters) for unit in plan.layout.units} == {layout.parameters}
@@ -210,20 +216,20 @@ def batch() -> torch.Tensor:
 
 
 def plain_calls(layout: Layout, calls: Calls) -> tuple[int, int]:
-    """Of a forward and backward without infinity."""
+    """Calls (Python, C) of a forward and backward of the model without infinity."""
     model, x = model_of(layout).to(torch.bfloat16), batch()
 
     def step() -> None:
         model(x).sum().backward()
 
-    step()  # in which modules are imported
+    step()  # this first step imports modules
     return calls.of(step)
 
 
 def step_calls(
     layout: Layout, calls: Calls, *, home: str, update: str, directory: str, steps: int
 ) -> list[tuple[int, int]]:
-    """Of so many training steps, each."""
+    """Calls (Python, C) of each of `steps` training steps with infinity."""
     model, x = model_of(layout), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     accumulation = 1 if update == "eager" else None
@@ -253,7 +259,7 @@ def step_calls(
 def measure(
     layouts: list[Layout], home: str, update: str, directory: str, steps: int
 ) -> list[dict[str, Any]]:
-    """Median calls of a step beyond the model's own, of every layout."""
+    """For every layout, the median of the calls of a step, without the calls of the model itself."""
     found = []
     for layout in layouts:
         calls = Calls()
@@ -273,7 +279,7 @@ def measure(
 
 
 def fitted(layouts: list[Layout], rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """a to e of each kind of call, and by which share of a count the fit misses it at the most."""
+    """For each kind of call, the factors a to e of the fit, and its largest relative error, "worst"."""
     terms = np.array([layout.terms for layout in layouts], dtype=np.float64)
     found = {}
     for kind in KINDS:
@@ -302,10 +308,12 @@ def show(update: str, home: str, fits: dict[str, dict[str, float]], rows: list[d
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on a disk")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="a directory on a disk"
+    )
     parser.add_argument("--update", choices=UPDATES, nargs="+", default=UPDATES)
     parser.add_argument("--home", choices=HOMES, nargs="+", default=tuple(HOMES))
-    parser.add_argument("--steps", type=int, default=5, help="that are counted")
+    parser.add_argument("--steps", type=int, default=5, help="number of counted steps")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)

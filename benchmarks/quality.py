@@ -1,16 +1,17 @@
-"""Training quality: does it matter where the states are, or in which format, and is it learned as by hand?
+"""Training quality: compares losses for different homes and formats of states, and with plain PyTorch.
 
-A preset is trained on text, from several seeds: all-device (every page in RAM) with each format of moments,
-and in plain PyTorch with a bf16 model, fp32 masters and torch.optim.AdamW (fused). Of seed 0 there are more:
-all-NVMe (no page rests in RAM), which must agree with all-device bit for bit in every step, and plain PyTorch
-with the foreach AdamW, which shows what another implementation's rounding does.
+A preset is trained on text, with several seeds: "all-device" (every page rests in RAM) with each format of
+moments, and plain PyTorch with a bf16 model, fp32 masters and torch.optim.AdamW (fused). With seed 0 there
+are further runs: "all-NVMe" (no page rests in RAM), whose bits must equal those of all-device in every
+step, and plain PyTorch with the foreach AdamW, which shows the effect of the rounding of another
+implementation.
 
     python benchmarks/quality.py --directory DISK [--model 30m --steps 300 --batch 4 --seq 128]
         [--seeds 3 --states fp32,bf16,int8] [--results DIR] [--json]
 
-`--results DIR`: writes quality-MODEL.md, .json and .svg there after each run (the plot needs matplotlib).
-`--json`: the last line of stdout is one JSON object. Exits with 1 where an all-NVMe run differs.
-What is compared with what, and when it is "within noise", is in benchmarks/quality_report.py.
+`--results DIR`: writes quality-MODEL.md, .json and .svg to DIR after each run (the plot needs matplotlib).
+`--json`: the last line of stdout is one JSON object. The exit code is 1 if the bits of an all-NVMe run
+differ. benchmarks/quality_report.py explains the comparisons, and when a difference is "within noise".
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ NVME = "2GiB"
 
 
 def paged(options: argparse.Namespace, seed: int, states: str, directory: str | None) -> Run:
-    """With pages in RAM, or with all of them on NVMe under `directory`."""
+    """Train with infinity.
+
+    seed: of the initial weights and of the order of the text. states: format of moments. All pages rest in
+    RAM if `directory` is None, and on NVMe in `directory` otherwise.
+    """
     chosen, batches, recipe = job(options, seed)
-    # In RAM from the start, as the plain runs have it: the meta device would draw other random numbers.
+    # Built in RAM, as in the plain runs: initialisation from the meta device draws other random numbers.
     chosen.model = real(chosen, seed)
     optimizer = make_optimizer(chosen.model, recipe.learning_rate)
 
@@ -66,8 +71,8 @@ def paged(options: argparse.Namespace, seed: int, states: str, directory: str | 
     else:
         name = all_nvme(states)
         least = planned(infinity.Budget(nvme={directory: NVME})).smallest[Tier.HOST]
-        # Beyond the least that would do as much as half of the bf16 parameters take: room to work in, and not
-        # enough for all of them to rest in RAM, for then the plan would have no slots to page them through.
+        # The least budget, and as many bytes more as half of the bf16 parameters take. This is working room,
+        # but not enough for all parameters to rest in RAM: the plan would then have no room for paging.
         budget = infinity.Budget(host=least + chosen.parameters, nvme={directory: NVME})
         plan = on_nvme(planned(budget))
     print(f"{name}\n{plan}\n", flush=True)
@@ -80,13 +85,16 @@ def paged(options: argparse.Namespace, seed: int, states: str, directory: str | 
 
 
 def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> Run:
-    """bf16 model and gradients, fp32 masters and moments, as it is written by hand."""
+    """Train in plain PyTorch: bf16 model and gradients, fp32 masters and moments, as written by hand.
+
+    name: the variant. seed: of the initial weights and of the order of the text. adamw: options of AdamW.
+    """
     chosen, batches, recipe = job(options, seed)
     masters = real(chosen, seed)
     model = real(chosen, seed)
     chosen.model = model.bfloat16()
     groups = make_optimizer(masters, recipe.learning_rate).param_groups
-    # Not the groups themselves: they name an implementation already.
+    # The groups are copied without their other keys, some of which choose an implementation.
     optimizer = torch.optim.AdamW(
         [{key: group[key] for key in ("params", "weight_decay", "betas")} for group in groups],
         lr=recipe.learning_rate,
@@ -115,9 +123,10 @@ def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> R
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Plain PyTorch's first loss of seed 0, with parameters rounded from their masters as pages have them.
+    """The first loss of plain PyTorch with seed 0, if masters are rounded to bf16 as infinity rounds them.
 
-    "elements" of all parameters, "ties": in how many the two roundings differ.
+    The result has this loss ("loss"), the number of elements of all parameters ("elements"), and the number
+    of elements that torch rounds otherwise ("ties").
     """
     chosen, batches, _ = job(options, 0)
     masters = [each.detach() for each in real(chosen, 0).parameters()]
@@ -133,7 +142,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches, Recipe]:
-    """The same for every run of a seed."""
+    """The model, batches and hyper-parameters that all runs with this seed have."""
     chosen = language_model(options.model)
     batches = Batches(find_text(None), chosen, batch=options.batch, seq=options.seq, seed=seed)
     return (
@@ -144,13 +153,13 @@ def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches,
 
 
 def real(chosen: LanguageModel, seed: int) -> torch.nn.Module:
-    """The model in RAM, initialised by its own code."""
+    """A model like `chosen.model`, built in RAM and initialised by its own code with `seed`."""
     torch.manual_seed(seed)
     return type(chosen.model)(chosen.model.config)  # type: ignore[arg-type, call-arg]
 
 
 def on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """The same plan with every page at home on NVMe; what rested in RAM leaves its room empty."""
+    """A copy of `plan` with the home of every page on NVMe. The room of pages that rested in RAM is kept."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )
@@ -158,7 +167,10 @@ def on_nvme(plan: infinity.Plan) -> infinity.Plan:
 
 
 def trainings(options: argparse.Namespace) -> Iterator[Callable[[], Run]]:
-    """What is to be run: whole seeds one after the other, so that a run cut short has pairs to compare."""
+    """Yield the trainings to run, as functions. All trainings of one seed come before the next seed.
+
+    A report of the first trainings therefore has pairs of runs that can be compared.
+    """
     for seed in range(options.seeds):
         for states in options.states:
             yield partial(paged, options, seed, states, None)
@@ -170,19 +182,22 @@ def trainings(options: argparse.Namespace) -> Iterator[Callable[[], Run]]:
 
 
 def on_disk(options: argparse.Namespace, seed: int, states: str) -> Run:
-    """`paged` with all pages under a directory of its own."""
+    """Train by `paged`, with all pages in a temporary directory on the disk."""
     with tempfile.TemporaryDirectory(prefix="infinity-quality-", dir=options.directory) as directory:
         return paged(options, seed, states, directory)
 
 
 def compared(facts: dict[str, Any], states: list[str], runs: list[Run]) -> dict[str, Any]:
-    """The report of the runs so far. Losses in it have five digits, and what is told of them all."""
+    """The report of the runs so far. facts: entries about the whole benchmark, which the report includes.
+
+    Losses are written with five digits, but all figures are computed from losses with all digits.
+    """
     short = [asdict(run) | {"losses": [float(f"{loss:.5g}") for loss in run.losses]} for run in runs]
     return facts | {"same_bits": same_bits(runs, states)} | summary(runs) | {"runs": short}
 
 
 def write(report: dict[str, Any], runs: list[Run], results: Path) -> None:
-    """The three files."""
+    """Write the report into the folder `results`: the files quality-MODEL.md, .json and .svg."""
     results.mkdir(parents=True, exist_ok=True)
     stem = results / f"quality-{report['model']}"
     stem.with_suffix(".md").write_text(table(report, runs))
@@ -191,24 +206,24 @@ def write(report: dict[str, Any], runs: list[Run], results: Path) -> None:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    """Options, checked."""
+    """Read and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="30m")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--seeds", type=int, default=1, help="how many: 0, 1, ...")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, which are 0, 1, ...")
     parser.add_argument("--states", default="fp32", help=f"formats of moments: some of {','.join(DTYPES)}")
-    parser.add_argument("--directory", required=True, help="on the disk to use")
+    parser.add_argument("--directory", required=True, help="a directory on the disk to use")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     options.states = list(dict.fromkeys(options.states.split(",")))
     unknown = [each for each in options.states if each not in DTYPES]
     if unknown:
-        parser.error(f"no format of moments: {', '.join(unknown)}")
+        parser.error(f"--states has unknown formats: {', '.join(unknown)}")
     if options.seeds < 1:
-        parser.error("--seeds is from 1 on")
+        parser.error("--seeds must be at least 1")
     return options
 
 

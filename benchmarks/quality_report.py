@@ -1,10 +1,11 @@
-"""What runs of benchmarks/quality.py say together: means, differences against noise, a table and a plot.
+"""Report of the runs of benchmarks/quality.py: means, differences compared with noise, a table and a plot.
 
-All-device runs and those in plain PyTorch are of several seeds. Two runs of one seed begin with the same
-masters and see the same text, so their difference has less noise than either: for each variant, differences
-to plain PyTorch of the same seed have a mean and a standard error (sample standard deviation / sqrt(seeds)).
-A variant is within noise where that mean is no further from zero than twice its error, or than the sample
-standard deviation of plain PyTorch itself between seeds.
+All-device runs and runs in plain PyTorch are repeated with several seeds. Two runs with the same seed begin
+with the same masters and see the same text, so the difference of their losses has less noise than the losses
+themselves. For each variant the report gives the mean of its differences to plain PyTorch with the same seed,
+and the standard error of the mean (sample standard deviation / sqrt(seeds)). A variant is "within noise" if
+the mean is no further from zero than twice the standard error, or no further than the sample standard
+deviation of plain PyTorch between seeds.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ PLAIN = "plain PyTorch"
 FOREACH = "plain PyTorch, foreach"
 DEVICE, NVME = "all-device", "all-NVMe"
 LAST = 20
-"""Steps in the mean at the end."""
+"""Number of last steps over which the final loss is averaged."""
 SMOOTH = 10
-"""Steps in the running mean of the plot."""
+"""Number of steps in the running mean that is plotted."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
+    """The results of one training run: `held_out` is the loss on held-out text at the end."""
 
     variant: str
     seed: int
@@ -38,7 +39,7 @@ class Run:
 
     @property
     def tail(self) -> float:
-        """Mean of the last losses."""
+        """Mean loss of the last 20 steps."""
         return statistics.fmean(self.losses[-LAST:])
 
 
@@ -49,17 +50,20 @@ MEASURES: dict[str, Callable[[Run], float]] = {
 
 
 def all_device(states: str) -> str:
-    """The variant with every page in RAM."""
+    """Name of the variant in which every page rests in RAM. states: format of the moments."""
     return f"{DEVICE}, {states} moments"
 
 
 def all_nvme(states: str) -> str:
-    """The variant in which no page rests in RAM."""
+    """Name of the variant in which every page rests on NVMe. states: format of the moments."""
     return f"{NVME}, {states} moments"
 
 
 def same_bits(runs: Sequence[Run], states: Sequence[str]) -> dict[str, bool]:
-    """By format of moments, where both are there: has all-NVMe every bit of all-device of its seed?"""
+    """For each format of moments: whether all-NVMe gave the same bits as all-device with the same seed.
+
+    Formats without an all-NVMe run are left out.
+    """
     found = {(run.variant, run.seed): (run.losses, run.held_out) for run in runs}
     return {
         each: all(
@@ -73,7 +77,10 @@ def same_bits(runs: Sequence[Run], states: Sequence[str]) -> dict[str, bool]:
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """The "variants" and "differences" of a report. All-NVMe is not in them: it is all-device again."""
+    """The entries "variants" and "differences" of a report.
+
+    All-NVMe runs are left out, because they repeat all-device runs.
+    """
     runs = [run for run in runs if not run.variant.startswith(NVME)]
     of = {
         name: [run for run in runs if run.variant == name] for name in dict.fromkeys(r.variant for r in runs)
@@ -96,12 +103,19 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _mean_and_deviation(values: Sequence[float], name: str) -> dict[str, float | None]:
-    """The sample standard deviation of one value is None."""
+    """The mean of `values`, and their sample standard deviation under the key `name`.
+
+    The deviation of a single value is None.
+    """
     return {"mean": statistics.fmean(values), name: statistics.stdev(values) if len(values) > 1 else None}
 
 
 def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[str, Any]:
-    """pairs: a variant's runs, each with plain PyTorch's of its seed; plain: all of those."""
+    """The difference of a variant to plain PyTorch.
+
+    pairs: each run of the variant, with the run of plain PyTorch with the same seed. plain: all runs of plain
+    PyTorch.
+    """
     relative = [
         [abs(a - b) / b for a, b in zip(run.losses, other.losses, strict=True)] for run, other in pairs
     ]
@@ -129,7 +143,7 @@ def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[
 
 
 def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
-    """Markdown."""
+    """The report as text in Markdown."""
     machine = report["machine"]
     lines = [
         f"# Training quality: {report['model']}, {report['steps']} steps",
@@ -155,7 +169,10 @@ def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _start(start: dict[str, Any], runs: Sequence[Run]) -> list[str]:
-    """Why first losses differ: as far as rounding ties explains it."""
+    """Lines that compare first losses, and say whether the rounding of ties explains their difference.
+
+    start: the result of `start` in benchmarks/quality.py.
+    """
     firsts = {run.variant: run.losses[0] for run in reversed(runs) if run.seed == 0}
     ours = next((loss for name, loss in firsts.items() if name.startswith(DEVICE)), None)
     if ours is None or PLAIN not in firsts:
@@ -217,13 +234,16 @@ def _plus_minus(told: dict[str, Any], name: str, sign: str = "") -> str:
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """Of up to SMOOTH steps that end with each."""
+    """For each step, the mean loss of up to SMOOTH steps that end with this step."""
     return [statistics.fmean(losses[max(0, end - SMOOTH) : end]) for end in range(1, len(losses) + 1)]
 
 
 def plot(report: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
-    """Each variant's mean curve over a band from the lowest to the highest of plain PyTorch's seeds; below,
-    the same less the mean of plain PyTorch."""
+    """Draw the losses of all variants into the SVG file `path`.
+
+    The upper plot has the mean curve of each variant, over a band from the lowest to the highest curve of
+    plain PyTorch. The lower plot has the same curves minus the mean of plain PyTorch.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -247,7 +267,7 @@ def plot(report: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
         )
         for name in report["variants"]:
             curves = [curve for (variant, _), curve in smooth.items() if variant == name]
-            # Of one seed among several: in the table, as its mean is not to be compared with the others.
+            # A variant with fewer seeds is in the table only: its mean cannot be compared with the others.
             if len(curves) == len(plain):
                 mean = [statistics.fmean(each) - less for *each, less in zip(*curves, base, strict=True)]
                 color = "black" if name == PLAIN else None

@@ -1,20 +1,22 @@
-"""The index of results and README's table, made from the files under benchmarks/results/current.
+"""Index of results: made, like the table in README, from the files under benchmarks/results/current.
 
     python benchmarks/results_index.py [--check]
 
-Writes benchmarks/results/README.md, and the table in README.md between two comments. `--check` writes
-nothing, and exits with 1 where either file is not what would be written.
+The program writes benchmarks/results/README.md, and the table between two comments in README.md. With
+`--check` it writes nothing, and exits with 1 if either file differs from what would be written.
 
-A result is current/CLAIM/MACHINE.json, and beside it a note for people, MACHINE.md. The JSON file holds:
+A result is a file current/CLAIM/MACHINE.json, with a note for people, MACHINE.md, beside it. The JSON file
+holds:
 
     claim      the folder's name
-    machine    {"name": for people, "cpu", "cpus", "memory_gib", ...: what machine_facts says}
+    machine    {"name": for people, "cpu", "cpus", "memory_gib", ...: the result of machine_facts}
     date, commit, command   what was run, so that it can be run again
-    peer       what ours is compared with, or null
-    figures    a list of {"what", "peer", "ours", "ratio", "spread"}: strings for people; "peer" and "ratio"
-               may be null. "spread" is the least and the most of the ratio, or what else is known of it.
-               "contender" names the contender of train.py whose figure it is, "readme" its row in README.
-    data       what the benchmark printed
+    peer       the program with which infinity is compared, or null
+    figures    a list of {"what", "peer", "ours", "ratio", "spread"}: strings for people. "peer" and "ratio"
+               may be null. "spread" is the smallest and the largest ratio, or another measure of the spread.
+               Two keys are optional: "contender", the contender of train.py that gave the figure, and
+               "readme", the number of the figure's row in README's table
+    data       the JSON object that the benchmark printed
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ results are in git's history.
 
 @dataclass(frozen=True)
 class Result:
-    """One file under current/."""
+    """One result: a JSON file under current/."""
 
     path: Path
-    """From the root of the repository."""
+    """Path of the file, relative to the root of the repository."""
     record: dict[str, Any]
-    """Its content."""
+    """Content of the file."""
 
     @property
     def machine(self) -> str:
@@ -57,13 +59,13 @@ class Result:
 
 
 def results() -> list[Result]:
-    """All results, by claim and machine."""
+    """All results, sorted by claim and machine."""
     files = sorted((RESULTS / "current").glob("*/*.json"))
     return [Result(file.relative_to(ROOT), json.loads(file.read_text())) for file in files]
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """A table in Markdown, the first row its head."""
+    """A table in Markdown, whose head is the first of `rows`."""
     head, *body = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
@@ -88,7 +90,7 @@ def index(found: list[Result]) -> str:
 
 
 def measured(found: list[Result]) -> str:
-    """README's table: the figures that say which row they are."""
+    """The table for README: the figures that have the key "readme", sorted by the row that the key names."""
     rows = {}
     for result in found:
         for each in result.figures:
@@ -103,7 +105,7 @@ def measured(found: list[Result]) -> str:
 
 
 def with_table(readme: str, text: str) -> str:
-    """README's text with another table."""
+    """The text of README with its table replaced. readme: the present text. text: the new table."""
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{text}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""Contenders by name: what `--ours` and `--peer` say, read."""
+"""Specs: contenders as the options `--ours` and `--peer` describe them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PEERS = {
     "torch": ("plain", ("fused", "plain")),
     "fsdp2": ("fsdp2", ("cpu",)),
 }
-"""Peer -> its file in peers/, and its modes, the default first."""
+"""For each peer: the name of its file in peers/, and its modes, with the default mode first."""
 
-OURS_HELP = f"""a contender of ours, commas between: host=SIZE, device=SIZE, nvme=SIZE|none,
-states={"|".join(STATES)}, update={"|".join(UPDATES)} (eager with --clip 0);
-or first, instead of host=, one of {", ".join(WORDS)}: as many pages in RAM as that says; repeatable"""
+OURS_HELP = f"""a contender of infinity, as a list with commas: host=SIZE, device=SIZE, nvme=SIZE|none,
+states={"|".join(STATES)}, update={"|".join(UPDATES)} (eager only with --clip 0).
+In place of host=, the list may begin with {", ".join(WORDS)}: the part of the pages in RAM. Repeatable"""
 PEER_HELP = "one of " + ", ".join(
     f"{name}:{mode}" if len(modes) > 1 else name for name, (_, modes) in PEERS.items() for mode in modes
 )
@@ -26,27 +26,30 @@ PEER_HELP = "one of " + ", ".join(
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One contender: what it is called in tables, and what its process is told."""
+    """A contender: its name in tables, and the settings that its process gets."""
 
     name: str
     contender: str
-    """Its file in peers/."""
+    """Name of the contender's file in peers/, without its suffix."""
     mode: str
     device: str | None = None
     host: str | None = None
     nvme: str | None = None
-    """A size, "none", or None for as much as the model can take."""
+    """NVMe budget: a size, "none" for no NVMe, or None for as much as the model can use."""
     states: str = "fp32"
     update: str = "lazy"
 
     @property
     def ours(self) -> bool:
-        """Not a peer."""
+        """Whether the contender is infinity and not a peer."""
         return self.contender == "ours"
 
 
 def ours(text: str) -> Spec:
-    """Of `--ours`. Raises argparse.ArgumentTypeError; sizes are left to Budget to judge."""
+    """The contender that a value of `--ours` describes. Sizes are not checked here but by infinity.Budget.
+
+    Raises argparse.ArgumentTypeError.
+    """
     fields: dict[str, str] = {}
     for number, part in enumerate(text.split(",")):
         key, equals, value = part.partition("=")
@@ -57,7 +60,7 @@ def ours(text: str) -> Spec:
                 f"{part!r} in {text!r} is none of host=, device=, nvme=, states=, update="
             )
         if key in fields:
-            raise argparse.ArgumentTypeError(f"{text!r} says {key} twice")
+            raise argparse.ArgumentTypeError(f"{text!r} has {key} twice")
         fields[key] = value
     for key, known in (("states", STATES), ("update", UPDATES)):
         if fields.get(key, known[0]) not in known:
@@ -68,12 +71,12 @@ def ours(text: str) -> Spec:
 
 
 def peer(text: str) -> Spec:
-    """Of `--peer`. Raises argparse.ArgumentTypeError."""
+    """The contender that a value of `--peer` describes. Raises argparse.ArgumentTypeError."""
     name, _, mode = text.partition(":")
     if name not in PEERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is {PEER_HELP}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {PEER_HELP}")
     module, modes = PEERS[name]
     mode = mode or modes[0]
     if mode not in modes:
-        raise argparse.ArgumentTypeError(f"{text!r} is {PEER_HELP}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {PEER_HELP}")
     return Spec(name=f"{name}:{mode}" if len(modes) > 1 else name, contender=module, mode=mode)

@@ -1,10 +1,11 @@
-"""A picture of a terminal: runs a command for real, and draws what it printed as an SVG.
+"""Picture of a terminal: runs a command, and draws the text that it prints as an SVG.
 
     python benchmarks/terminal_picture.py --out docs/first-run.svg -- \
         infinity train --budget-host 160MiB --budget-nvme .:1GiB
 
-The command runs in a new directory, which is removed afterwards. A pipe gets a line of progress every five
-seconds: the first, a middle one and the last are drawn. All else is drawn as it was printed.
+The command runs in a new directory, which is removed afterwards. Since it prints to a pipe, it prints a line
+of progress every five seconds, of which the first, the middle and the last are drawn. All other lines are
+drawn as they were printed.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ _TEMPLATE = """\
 </g>
 </svg>
 """
-"""Rich's own, but for its fonts, which it loads from the network, and with a title and a description."""
+"""Template of the SVG: Rich's own, with a title and a description, and without the fonts that Rich's template
+loads from the network."""
 
 _WIDTH = 106
 _STEP = re.compile(r"step (\d+)/\d+ ")
 
 
 def fewer_lines(printed: str) -> str:
-    """`printed` with three lines of progress: the first, the middle one and the last."""
+    """`printed` without its lines of progress, except the first, the middle and the last."""
     lines = printed.splitlines()
     steps = [index for index, line in enumerate(lines) if _STEP.match(line)]
     if not steps:
@@ -68,25 +70,28 @@ def fewer_lines(printed: str) -> str:
 
 
 def picture(command: str, printed: str, *, title: str) -> str:
-    """The SVG of a terminal in which `command` printed this. It has no links, fonts, images or scripts."""
+    """An SVG of a terminal in which `command` printed `printed`, without links, fonts, images or scripts."""
     console = Console(
         record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
     console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
     console.print(Text(printed.expandtabs(4)))
-    console.print()  # Rich clips the last line by a path that it does not define
+    console.print()  # Rich clips the last line by a path that Rich does not define
     description = f"A terminal in which {command} prints: {' '.join(printed.split())}"
     template = _TEMPLATE.replace("TITLE", _literal(title)).replace("DESCRIPTION", _literal(description))
     return console.export_svg(title=title, code_format=template, unique_id="terminal")
 
 
 def _literal(text: str) -> str:
-    """`text` as XML, safe from str.format."""
+    """`text` escaped for XML, and for a template of str.format."""
     return escape(text).replace("{", "{{").replace("}", "}}")
 
 
 def run(command: Sequence[str], directory: str | None) -> str:
-    """What the command prints on a pipe. Raises CalledProcessError where it fails."""
+    """Run `command` in a temporary directory below `directory`, and return what it prints on stdout.
+
+    Raises CalledProcessError if the command fails.
+    """
     environment = {**os.environ, "COLUMNS": str(_WIDTH), "PYTHONIOENCODING": "utf-8"}
     argv = [sys.executable, "-m", *command] if command[0] == "infinity" else list(command)
     with tempfile.TemporaryDirectory(dir=directory) as inside:
@@ -97,11 +102,13 @@ def run(command: Sequence[str], directory: str | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, write the picture and print what it shows. Returns 0."""
+    """Run the command, write the picture, and print the output of the command. Returns 0."""
     parser = argparse.ArgumentParser(description="Draw what a command prints as an SVG.")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the SVG")
-    parser.add_argument("--in", dest="directory", metavar="DIR", help="below which to run")
-    parser.add_argument("command", nargs="+", help="after --")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the SVG file to write")
+    parser.add_argument(
+        "--in", dest="directory", metavar="DIR", help="directory in which the temporary directory is made"
+    )
+    parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     options = parser.parse_args(arguments)
     command, printed = " ".join(options.command), run(options.command, options.directory)
     shown = fewer_lines(printed)

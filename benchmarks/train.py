@@ -1,17 +1,21 @@
-"""Training steps of a decoder: ours and peers in turns, beside the limit that this machine sets.
+"""Training steps of a decoder: compares infinity with peers, in turns, and with the limit of this machine.
 
-Each contender is a process of its own. While one trains a turn, the others wait or are not there, so that all
-meet the same minute of a noisy disk; the order is swapped each round, ratios are taken within a round, and
-before turns of ours the disk is measured by our engine. The limit of a step is, on the CPU, max(compute +
-update, disk), and on a GPU max(compute, update, disk, link): compute is the same model's forward and backward
-with everything in memory, before every round and after the last (on a GPU before and after all turns); the
-rest are the step's bytes over what the edges do in this very run.
+Each contender, infinity or a peer, is a process of its own. While one contender trains a turn, the others
+wait or are not running, so that all contenders meet the same state of a noisy disk. The order is reversed
+each round, ratios are taken within a round, and the disk is measured by infinity's I/O engine before each
+turn of infinity.
+
+The limit is the least time of a step: on the CPU max(compute + update, disk), and on a GPU max(compute,
+update, disk, link). "compute" is the time of forward and backward of the same model with everything in
+memory. It is measured before every round and after the last round, on a GPU only before and after all
+turns. "update", "disk" and "link" are the bytes that a step moves, divided by the speeds measured in the
+same run.
 
     python benchmarks/train.py --model 309m --directory /mnt/nvme0 --peer-python VENV/bin/python \\
         --peer deepspeed:nvme --ours host=6GiB --ours host=1GiB,states=bf16
     python benchmarks/train.py --model 926m --capacity --directory /mnt/nvme0 --json
 
-`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, its figures mean nothing.
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -38,18 +42,18 @@ BUDGETS = {
     "7b": "host=6GiB,device=3GiB",
     "14b": "host=8GiB,device=5GiB",
 }
-"""What ours has where nothing is said: budgets that leave most of the model to the disk."""
+"""Budgets of infinity, by model, if `--ours` is not given. They leave most of the model to the disk."""
 OTHERS = "host=256MiB"
 PEER = "deepspeed:nvme"
 
 
 def parse(argv: list[str] | None) -> tuple[Job, bool]:
-    """The job, and whether its report is wanted as JSON."""
+    """Read the command line: the job, and whether to print its report as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=PRESETS, default="309m")
     parser.add_argument("--ours", type=specs.ours, action="append", metavar="SPEC", help=specs.OURS_HELP)
     parser.add_argument("--peer", type=specs.peer, action="append", metavar="PEER", help=specs.PEER_HELP)
-    parser.add_argument("--capacity", action="store_true", help="ours alone")
+    parser.add_argument("--capacity", action="store_true", help="train with infinity alone")
     add_run_options(parser)
     found = vars(parser.parse_args(argv))
     as_json, alone = found.pop("json"), found.pop("capacity")
@@ -60,44 +64,46 @@ def parse(argv: list[str] | None) -> tuple[Job, bool]:
     if len(set(names)) < len(names):
         parser.error("a contender is named twice")
     if alone and peers:
-        parser.error("--capacity is without peers")
+        parser.error("--capacity and --peer exclude each other")
     if found["clip"] and any(spec.update == "eager" for spec in ours):
         parser.error("eager updates cannot clip: give --clip 0, for all contenders")
     return job_of(found, specs=(*ours, *peers)), as_json
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark of training takes."""
-    parser.add_argument("--directory", type=Path, required=True, help="on the disk to use")
+    """Add the options that all benchmarks of training have."""
+    parser.add_argument("--directory", type=Path, required=True, help="a directory on the disk to use")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--steps", type=int, default=2, help="timed steps a turn, after one that is not")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps in a turn, after one untimed step")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of a process before its first turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--clip", type=float, default=1.0, help="norm of all gradients; 0: not clipped")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="norm to which gradients are clipped; 0: not clipped"
+    )
     parser.add_argument("--peer-python", default=sys.executable, help="the peers' interpreter")
     parser.add_argument(
         "--processes",
         choices=("auto", "kept", "fresh"),
         default=None,
-        help="kept: alive from round to round; fresh: started for each turn;\n"
-        "auto: fresh in the first round, and kept after it if they fit in memory together (the default)",
+        help="how long processes live. kept: through all rounds; fresh: for one turn;\n"
+        "auto (default): fresh in the first round, then kept if they fit in memory together",
     )
     parser.add_argument("--timeout", type=float, default=1200, help="seconds that one start or turn may take")
     parser.add_argument(
         "--seconds",
         type=float,
         default=math.inf,
-        help="begin no turn after so many, and report what there is",
+        help="after so many seconds begin no turn, and report what was measured",
     )
-    parser.add_argument("--fio", action="store_true", help="measure the disk by fio, too: mixed, 4 MiB x 32")
+    parser.add_argument("--fio", action="store_true", help="also measure the disk by fio: mixed, 4 MiB x 32")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
 
 
 def job_of(options: dict[str, object], **more: object) -> Job:
-    """From options of `add_run_options`, checked, with their defaults."""
+    """The job of the options of `add_run_options`, with defaults filled in. more: further fields of Job."""
     found = options | more
     found["device"] = found["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     if found["quick"]:
@@ -108,7 +114,7 @@ def job_of(options: dict[str, object], **more: object) -> Job:
 
 
 def run(job: Job) -> Bench | None:
-    """The job, done in a directory that is gone afterwards. None, with the reason said, if it cannot be."""
+    """Run the job in a temporary directory. If it cannot run, print the reason and return None."""
     with fresh_directory(job.directory) as directory:
         try:
             bench = Bench(job, directory)

@@ -1,4 +1,4 @@
-"""What train.py says: figures from turns, as a dictionary and as tables for people."""
+"""Training report: the figures of a run of train.py, as a dictionary and as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from turns import Bench
 
 
 def report_of(bench: Bench) -> dict[str, Any]:
-    """Figures of every contender that had a turn: speeds within rounds, and ours beside limit and plan."""
+    """The report of a run: figures of every contender that had a turn, and ratios to the first peer's speed.
+
+    Contenders of infinity also have the limit of a step, and the predictions of their plans.
+    """
     job = bench.job
     facts = machine_facts()
     if job.device == "cuda":
@@ -47,7 +50,7 @@ def report_of(bench: Bench) -> dict[str, Any]:
 
 
 def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """One contender's turns. tokens: of a step."""
+    """Figures over the turns of one contender. ready: the first reply. tokens: number of tokens in a step."""
     seconds = [turn["seconds"] for turn in turns]
     return {
         "median_s": statistics.median(seconds),
@@ -70,14 +73,20 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> 
 
 
 def _peak(turn: dict[str, Any]) -> int:
-    """Of the whole life of the process: ours counts planning, which comes before its plan holds, apart."""
+    """Peak bytes of RAM in the whole life of the process.
+
+    infinity reports the peak of planning apart, because a plan bounds memory only after planning.
+    """
     planning: int = turn["facts"].get("plan", {}).get("rss_planning", 0)
     return max(turn["rss_peak"], planning)
 
 
 def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was planned against what was: seconds, and memory. Every process has a plan of its own, and is
-    held to that one: the ratio is the median of the turns'."""
+    """Compare the predictions of plans with measurements: seconds of a step, and bytes of RAM.
+
+    Every process has made a plan of its own. The turns of a process are compared with this plan, and the
+    ratio of seconds is the median over turns.
+    """
     plans = [turn["facts"]["plan"] for turn in turns]
     predictions = [plan["prediction"]["seconds"] for plan in plans if plan["prediction"] is not None]
     predicted = statistics.median(predictions) if predictions else None
@@ -99,7 +108,10 @@ def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(contenders: dict[str, dict[str, Any]], peer: str) -> dict[str, dict[str, Any]]:
-    """Of every other contender: its speed over the peer's, round by round where both had a turn."""
+    """The speed of every other contender divided by the speed of `peer`: by round, and the median.
+
+    Only rounds count in which both had a turn.
+    """
     theirs = dict(zip(contenders[peer]["rounds"], contenders[peer]["seconds"], strict=True))
     found = {}
     for name, each in contenders.items():
@@ -111,7 +123,7 @@ def ratios(contenders: dict[str, dict[str, Any]], peer: str) -> dict[str, dict[s
 
 
 def show(report: dict[str, Any]) -> None:
-    """Tables in Markdown."""
+    """Print the report as tables in Markdown."""
     machine, settings = report["machine"], report["settings"]
     print(f"\n{machine.get('gpu', machine['cpu'])}, {machine['cpus']} CPUs, {settings['device']}")
     name = "quick" if settings["quick"] else settings["model"]
@@ -147,7 +159,7 @@ def _show_contenders(report: dict[str, Any]) -> None:
 
 
 def _show_ours(report: dict[str, Any]) -> None:
-    """Ours beside its limit and its plan."""
+    """Print the table that compares the contenders of infinity with their limits and plans."""
     ours = {name: each for name, each in report["contenders"].items() if "limit" in each}
     if not ours:
         return
@@ -172,7 +184,7 @@ def _show_ours(report: dict[str, Any]) -> None:
 
 
 def prediction_cells(plan: dict[str, Any]) -> tuple[str, str]:
-    """What was predicted, and its ratio to what was measured, as cells of a table."""
+    """Two cells of a table: the predicted seconds, and their ratio to the measured seconds."""
     if plan["predicted_s"] is None:
         return "unknown", ""
     return f"{plan['predicted_s']:.3f} ({plan['predicted_limit']})", f"{plan['predicted_over_measured']:.2f}"

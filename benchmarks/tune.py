@@ -1,9 +1,10 @@
-"""What `infinity tune` chooses against the best of an exhaustive sweep of fio, on the same file.
+"""Compares the settings that `infinity tune` chooses with the best of an exhaustive sweep by fio.
 
-fio tries every engine, block size, depth and number of jobs, in passes of new order each; the points that
-come out best are then run in turns with our engine as tuned. A maximum of many noisy figures is too high, so
-only what the best points reach in those turns counts: the ratio of a mode is the median over rounds of ours
-over the turn, in the same round, of that point of fio that is best in the median.
+Both use the same file. fio tries every engine, block size, depth and number of jobs, in several passes, each
+in a new order. The best points of the sweep then run in turns with infinity's I/O engine as tuned. The
+maximum of many noisy figures is too high, so only the rates in these turns count. The best point is the point
+with the highest median rate. The result of a mode is the median, over rounds, of infinity's rate divided by
+the best point's rate in the same round.
 
     python benchmarks/tune.py --directory /mnt/nvme0
     python benchmarks/tune.py --directory /tmp --quick --json
@@ -38,7 +39,7 @@ GOAL = 0.95
 
 @dataclass(frozen=True)
 class FioPoint:
-    """What one run of fio does."""
+    """Settings of a run of fio. `block` is in bytes; a job keeps `depth` requests in flight."""
 
     engine: str
     block: int
@@ -51,7 +52,11 @@ class FioPoint:
 
 @dataclass(frozen=True)
 class Result:
-    """One mode. Rates are medians over rounds, in GB/s; `ratio` is ours over the best of fio's."""
+    """The result of one mode. Rates are medians over rounds, in GB/s.
+
+    `ratios` has, for each round, infinity's rate divided by the rate of fio's best point; `ratio` is the
+    median.
+    """
 
     mode: str
     ratio: float
@@ -60,15 +65,19 @@ class Result:
     best: FioPoint
     best_gb_s: float
     same_gb_s: float | None
-    """fio with the settings that ours is tuned to, one job: tells the choice from the engine."""
+    """Rate of fio, with one job, at the settings to which infinity is tuned; None if fio lacks the engine. It
+    shows whether the settings or the engine make a difference."""
     contenders: dict[str, float]
-    """fio's best points of the sweep -> GB/s in turns with ours."""
+    """GB/s of each of fio's best points, in turns with infinity."""
 
 
 def fio_rate(
     fio: str, point: FioPoint, mode: str, path: Path, nbytes: int, *, runtime: float | None
 ) -> float:
-    """Bytes per second of one run: over all of the file once, or for `runtime` seconds."""
+    """Bytes per second of one run of fio.
+
+    The run covers the whole file once, or lasts `runtime` seconds if that is given. nbytes: size of the file.
+    """
     share = nbytes // point.jobs // point.block * point.block
     command = [
         fio,
@@ -92,10 +101,10 @@ def fio_rate(
         "--output-format=json",
     ]
     if point.engine == "io_uring":
-        command += ["--registerfiles=1", "--fixedbufs=1"]  # as ours
+        command += ["--registerfiles=1", "--fixedbufs=1"]  # as infinity's engine has
     if runtime is not None:
         command += ["--time_based", f"--runtime={round(runtime * 1000)}ms"]
-    # Has malloc ask for huge pages, as ours are (glibc >= 2.35).
+    # Has malloc ask for huge pages (glibc >= 2.35), which infinity's memory has too.
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     job = json.loads(done[done.index("{") :])["jobs"][0]
@@ -104,7 +113,7 @@ def fio_rate(
 
 
 def fio_points(arguments: argparse.Namespace) -> list[FioPoint]:
-    """The whole grid, as far as the file has room for every job."""
+    """All points of the grid, except points that have too many bytes in flight for the file or the limit."""
     return [
         FioPoint(engine, block, depth, jobs)
         for engine in arguments.engine
@@ -118,7 +127,7 @@ def fio_points(arguments: argparse.Namespace) -> list[FioPoint]:
 def exhaustive(
     fio: str, points: list[FioPoint], path: Path, arguments: argparse.Namespace
 ) -> dict[str, dict[FioPoint, float]]:
-    """Mode -> point -> bytes per second: the median over passes."""
+    """Sweep all points; returns bytes per second by mode and point, the median over passes."""
     order = random.Random(0)
     rates: dict[str, dict[FioPoint, list[float]]] = {mode: {} for mode in MODES}
     for number in range(arguments.passes):
@@ -140,7 +149,10 @@ def in_turns(
     path: Path,
     arguments: argparse.Namespace,
 ) -> Result:
-    """Ours as tuned and fio's best points, a run each a round, in a new order each round."""
+    """Compare infinity as tuned with fio's best points, the `contenders`.
+
+    In every round infinity and each contender have one run, in an order that is new in each round.
+    """
     mode = case.mode
     order = random.Random(1)
     same = FioPoint(case.engine, case.block, case.depth, 1)
@@ -148,7 +160,7 @@ def in_turns(
     rates: dict[FioPoint | None, list[float]] = {each: [] for each in [None, *points]}
     ours = Ours(case, path)
     try:
-        ours.turn(case, arguments.size)  # nobody's first touch counts
+        ours.turn(case, arguments.size)  # not counted: it touches memory for the first time
         for _ in range(arguments.rounds):
             for each in order.sample(list(rates), len(rates)):
                 if each is None:
@@ -174,7 +186,7 @@ def in_turns(
 
 @contextlib.contextmanager
 def own_cache() -> Iterator[None]:
-    """What is found here is kept nowhere."""
+    """Context in which the user's cache is a temporary directory, so that found settings are not kept."""
     before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
@@ -187,7 +199,7 @@ def own_cache() -> Iterator[None]:
 
 
 def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str, object]]:
-    """What `infinity tune` chooses in the directory, and its figures."""
+    """The settings that `infinity tune` chooses for the directory, and the figures measured with them."""
     directory = os.fspath(arguments.directory)
     if arguments.quick:
         with TestFile(directory, arguments.size, Memory(SMALLEST), DEFAULT) as file:
@@ -204,7 +216,9 @@ def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str,
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the device")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk to use"
+    )
     parser.add_argument("--size", type=int, default=2 << 30, help="bytes of the file (default 2 GiB)")
     parser.add_argument(
         "--engine", nargs="+", default=["io_uring", "libaio"], choices=["io_uring", "libaio", "psync"]
@@ -214,13 +228,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--depth", nargs="+", type=int, default=[1, 4, 16, 32, 64])
     parser.add_argument("--jobs", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--in-flight", type=int, default=256 << 20, help="bytes, at most")
+    parser.add_argument("--in-flight", type=int, default=256 << 20, help="most bytes in flight")
     parser.add_argument("--slice", type=float, default=0.25, help="seconds of one run in the sweep")
-    parser.add_argument("--passes", type=int, default=2, help="of fio over all points")
-    parser.add_argument("--best", type=int, default=4, help="points of fio that meet ours")
-    parser.add_argument("--rounds", type=int, default=11, help="of turns per mode")
-    parser.add_argument("--thorough", action="store_true", help="of infinity tune")
-    parser.add_argument("--quick", action="store_true", help="some seconds: shows that it runs")
+    parser.add_argument("--passes", type=int, default=2, help="passes of fio over all points")
+    parser.add_argument(
+        "--best", type=int, default=4, help="best points of fio that run in turns with infinity"
+    )
+    parser.add_argument("--rounds", type=int, default=11, help="rounds of turns per mode")
+    parser.add_argument("--thorough", action="store_true", help="the option of infinity tune")
+    parser.add_argument("--quick", action="store_true", help="a smoke test of some seconds")
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     arguments = parser.parse_args(argv)
     if arguments.quick:

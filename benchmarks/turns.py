@@ -1,4 +1,4 @@
-"""Turns: contenders train one after another, round by round; the machine is measured between them."""
+"""Turns: contenders train one after another, round by round, and the machine is measured between turns."""
 
 from __future__ import annotations
 
@@ -29,49 +29,49 @@ from infinity.system import machine
 
 QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)
 BYTES_OF_STATE = 16
-"""On disk for each parameter, at the most: parameter, gradient, the rest of its master, two moments."""
+"""Most bytes on disk for each parameter: parameter, gradient, remainder of the master, two moments."""
 _SHARE_OF_MEMORY = 0.9
-"""Of what can be had, that processes may take which are kept alive beside one another."""
+"""Share of the usable memory that processes may take together if they are kept alive."""
 _LEAST_TIMEOUT = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Who trains what, and how often."""
+    """A run of the benchmark: the model, the contenders, and the numbers of steps and rounds."""
 
     model: str
     specs: tuple[Spec, ...]
     directory: Path
     device: str
     steps: int
-    """Timed in a turn, after one that is not."""
+    """Number of timed steps in a turn, after one untimed step."""
     warm_up: int
-    """Steps of a process before its first turn."""
+    """Number of steps that a process trains before its first turn."""
     rounds: int
     batch: int
     seq: int
     clip: float
-    """The largest norm of all gradients; 0: any."""
+    """Norm to which all gradients together are clipped; 0 if they are not clipped."""
     timeout: float
-    """Seconds that one start or turn may take."""
+    """Seconds that the start of a process, or one turn, may take."""
     seconds: float
-    """After so many no turn begins, and what was measured until then is the result."""
+    """Seconds after which no further turn begins; the report then has what was measured until then."""
     peer_python: str
     processes: str
-    """"kept": alive from round to round. "fresh": started for each turn. "auto": fresh in the first round,
-    and kept from then on if their peaks fit in memory together."""
+    """How long processes live. "kept": through all rounds. "fresh": for one turn. "auto": for one turn in the
+    first round, and through all later rounds if the peaks of all processes fit in memory together."""
     fio: bool
     quick: bool
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The model's sizes."""
+        """The sizes of the model."""
         return QUICK if self.quick else PRESETS[self.model].decoder
 
 
 @contextmanager
 def fresh_directory(parent: Path) -> Iterator[Path]:
-    """A new directory in `parent`, gone afterwards also when this process is told to end."""
+    """Context with a new directory in `parent`, which is removed at the end, even after SIGTERM or SIGHUP."""
 
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -87,16 +87,16 @@ def fresh_directory(parent: Path) -> Iterator[Path]:
 
 
 def the_text() -> bytes:
-    """What contenders train on: a MiB of Python's own sources."""
+    """The bytes that contenders train on: 1 MiB of the sources of Python's standard library."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     return b"".join(path.read_bytes() for path in sources)[: 1 << 20]
 
 
 class Bench:
-    """One run: its contenders, and what it has measured so far."""
+    """One run of the benchmark: its contenders, and the measurements so far."""
 
     def __init__(self, job: Job, directory: Path) -> None:
-        """Raises FioFailed where fio is asked for and does not work."""
+        """Prepare the run in `directory`. Raises FioFailed if the job asks for fio and fio does not work."""
         self.job = job
         self._directory = directory
         self._text = directory / "text"
@@ -110,13 +110,16 @@ class Bench:
         self.turns: dict[str, list[dict[str, Any]]] = {}
         self.failures: dict[str, str] = {}
         self.kept = job.processes == "kept"
-        """Whether processes stay alive from one round to the next."""
+        """Whether processes stay alive from one round to the next round."""
         self._deadline = time.monotonic() + job.seconds
         self._alive: dict[str, Process] = {}
         self._until_the_end = ExitStack()
 
     def run(self) -> None:
-        """Fills `ready`, `turns`, `speeds`, `compute`, and `failures` with those that ended early."""
+        """Run all rounds, and collect the measurements in `ready`, `turns`, `speeds` and `compute`.
+
+        `failures` gets the reason for each contender that failed.
+        """
         with self._until_the_end:
             for number in range(self.job.rounds):
                 if number == 0 or (self.job.device == "cpu" and not self.job.quick and self._left() > 0):
@@ -138,7 +141,10 @@ class Bench:
 
     @contextmanager
     def computing(self, decoder: DecoderConfig) -> Iterator[Process]:
-        """A process, warmed up: its steps are a decoder's forward and backward with everything in memory."""
+        """Context with a process that has trained its warm-up steps.
+
+        A step of the process is a forward and backward of the decoder, with everything in memory.
+        """
         task = self._task(Spec(name="compute", contender="plain", mode="compute"), decoder)
         with Process("compute", task, sys.executable, self._timeout()) as process:
             process.ready()
@@ -147,11 +153,11 @@ class Bench:
 
     @property
     def complete(self) -> bool:
-        """Whether every contender has trained, and none failed."""
+        """Whether every contender has trained and no contender has failed."""
         return not self.failures and all(spec.name in self.turns for spec in self.job.specs)
 
     def _left(self) -> float:
-        """Seconds until no turn begins any more."""
+        """Seconds that are left until no further turn may begin."""
         return self._deadline - time.monotonic()
 
     def _turn(self, number: int, spec: Spec) -> None:
@@ -175,7 +181,7 @@ class Bench:
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
-        """A contender that fails is out; the others go on, and the report says so."""
+        """Context in which a ContenderFailed is recorded. The contender `name` is left out from then on."""
         try:
             yield
         except ContenderFailed as error:
@@ -183,11 +189,13 @@ class Bench:
             print(error, file=sys.stderr)
             failed = self._alive.pop(name, None)
             if failed is not None:
-                failed.__exit__()  # its memory is the others'
+                failed.__exit__()  # frees its memory for the other contenders
 
     def _fit_together(self) -> bool:
-        """Whether the peaks of the round before fit beside one another and room to measure compute in; nobody
-        is alive now."""
+        """Whether all processes fit in memory together, by the peaks of the round before.
+
+        On a CPU, room to measure compute is left. No process may be alive when this method is called.
+        """
         last = [turns[-1] for turns in self.turns.values()]
         room = _SHARE_OF_MEMORY * machine.memory().usable
         if self.job.device == "cpu":
@@ -203,11 +211,11 @@ class Bench:
         return Process(spec.name, self._task(spec), python, self._timeout())
 
     def _timeout(self) -> float:
-        """Seconds to wait for an answer: what began in time may use up what is left, and a little more."""
+        """Seconds to wait for a reply: the time left to the run, but at least 15 s, and at most `timeout`."""
         return min(self.job.timeout, max(self._left(), _LEAST_TIMEOUT))
 
     def _task(self, spec: Spec, decoder: DecoderConfig | None = None) -> Task:
-        """A job in a directory of its own."""
+        """The task for a contender, in a new directory. decoder: sizes of the model, by default the job's."""
         decoder = decoder or self.job.decoder
         most = str(BYTES_OF_STATE * decoder.parameters + (256 << 20))
         return Task(
@@ -232,8 +240,11 @@ class Bench:
         )
 
     def _measure_compute(self) -> None:
-        """Before and after, so that what the machine's speed does in between is seen. A CPU, which others may
-        share, is another one ten minutes later: before every round."""
+        """Measure the seconds of forward and backward in memory once more, and append them to `compute`.
+
+        This is done before and after the run, so that a change of the machine's speed shows. The speed of a
+        CPU that others share changes within minutes, so on a CPU it is done before every round, too.
+        """
         self.compute.append(compute_seconds(self.job.decoder, self.job.device, self._compute_turn))
 
     def _compute_turn(self, decoder: DecoderConfig) -> float:

@@ -35,7 +35,7 @@ def main(directory: str) -> None:
             pages = bring_up(nvme, homes, pool)
             threads.run(update(pages, gradient, step))
             wait_all([nvme.write(homes[name], page) for name, page in pages.items()])
-            del pages  # their leases return
+            del pages  # returns the leases of the pages
         updated = torch.empty(ELEMENTS)
         nvme.read(homes["master"], updated).result()
         moved = nvme.stats[0]

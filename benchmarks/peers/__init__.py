@@ -1,6 +1,8 @@
-"""What the benchmarks compare: one file a contender, each run in a process of its own by contender.py.
+"""Peers: the programs that the benchmarks compare, with one file for each contender.
 
-A contender's file has `open_contender(task)`, which builds the model and returns a `task.Contender`. None but
-ours.py, with budgets.py, imports infinity, so that a peer may run under an interpreter that does not have it.
-The disk's peer is no contender: fio.py says what it gives to a program that does nothing else.
+A contender is a program that trains; contender.py runs it in a process of its own. The file of a contender
+has the function `open_contender(task)`, which builds the model and returns a `task.Contender`. infinity
+itself is the contender ours.py. Only ours.py and budgets.py import infinity, so that the other contenders,
+the peers, can run under an interpreter without infinity. fio.py is no contender: it measures the speed that
+the disk gives to a program that does nothing else.
 """

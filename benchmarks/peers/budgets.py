@@ -1,4 +1,4 @@
-"""Budgets by a word: how many of a model's pages rest in RAM decides the host budget."""
+"""Budgets by a word: the host budget with which a given part of a model's pages rests in RAM."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from infinity.planning.working_room import AMPLE_PAGES
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 WORDS = ("all-host", "half", "all-nvme")
-"""No page on NVMe; about half of the pages' bytes; every page."""
+"""Part of the pages' bytes that rests on NVMe: nothing ("all-host"), about half, everything ("all-nvme")."""
 
 _STAGING_SHARE = 4
-"""One in so many bytes of room at the most is taken by staging in a placement with room to work in."""
+"""In a placement with ample working room, staging takes at most the room divided by this number."""
 
 
 def host_budget(
@@ -26,14 +26,15 @@ def host_budget(
     nvme: Mapping[str, str | int] | None,
     reserved: int,
 ) -> int:
-    """Bytes of the host budget by which as many pages rest in RAM as `word` says, with room to work in.
+    """Bytes of the host budget with which the part of the pages that `word` names rests in RAM.
 
-    draft: a plan that measures nothing. reserved: bytes of that budget that no page may take, which a draft
-    does not know. Pages at home under the device budget are not counted.
+    The budget includes working room. Pages that rest under the device budget are not counted. word: one of
+    WORDS. draft: function that makes a plan for a budget without measuring. reserved: bytes of the host
+    budget that pages cannot take, and that the drafts do not take into account.
     """
     whole = draft(infinity.Budget(device=device, nvme=nvme))
     total = sum(whole.home_bytes.values()) - whole.home_bytes[Tier.DEVICE]
-    # In as much RAM some pages rest on NVMe, so that the draft has staging.
+    # With this budget some pages rest on NVMe, so that the draft has staging.
     room = total * 3 // 4 if word == "all-nvme" else total // 2
     some = draft(infinity.Budget(device=device, host=whole.smallest[Tier.HOST] + room, nvme=nvme))
     working = _STAGING_SHARE * some.staging_bytes + some.transit_bytes + _resident_bytes(some)
@@ -48,7 +49,7 @@ def host_budget(
 
 
 def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """The same plan with every page at home on NVMe. What rested in RAM leaves its room empty."""
+    """A copy of `plan` with the home of every page on NVMe. The room of pages that rested in RAM is kept."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )

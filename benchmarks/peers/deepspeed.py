@@ -1,12 +1,14 @@
 """DeepSpeed with one rank, offloading to NVMe or to the CPU.
 
-Mode "nvme" is ZeRO-Infinity: stage 3, parameters and states on the disk, the model built in zero.Init.
-"cpu" is ZeRO-Offload: stage 2, the bf16 model where it computes, gradients and states in RAM. "cpu3" is stage
-3 with parameters in RAM as well. DeepSpeedCPUAdam updates in all of them.
+Mode "nvme" is ZeRO-Infinity: stage 3, with parameters and states on the disk, and a model built in zero.Init.
+Mode "cpu" is ZeRO-Offload: stage 2, with the bf16 model on the computing device, and gradients and states in
+RAM. Mode "cpu3" is stage 3, with parameters, gradients and states in RAM. DeepSpeedCPUAdam runs the update in
+all modes.
 
-On the CPU settings are tuned for a small machine: with the common ones (sub_group_size 1e8) "nvme" takes 1.6
-times the memory and is slower. On a GPU they are for one with tens of GB: RAM is pinned, copies overlap, and
-live parameters have DeepSpeed's own bounds. With an optimizer buffer_count of 4 it ends in an AssertionError.
+If the CPU computes, the settings are tuned to a small machine: with the usual settings (sub_group_size
+1e8), mode "nvme" takes 1.6 times the memory and is slower. For a GPU the settings suit a device with tens
+of GB: RAM is pinned, copies overlap, and live parameters have DeepSpeed's default bounds. With an optimizer
+buffer_count of 4, DeepSpeed ends in an AssertionError.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from peers.task import BETAS, WEIGHT_DECAY, Task
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is tuned to the machine, in elements where not said otherwise."""
+    """Settings of DeepSpeed that are tuned to the machine."""
 
     sub_group: int
-    """Of states that are updated together; the swap's unit."""
+    """Elements whose optimizer states are swapped and updated together."""
     bucket: int
-    """Of gradients that are reduced together, and of parameters fetched ahead."""
+    """Elements of gradients that are reduced together, and of parameters that are prefetched."""
     live: int
-    """Parameters at one time."""
+    """Greatest number of parameter elements that are gathered at one time."""
     persistent: int
-    """Parameters smaller than this stay where they are used."""
+    """Parameters of fewer elements than this stay on the computing device."""
     parameter_buffer: int
-    """The least that a buffer of the parameters' swap holds."""
+    """Least number of elements in a buffer for swapping parameters."""
     threads: int
-    """Of the I/O engine."""
+    """Number of threads of the I/O engine."""
 
 
 SMALL = Sizes(50_000_000, 20_000_000, 50_000_000, 10_000, 20_000_000, 2)
@@ -44,7 +46,7 @@ GPU = Sizes(100_000_000, 200_000_000, 1_000_000_000, 100_000, 100_000_000, 8)
 
 
 def settings(task: Task, largest: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. largest: elements of the largest parameter, which a buffer must hold."""
+    """DeepSpeed's configuration. largest: elements of the largest parameter, which must fit in a buffer."""
     return {
         "train_micro_batch_size_per_gpu": task.batch,
         "gradient_accumulation_steps": 1,
@@ -103,7 +105,7 @@ def _stage_3(task: Task, largest: int) -> dict[str, Any]:
 
 
 class DeepSpeed:
-    """An engine and its step."""
+    """Contender that trains with a DeepSpeed engine."""
 
     def __init__(self, task: Task) -> None:
         single_rank.set_environment()
@@ -124,7 +126,7 @@ class DeepSpeed:
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
         )
-        # Not where it swapped to: that is gone when somebody reads it.
+        # Without the path of the swap directory, which is removed after the run.
         self._facts = {"version": deepspeed.__version__, "settings": _without_paths(config)}
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
@@ -148,5 +150,5 @@ def _without_paths(config: Any) -> Any:
 
 
 def open_contender(task: Task) -> DeepSpeed:
-    """See peers. `task.mode`: "nvme", "cpu" or "cpu3"."""
+    """Build the model and its DeepSpeed engine. task.mode: "nvme", "cpu" or "cpu3"."""
     return DeepSpeed(task)

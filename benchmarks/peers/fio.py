@@ -1,4 +1,4 @@
-"""fio: what this kernel and disk give to a program that does nothing else."""
+"""fio: measures the speed that this kernel and disk give to a program that does nothing else."""
 
 from __future__ import annotations
 
@@ -20,30 +20,33 @@ _ENGINES = ("io_uring", "libaio")
 _MIXED = ("--rwmixread=50", "--time_based")
 _ENDLESS = 24 * 3600
 _INTERRUPTED = 128
-"""What it ends with after SIGINT."""
+"""Exit code of fio after SIGINT."""
 _UNTIL_IT_RUNS = 1.0
-"""Seconds."""
+"""Seconds to wait until fio has begun its I/O."""
 
 
 class FioFailed(Exception):
-    """fio is not installed, or no engine of it works here."""
+    """Error: fio is not installed, or none of fio's I/O engines works here."""
 
 
 @dataclass
 class Background:
-    """What fio did beside somebody else; known once it has ended."""
+    """Measurements of fio while it ran beside another process; they are set when fio has ended."""
 
     speed: float = 0.0
-    """Bytes per second, reads and writes together."""
+    """Bytes per second that fio moved, reads and writes together."""
     cpu: float = 0.0
-    """Seconds of a CPU per second."""
+    """CPU seconds per second that fio used."""
 
 
 class Fio:
-    """Reads and writes at once, half of the bytes each, 4 MiB x 32, direct, over a file kept for the run."""
+    """Runs fio on a file of its own: direct I/O in blocks of 4 MiB, 32 of them in flight.
+
+    Half of the bytes are read and half are written, at the same time.
+    """
 
     def __init__(self, directory: Path, *, nbytes: int = 1 << 30, seconds: float = 1.0) -> None:
-        """Write the file. Raises FioFailed."""
+        """Write the file, of `nbytes` bytes. seconds: duration of a run of `mixed`. Raises FioFailed."""
         found = shutil.which("fio")
         if found is None:
             raise FioFailed("fio is not installed")
@@ -57,13 +60,13 @@ class Fio:
         raise last
 
     def mixed(self) -> float:
-        """Bytes per second, reads and writes together. Raises FioFailed."""
+        """Run fio; returns bytes per second, reads and writes together. Raises FioFailed."""
         job = self._run("rw", *_MIXED, f"--runtime={1000 * self._seconds:.0f}ms")
         return _speed(job)
 
     @contextmanager
     def beside(self, rate: float) -> Iterator[Background]:
-        """Inside, it moves about so many bytes per second: half are read, half written. Raises FioFailed."""
+        """Context in which fio moves about `rate` bytes per second, half of them read. Raises FioFailed."""
         limit = f"--rate={rate / 2:.0f},{rate / 2:.0f}"
         command = self._command("rw", *_MIXED, limit, f"--runtime={_ENDLESS}s")
         process = subprocess.Popen(
@@ -74,7 +77,7 @@ class Fio:
             time.sleep(_UNTIL_IT_RUNS)
             yield found
         finally:
-            process.send_signal(signal.SIGINT)  # it reports what it did until then
+            process.send_signal(signal.SIGINT)  # fio ends, and reports what it did until then
             out, error = process.communicate()
         job = self._report(0 if process.returncode == _INTERRUPTED else process.returncode, out, error)
         found.speed = _speed(job)
@@ -117,5 +120,5 @@ def _speed(job: dict[str, Any]) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """Has malloc ask for huge pages (glibc >= 2.35), as ours has them."""
+    """Environment in which fio's malloc asks for huge pages (glibc >= 2.35), which infinity has too."""
     return os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -1,8 +1,8 @@
-"""FSDP2 with one rank, offloading to RAM: fp32 shards, gradients and states live and are updated there.
+"""FSDP2 with one rank, offloading to RAM: fp32 shards, gradients and states are in RAM and are updated there.
 
-As its documentation and torchtitan have it: each block and the root are sharded, bf16 goes to the device and
-comes back as fp32 gradients, AdamW is fused. Nothing goes to a disk. On the CPU, where it runs over gloo, it
-saves no memory; it is there so that the same code is run in tests.
+The settings are those of FSDP2's documentation and of torchtitan: each block and the root module are sharded,
+parameters go to the device in bf16, gradients come back in fp32, and AdamW is fused. Nothing goes to a disk.
+FSDP2 also runs on the CPU, over gloo, where it saves no memory, so that tests run the same code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 class Fsdp2:
-    """A sharded model and its optimizer."""
+    """Contender that trains a sharded model with FSDP2."""
 
     def __init__(self, task: Task) -> None:
         single_rank.set_environment()
         on_gpu = task.device == "cuda"
-        # Gradients are in RAM when their norm is taken: with a GPU, too, gloo is needed besides.
+        # Gradients are in RAM when their norm is computed, so gloo is needed besides nccl on a GPU, too.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
         torch.manual_seed(0)
         self._clip = task.clip
@@ -62,5 +62,5 @@ class Fsdp2:
 
 
 def open_contender(task: Task) -> Fsdp2:
-    """See peers."""
+    """Build the sharded model and its optimizer. `task.mode` is not used."""
     return Fsdp2(task)

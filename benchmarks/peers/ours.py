@@ -1,4 +1,4 @@
-"""infinity: the model is built on meta, its states are pages under the budgets."""
+"""infinity as a contender: the model is built on the meta device, and its states are pages under budgets."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 class Ours:
-    """The loop of the README."""
+    """Contender that trains with infinity, in the loop that README shows."""
 
     def __init__(self, task: Task) -> None:
-        # The bandwidths that the plan expects are probed in this run, and kept nowhere.
+        # The bandwidths for the plan are probed in this run, in a cache of its own.
         os.environ["XDG_CACHE_HOME"] = task.directory
         torch.manual_seed(0)
         with torch.device("meta"):
             self.model = task.model()
             tokens = torch.zeros(task.batch, task.seq, dtype=torch.int64)
-        if task.device == "cuda":  # whose peers draw theirs on the GPU; see Task.real_model
+        if task.device == "cuda":  # the peers initialise on the GPU; see Task.real_model
             fill_by_pattern(self.model, task.decoder["layers"])
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
         budget, plan = _planned(task, self.model, optimizer, (tokens, tokens))
-        # From here on memory is the plan's. Planning has run every operation: libraries are loaded, and what
-        # it left in the heap would hide as much of the growth.
+        # From here on the plan accounts for memory. Planning has run every operation, so libraries are
+        # loaded, and free memory that planning left in the heap would hide as much growth.
         planning_peak = machine.process_memory().peak
         _empty_heap()
         machine.restart_peak()
@@ -83,8 +83,11 @@ class Ours:
 def _planned(
     task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[infinity.Budget, infinity.Plan]:
-    """What the task asks for: budgets as they are given, or as many bytes of RAM as its mode says."""
-    # Exact with one micro-batch a step: nothing is summed.
+    """The budget of a task, and the plan under this budget.
+
+    In mode "fit" the budgets are the task's. In every other mode the host budget follows from the mode.
+    """
+    # accumulate="compute" is exact with one micro-batch a step, because nothing is summed.
     fixed: dict[str, Any] = {
         "precision": infinity.Precision(compute="bf16", accumulate="compute", states=task.states),
         "device": task.device,
@@ -107,7 +110,7 @@ def _planned(
 
 
 def _reserved(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
-    """Bytes of the host budget that activations take: all of them where the CPU computes in that budget."""
+    """Bytes of the host budget that activations take: 0 unless the CPU computes under the host budget."""
     if task.device != "cpu" or task.budgets["device"] is not None:
         return 0
     estimate = run_fake_step(
@@ -117,7 +120,7 @@ def _reserved(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ..
 
 
 def _empty_heap() -> None:
-    """Give free memory back to the system, where the C library can."""
+    """Return free memory of the heap to the system, if the C library can."""
     gc.collect()
     trim = malloc_trim()
     if trim is not None:
@@ -125,7 +128,7 @@ def _empty_heap() -> None:
 
 
 def figures(plan: infinity.Plan) -> dict[str, Any]:
-    """The plan's figures, in bytes and seconds."""
+    """The figures of a plan that are reported, in bytes and seconds."""
     return {
         "prediction": None if plan.prediction is None else plan.prediction.as_dict(),
         "traffic": asdict(plan.traffic),
@@ -141,5 +144,5 @@ def figures(plan: infinity.Plan) -> dict[str, Any]:
 
 
 def open_contender(task: Task) -> Ours:
-    """See peers. `task.mode`: "fit" the budgets, or one of budgets.WORDS."""
+    """Build the model and its runtime. task.mode: "fit" for the task's budgets, or one of budgets.WORDS."""
     return Ours(task)

@@ -1,7 +1,7 @@
-"""Initial values at the speed of memory: normals drawn once, laid over every matrix again and again.
+"""Pattern: fast initial values, a fixed row of random normals that is copied repeatedly into every matrix.
 
-A CPU draws normals one after another: those of 7B parameters for minutes. What a step costs, and what fits,
-does not depend on them, so that benchmarks on a GPU start from these. Users' models never do.
+A CPU needs minutes to draw normals for 7B parameters. Neither the time nor the memory of a step depends on
+the values, so benchmarks on a GPU start from the pattern. Models of users are never initialised in this way.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from torch import nn
 
 _STD = 0.02
 _LENGTH = 1_048_573
-"""Normals: a prime, so that the rows of no matrix are equal."""
+"""Number of normals in the pattern. It is prime, so that no matrix has equal rows."""
 
 
 def fill_by_pattern(model: nn.Module, layers: int) -> None:
-    """Have `infinity.offload` fill this model, built on the meta device, with a pattern.
+    """Have `infinity.offload` fill `model`, which is on the meta device, with the pattern.
 
-    The standard deviations are the decoder's own: matrices named `out`, which add to the residual stream, are
-    scaled by its depth of `layers`. Vectors are ones. The same values each time.
+    Matrices get the standard deviations of the decoder's own initialisation: those named `out`, whose
+    results add to the residual stream, are scaled by the depth of the decoder, `layers`. Vectors are filled
+    with ones. The values are the same in every process.
     """
     normals = torch.randn(_LENGTH, generator=torch.Generator().manual_seed(0))
     usual, scaled = normals * _STD, normals * (_STD / math.sqrt(2 * layers))

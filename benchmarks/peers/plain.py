@@ -1,8 +1,9 @@
-"""PyTorch with everything in memory.
+"""Plain PyTorch with everything in memory.
 
-Mode "fused" is mixed precision as people write it by hand: bf16 model, fp32 masters, the fused AdamW over
-the masters. Mode "plain" is a first program: fp32 throughout, and AdamW as it comes. Mode "compute" is the
-bf16 model's forward and backward alone: what a step costs if paging and updating cost nothing.
+Mode "fused" is mixed precision as people write it by hand: a bf16 model, fp32 masters, and the fused AdamW
+for the masters. Mode "plain" is a beginner's program: fp32 throughout, and AdamW with default options. Mode
+"compute" has only forward and backward of the bf16 model: its time is that of a step if paging and updates
+cost nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 class Compute:
-    """Forward and backward; gradients are dropped as they come, as ours take them away."""
+    """Contender that runs forward and backward only, and then drops the gradients."""
 
     def __init__(self, task: Task, dtype: torch.dtype = torch.bfloat16) -> None:
         self.clip = task.clip
@@ -46,7 +47,7 @@ class Compute:
 
 
 class Fused(Compute):
-    """The whole step, with the fused AdamW: some four times as fast as the foreach one on a CPU."""
+    """Contender that runs the whole step with fused AdamW, on a CPU some four times as fast as foreach."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -70,7 +71,7 @@ class Fused(Compute):
 
 
 class Plain(Compute):
-    """The whole step in fp32, with the AdamW that torch chooses."""
+    """Contender that runs the whole step in fp32, with the AdamW implementation that torch chooses."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, torch.float32)
@@ -92,5 +93,5 @@ def _adamw(parameters: list[torch.Tensor], task: Task, *, fused: bool | None = N
 
 
 def open_contender(task: Task) -> Compute:
-    """See peers. `task.mode`: "fused", "plain" or "compute"."""
+    """Build the contender of `task.mode`: "fused", "plain" or "compute"."""
     return {"fused": Fused, "plain": Plain, "compute": Compute}[task.mode](task)

@@ -1,4 +1,4 @@
-"""The parent's side of contender.py: a process that trains when told to, and is gone when its parent is."""
+"""Process: a contender's process (contender.py) as its parent sees it. The process ends with its parent."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ _LAST_WORDS = 2000
 
 
 class ContenderFailed(Exception):
-    """A contender's process ended, or took too long; the text has its last words."""
+    """Error: a contender's process ended early or took too long. The text has the end of its output."""
 
 
 class Process:
-    """One contender. Use as a context manager: leaving it ends the process, waiting for nothing.
+    """A contender in a process of its own, to be used in a `with` statement.
 
-    Its directory is gone after that, whoever made it.
+    The end of the statement kills the process and removes the task's directory. name: used in error messages.
+    python: path of the interpreter. timeout: seconds to wait for a reply.
     """
 
     def __init__(self, name: str, task: Task, python: str, timeout: float) -> None:
         self.name = name
         self.timeout = timeout
-        """Seconds to wait for a reply or for the end."""
+        """Seconds to wait for a reply, or for the end of the process."""
         self._directory = Path(task.directory)
         self._log = self._directory / "log"
         self._left = False
         reading, writing = os.pipe()
-        # What is compiled when it is first used calls tools by name: those of its own interpreter come first.
+        # Extensions that are compiled at first use call tools by name: the tools of the contender's own
+        # interpreter must come first.
         environment = os.environ | {
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
@@ -48,23 +50,26 @@ class Process:
                 stderr=log,
                 pass_fds=[writing],
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # the parent alone handles Ctrl-C
             )
         os.close(writing)
         self._replies = os.fdopen(reading)
         self._send(task.to_json())
 
     def ready(self) -> dict[str, Any]:
-        """Wait until the model is built; see contender.py for what comes back."""
+        """Wait until the contender has built its model, and return its first reply; see contender.py."""
         return self._reply()
 
     def turn(self, lead: int, steps: int) -> dict[str, Any]:
-        """`lead` untimed steps and `steps` timed ones. Raises ContenderFailed."""
+        """Train `lead` untimed steps and then `steps` timed steps; returns the reply of contender.py.
+
+        Raises ContenderFailed.
+        """
         self._send(json.dumps({"lead": lead, "steps": steps}))
         return self._reply()
 
     def finish(self) -> None:
-        """Let it close what it has, and end. Raises ContenderFailed if it does not, or not with success."""
+        """Ask the contender to close and end. Raises ContenderFailed if it fails or does not end in time."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -82,7 +87,7 @@ class Process:
             return
         self._left = True
         self._process.kill()
-        for process in _session(self._process.pid):  # compilers that it started have groups of their own
+        for process in _session(self._process.pid):  # compilers that it started have other process groups
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._process.wait()
@@ -115,11 +120,11 @@ class Process:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session."""
+    """Ids of the processes in a session. leader: id of the process that leads the session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended
-            # PID (name) state parent group session; the name may hold anything
+        with contextlib.suppress(OSError):  # the process has ended
+            # PID (name) state parent group session; the name may contain any characters
             if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
                 found.append(int(stat.parent.name))
     return found

@@ -1,4 +1,4 @@
-"""A world of one rank, for contenders that train through torch.distributed."""
+"""Single rank: a torch.distributed world of one process, for contenders that need one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def set_environment() -> None:
-    """What torchrun would set for its only process; deepspeed reads some of it when it is imported."""
+    """Set the variables that torchrun sets for a single process. deepspeed reads some when it is imported."""
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
     )

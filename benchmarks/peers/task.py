@@ -1,4 +1,4 @@
-"""What every contender is given: sizes, data and where to work. Travels to its process as JSON."""
+"""Task: the model, data and settings that a contender trains with, sent to its process as JSON."""
 
 from __future__ import annotations
 
@@ -17,51 +17,54 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One job for one contender."""
+    """A training job for one contender."""
 
     contender: str
-    """The file in peers/, without its suffix."""
+    """Name of the contender's file in peers/, without its suffix."""
     mode: str
-    """What the contender understands by it: where DeepSpeed offloads to; how plain PyTorch updates."""
+    """Variant of the contender: one of the modes that the contender's file explains."""
     decoder: dict[str, int]
-    """Arguments of DecoderConfig."""
+    """Arguments of DecoderConfig, by name."""
     decoder_file: str
-    """The file that defines Decoder: it needs torch only."""
+    """Path of the file that defines Decoder, which imports nothing but torch."""
     batch: int
     seq: int
     learning_rate: float
     clip: float | None
-    """The largest norm of all gradients; None: any."""
+    """Norm to which all gradients together are clipped; None if they are not clipped."""
     device: str
     directory: str
-    """For swap; the contender's own, and removed after the run."""
+    """Directory for the swap files of this contender alone, which is removed after the run."""
     text: str
-    """A file of bytes, the tokens."""
+    """Path of the file whose bytes are the tokens."""
     budgets: dict[str, str | int | None]
-    """Of ours: device, host and nvme, sizes as Budget takes them."""
+    """Budgets of infinity by tier ("device", "host", "nvme"), as infinity.Budget takes them."""
     states: str
-    """Of ours: the format of optimizer states, as Precision takes it."""
+    """Format of infinity's optimizer states: the argument `states` of infinity.Precision."""
     update: str
-    """Of ours: when updates run, as offload takes it."""
+    """When infinity's updates run: the argument `update` of infinity.offload."""
 
     def to_json(self) -> str:
-        """One line."""
+        """The task as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> Task:
-        """The inverse of `to_json`."""
+        """The task that `to_json` wrote as `line`."""
         return Task(**json.loads(line))
 
     def model(self) -> torch.nn.Module:
-        """The decoder, built on whatever device is the default one."""
+        """Build the decoder on torch's current default device."""
         module = _load(self.decoder_file)
         built: torch.nn.Module = module.Decoder(module.DecoderConfig(**self.decoder))
         return built
 
     def real_model(self) -> torch.nn.Module:
-        """The decoder with its values in fp32: on the GPU where they take less than half of what is free
-        there, since a CPU draws them one after another; else in RAM."""
+        """Build the decoder with initial values in fp32.
+
+        The decoder is on the GPU if the task's device is a GPU and the decoder takes less than half of the
+        GPU's free memory, because drawing random values takes long on a CPU. Otherwise it is in RAM.
+        """
         with torch.device("meta"):
             nbytes = 4 * sum(parameter.numel() for parameter in self.model().parameters())
         there = self.device == "cuda" and nbytes < torch.cuda.mem_get_info()[0] // 2
@@ -70,20 +73,20 @@ class Task:
 
 
 class Contender(Protocol):
-    """A model that trains."""
+    """A model with an optimizer, which a benchmark trains step by step."""
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        """One training step on int64 (batch, seq); returns the loss, with everything finished."""
+        """Run a training step, and return the loss. tokens, targets: int64 (batch, seq)."""
 
     def facts(self) -> dict[str, Any]:
-        """What is to be reported of the last step; JSON."""
+        """Facts about the contender and its last step that are reported, as JSON values."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the memory, files and threads of the contender."""
 
 
 class Batches:
-    """The same tokens for every contender: places in the text by a generator with a fixed seed."""
+    """Sequence of batches, the same for every contender: windows of the text at seeded random positions."""
 
     def __init__(self, task: Task) -> None:
         text = bytearray(Path(task.text).read_bytes())
@@ -92,7 +95,7 @@ class Batches:
         self._task = task
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets, int64 (batch, seq), on the task's device."""
+        """The next batch: tokens and targets, int64 (batch, seq), on the task's device."""
         batch, seq = self._task.batch, self._task.seq
         starts = torch.randint(len(self._text) - seq, (batch,), generator=self._generator).tolist()
         rows = torch.stack([self._text[start : start + seq + 1] for start in starts]).long()
@@ -101,12 +104,12 @@ class Batches:
 
 
 def _load(path: str) -> ModuleType:
-    """A module by its file alone, without the package around it."""
+    """Load the module in the file `path`, without importing the package that contains it."""
     import sys
 
     spec = importlib.util.spec_from_file_location("benchmarked_decoder", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module

@@ -1,13 +1,15 @@
 """Atomic directory: a directory of files that appears whole or not at all, written by a separate thread.
 
 [Note: two threads]
-The caller's thread makes the content, because the runtime's lock, CUDA's current stream and inference mode
-belong to a thread. An event loop in a thread of its own writes the files, so that the caller may be inside of
-another loop. One piece is written while the next is made, and no more are in memory.
+The caller's thread makes the content of the files, because the runtime's lock, CUDA's current stream and
+inference mode belong to that thread. An event loop in a second thread writes the files, so that the caller
+may itself run inside an event loop. One piece is written while the next is made, and no other piece is in
+memory.
 
 [Note: all or nothing]
-Everything is written into a directory beside the target, synced, and renamed. After an error or an interrupt
-the writes under way are waited for, and the directory is removed.
+All files are written into a temporary directory beside the target and synced, and the directory is renamed
+to the target. After an error or an interrupt, the writes under way are waited for, and the temporary
+directory is removed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _FULL = "Free space on that file system, or export to another one."
 
 
 class Writer:
-    """Writes files in a thread of its own; see [Note: two threads]."""
+    """Writes files in a thread of its own, inside a `with` statement; see [Note: two threads]."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -41,7 +43,7 @@ class Writer:
     def __enter__(self) -> Writer:
         try:
             self._thread.start()
-        except BaseException:  # Ctrl-C; the thread starts nevertheless
+        except BaseException:  # after Ctrl-C the thread starts nevertheless
             self._loop.call_soon_threadsafe(self._loop.stop)
             raise
         return self
@@ -51,7 +53,10 @@ class Writer:
         self._thread.join()
 
     def write(self, path: Path, content: Iterable[bytes | memoryview]) -> None:
-        """Write a new file, and sync it to the disk. Raises OSError, and whatever `content` raises."""
+        """Write a new file, and sync it to the disk. Raises OSError, and any error that `content` raises.
+
+        content: the bytes of the file, piece by piece.
+        """
         file = self._do(_open(path))
         last: Future[Any] | None = None
         try:
@@ -69,11 +74,11 @@ class Writer:
         self._do(file.close())
 
     def _begin(self, action: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Submit a coroutine to the thread."""
+        """Submit a coroutine to the writing thread; returns the future of its result."""
         return asyncio.run_coroutine_threadsafe(action, self._loop)
 
     def _do(self, action: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the thread, and wait for its result."""
+        """Run a coroutine in the writing thread, and return its result when it has ended."""
         return self._begin(action).result()
 
     def _run(self) -> None:
@@ -84,7 +89,7 @@ class Writer:
             self._loop.close()
 
     async def _finish(self) -> None:
-        """Wait for all tasks, also for those whose wait an interrupt ended."""
+        """Wait for all tasks of the event loop, even tasks whose caller was interrupted while waiting."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*left, return_exceptions=True)
         await self._loop.shutdown_default_executor()
@@ -100,13 +105,14 @@ async def _flush(file: Any) -> None:
 
 
 def check_destination(path: str | os.PathLike[str]) -> Path:
-    """The directory that an export to `path` would make.
+    """Check that `path` can be exported to, and return the directory that the export would make.
 
-    Raises ConfigError if `path` cannot be used or is not empty, StorageError if it cannot be read.
+    Raises ConfigError if `path` is not a valid path, if it is a file, or if it is a directory that is not
+    empty or at which a file system is mounted. Raises StorageError if the system cannot look at `path`.
     """
     cure = "Give a directory that does not exist yet, or an empty one."
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
-        raise ConfigError(f"The path to export to is {path!r}.", cure)
+        raise ConfigError(f"The path to export to, {path!r}, is not valid.", cure)
     target = Path(os.path.realpath(path))
     with storing("look at", target):
         if target.is_dir():
@@ -121,9 +127,9 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """Context with a directory that becomes `target` at the end, and is removed after an error.
+    """Context that gives a temporary directory, which is renamed to `target` at the end.
 
-    See [Note: all or nothing].
+    After an error the temporary directory is removed; see [Note: all or nothing].
     """
     made = [each for each in target.parents if not each.exists()]
     directory = target.parent / f".infinity-export-{secrets.token_hex(8)}"
@@ -158,5 +164,5 @@ def sync(path: Path) -> None:
 
 
 def storing(operation: str, path: Path) -> contextlib.AbstractContextManager[None]:
-    """`storage_errors`, with an export's advice for a full file system."""
+    """Context that turns OSError into StorageError, with an export's cure for a full file system."""
     return storage_errors(operation, path, cure={errno.ENOSPC: _FULL, errno.EDQUOT: _FULL})

@@ -1,10 +1,13 @@
-"""Export of a model to safetensors files in Hugging Face's layout, with parts of one tensor in RAM at a time.
+"""Export: writes a model to safetensors files in Hugging Face's layout.
+
+Only parts of one tensor are in RAM at a time.
 
 [Note: order in a file]
-Shards are cut in the order of state_dict. Inside a file larger dtypes come first, as in the safetensors
-library, so that every tensor is aligned to its elements; equal dtypes keep their order. The header is
-written first, because sizes follow from shapes alone. Offsets leave no gap, and spaces pad the header to a
-multiple of 8 bytes: https://github.com/huggingface/safetensors#format
+Tensors are distributed over the files in the order of state_dict. Inside a file, tensors of larger dtypes
+come first, as in the safetensors library, so that every tensor is aligned to its elements. Tensors of one
+dtype keep their order. The header can be written first, because the sizes of tensors follow from shapes
+alone. Offsets leave no gap, and spaces pad the header to a multiple of 8 bytes:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -33,24 +36,27 @@ from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
 _WINDOW = 1 << 20
-"""Most elements of a part."""
+"""Greatest number of elements of a tensor that are in RAM at a time, as one part."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.uint16: "U16",
     torch.uint32: "U32",
     torch.uint64: "U64",
 }
-"""safetensors' names of torch's dtypes."""
+"""The name in safetensors of each of torch's dtypes."""
 
 _METADATA = "__metadata__"
-"""The header's key that does not name a tensor."""
+"""The key of the metadata in a file's header; every other key is the name of a tensor."""
 
 _EXPORTED = ("compute", "fp32")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The model to export, with its runtime's components. The lock is held, and every edit is home."""
+    """The model to export, with components of its runtime.
+
+    The caller holds the runtime's lock, and has written the user's edits of parameters to their pages' homes.
+    """
 
     model: nn.Module
     pager: Pager
@@ -59,9 +65,11 @@ class Source:
     compute_dtype: torch.dtype
 
     def parts(self, place: Place, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """A parameter in memory order: flat CPU tensors of up to _WINDOW elements, in their own memory.
+        """Yield a parameter's elements in memory order, as flat CPU tensors of up to _WINDOW elements.
 
-        dtype: the page's, or float32 for the fp32 master of a parameter that has one.
+        The tensors have memory of their own. place: the parameter's page, and its index in the page. dtype:
+        the parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32
+        master. The elements of a parameter without a master are converted to float32.
         """
         page, index = place.page, place.index
         layout = page.layout.parameters[index]
@@ -83,7 +91,12 @@ class Source:
                     yield values.to(dtype)
 
     def _master(self, place: Place, dtype: torch.dtype) -> StatePage | None:
-        """The page with the part of a parameter's master that its values lack; None if they lack nothing."""
+        """The optimizer page that holds a parameter's fp32 master.
+
+        For a bf16 parameter the page holds the bits of the master that the bf16 values lack. None if the
+        values themselves are exported: in their own dtype, or because the parameter is not trained, or
+        because the user edited it.
+        """
         layout = place.page.layout.parameters[place.index]
         if self.states is None or not layout.trainable or dtype == layout.dtype:
             return None
@@ -96,37 +109,40 @@ class Source:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of the export."""
+    """A tensor to be exported."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
     parts: Callable[[], Iterable[torch.Tensor]]
-    """Function that makes flat CPU tensors of its elements, in logical (row-major) order."""
+    """Function that returns the tensor's elements in row-major order, as flat CPU tensors."""
 
 
 def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size) -> None:
-    """Write a model into the directory `path`, which must not exist or be empty; parents are made.
+    """Write a model into the directory `path`, which must be empty or not exist yet. Parents are made.
 
-    The directory gets model.safetensors; if that would be larger than `shard` (bytes of tensors in a file),
-    model-00001-of-0000N.safetensors and so on with model.safetensors.index.json. A tensor is never cut: one
-    that is larger than a shard has a file of its own. Every parameter and persistent buffer is written once,
-    under its first name in state_dict, contiguous. dtype: "compute" writes parameters as the model computes
-    with them; "fp32" writes the fp32 masters of trainable floating parameters and all other floating ones
-    converted to fp32. Buffers keep their dtype. Moments of the optimizer are not exported. A transformers
-    model's config.json and generation_config.json are written too. A config has only one dtype, so
-    from_pretrained casts parameters that `Precision(keep=...)` kept in fp32, unless it is given
-    dtype=torch.float32.
+    The directory gets one file, model.safetensors. If the tensors have more than `shard` bytes, it gets
+    model-00001-of-0000N.safetensors and so on, with model.safetensors.index.json. A tensor is never divided:
+    a tensor of more than `shard` bytes has a file of its own. Every parameter and persistent buffer is
+    written once, contiguous, under its first name in state_dict. Moments of the optimizer are not exported.
 
-    RAM holds two parts of up to 2**20 elements, and, for a parameter that is not contiguous (channels_last),
-    all of it. Raises ConfigError for arguments that cannot be used and for tensors that safetensors cannot
-    hold, before anything is written; StorageFull, StorageError and BudgetError. After an error `path` is as
-    it was.
+    dtype: "compute" writes parameters in the dtype in which the model computes. "fp32" writes the fp32
+    masters of trainable floating-point parameters, and converts the other floating-point parameters to fp32.
+    Buffers keep their dtype.
+
+    For a transformers model, config.json and generation_config.json are written too. A config has only one
+    dtype. Therefore from_pretrained casts parameters that `Precision(keep=...)` kept in fp32 to that dtype,
+    unless it is called with dtype=torch.float32.
+
+    RAM holds two parts of up to 2**20 elements. A parameter that is not contiguous, such as channels_last, is
+    held as a whole. Raises ConfigError, before anything is written, if an argument cannot be used or
+    safetensors cannot hold a tensor. Raises StorageFull, StorageError or BudgetError if the export fails.
+    After an error `path` is as it was before.
     """
     limit = parse_size(shard, what="shard size")
     if limit == 0:
-        raise ConfigError("The shard size is zero.", 'Give the bytes of a file at most, such as "4GiB".')
+        raise ConfigError("The shard size is zero.", 'Give the largest size of a file, such as "4GiB".')
     if dtype not in _EXPORTED:
         raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
     target = check_destination(path)
@@ -145,7 +161,11 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
 
 
 def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
-    """All tensors, in the order of state_dict. Raises ConfigError for those that safetensors cannot hold."""
+    """The tensors to export, in the order of state_dict. as_masters: whether parameters are written in fp32.
+
+    Raises ConfigError if safetensors cannot hold a tensor, or if a parameter was added or replaced after the
+    model was offloaded.
+    """
     entries = []
     for each in persistent(source.model).values():
         name, tensor = each.names[0], each.tensor
@@ -197,15 +217,19 @@ def _check(entry: _Entry) -> None:
             f"{entry.name} is of {entry.dtype}, for which safetensors has no name.",
             f"Convert it to one of {', '.join(str(each).removeprefix('torch.') for each in _NAMES)}.",
         )
-    # Half of a surrogate pair is not valid Unicode.
+    # A name with half of a surrogate pair is not valid Unicode.
     if entry.name == _METADATA or entry.name.encode(errors="ignore").decode() != entry.name:
         raise ConfigError(
-            f"A tensor is called {entry.name!r}, which safetensors cannot store.", "Register it as another."
+            f"A tensor is called {entry.name!r}, which safetensors cannot store.",
+            "Register it under another name.",
         )
 
 
 def _in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of `view`, of any strides and device, in flat contiguous CPU tensors of up to _WINDOW."""
+    """Yield the elements of `view` in row-major order, as flat CPU tensors of up to _WINDOW elements.
+
+    view: a tensor of any strides, on any device.
+    """
     if view.numel() <= _WINDOW:
         yield view.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         return
@@ -215,7 +239,10 @@ def _in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
-    """Name of each file -> its tensors, in the file's order; see [Note: order in a file]."""
+    """The tensors of each file, by the name of the file; see [Note: order in a file].
+
+    entries: the tensors in the order of state_dict. limit: bytes of tensors in a file.
+    """
     shards: list[list[_Entry]] = [[]]
     used = 0
     for entry in entries:
@@ -234,7 +261,7 @@ def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
 
 
 def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
-    """A file's bytes, in order."""
+    """Yield the bytes of a file in order: the header, then the tensors."""
     yield _header(entries)
     for entry in entries:
         for part in entry.parts():
@@ -242,7 +269,10 @@ def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
 
 
 def _header(entries: Sequence[_Entry]) -> bytes:
-    """A file's bytes before those of its tensors, with the metadata that transformers requires."""
+    """The header of a file: the dtypes, shapes and offsets of its tensors.
+
+    The header also has the metadata that transformers requires.
+    """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -267,7 +297,10 @@ def _index(entries: Sequence[_Entry], files: dict[str, list[_Entry]]) -> bytes:
 
 
 def _save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """Write config.json and generation_config.json of a transformers model, as its save_pretrained would."""
+    """Write config.json and generation_config.json of a transformers model, as save_pretrained would.
+
+    dtype: the dtype that the configuration names. For any other model nothing is written.
+    """
     config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return

@@ -1,4 +1,4 @@
-"""Safetensors files: their weights, streamed into a model with one tensor in RAM at a time."""
+"""Safetensors files: named weights, which are streamed into a model with one tensor in RAM at a time."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Name of a dtype in safetensors -> the dtype."""
+"""torch's dtypes by their names in safetensors."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that are converted to each other. float8 is left out: its scales are in other tensors."""
+"""Dtypes of weights that may fill a tensor of another of these dtypes. float8 is left out, because the scales
+of its values are in other tensors."""
 
 _CONVERT = "Save the model with safetensors (save_pretrained does), and give the directory or the file."
 
@@ -63,11 +64,11 @@ class Weights:
         return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """The shape of the tensor `name`."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor. Raises ConfigError for a type that torch does not have."""
+        """The dtype of the tensor `name`. Raises ConfigError if DTYPES lacks the type."""
         entry = self._entries[name]
         if entry.dtype not in DTYPES:
             raise ConfigError(
@@ -77,13 +78,14 @@ class Weights:
         return DTYPES[entry.dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, contiguous, on the CPU, mapped from the file while it lives: edit only copies of it.
+        """Read the tensor `name`: contiguous, on the CPU.
 
-        Raises StorageError if the file cannot be read, or has changed since it was opened.
+        The tensor's memory is mapped from the file, so only a copy of the tensor may be edited. Raises
+        StorageError if the file cannot be read, or has changed since it was opened.
         """
         entry = self._entries[name]
         dtype = self.dtype(name)
-        # Opened each time (some 0.1 ms), because an open file keeps all that was read from it mapped.
+        # The file is opened for each tensor (some 0.1 ms): while open, it keeps all that was read mapped.
         with _reading(entry.file), safe_open(entry.file, framework="pt", device="cpu") as file:
             tensor: torch.Tensor = file.get_tensor(name)
         if tuple(tensor.shape) != entry.shape or tensor.dtype != dtype:
@@ -92,13 +94,13 @@ class Weights:
 
 
 def open_weights(path: str | os.PathLike[str]) -> Weights:
-    """The weights at `path`; only headers are read.
+    """Open the weights at `path`, reading only the headers of files.
 
-    path: a directory with model.safetensors.index.json, or model.safetensors, or other *.safetensors; or one
-    such file.
+    path: a safetensors file, an index (*.safetensors.index.json), or a directory. In a directory the index is
+    taken if there is one, otherwise model.safetensors, otherwise all *.safetensors files.
 
-    Raises ConfigError for a path without such files and for an index that does not fit its files;
-    StorageError for a file that cannot be read or is not safetensors.
+    Raises ConfigError if there are no such files, or if an index does not fit its files. Raises StorageError
+    if a file cannot be read or is not in the format of safetensors.
     """
     path = Path(path)
     with _reading(path):
@@ -132,7 +134,7 @@ def _one_of(directory: Path, ending: str) -> Path | None:
     if len(found) > 1:
         raise ConfigError(
             f"{directory} holds several indexes: {listed([file.name for file in found])}.",
-            "Give the path of the one that is meant.",
+            "Give the path of the index to use.",
         )
     return found[0]
 
@@ -174,7 +176,7 @@ def _merge(files: Iterable[Path]) -> dict[str, _Entry]:
             if name in entries:
                 raise ConfigError(
                     f"{name} is in {entries[name].file.name} and in {file.name}.",
-                    "Give one of the files, or add an index that says which one counts.",
+                    "Give one of the files, or add an index that says which file counts.",
                 )
             entries[name] = entry
     return entries
@@ -189,7 +191,7 @@ def _headers(path: Path) -> Iterator[tuple[str, _Entry]]:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Context that turns errors of safetensors and the system about `path` into StorageError."""
+    """Context that turns errors of safetensors and of the system into StorageError about `path`."""
     try:
         with storage_errors("read", path):
             yield
@@ -203,26 +205,29 @@ def _corrupt(path: Path, what: str) -> StorageError:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which weight fills which tensor of a model."""
+    """Pairs of a model's tensors and the names of the weights that fill them."""
 
     parameters: tuple[tuple[nn.Parameter, str], ...]
-    """Each distinct parameter and the name of its weight, in the model's order."""
+    """Pairs (parameter, name of its weight), one for each distinct parameter, in the model's order."""
 
     buffers: tuple[tuple[torch.Tensor, str], ...]
-    """Each distinct persistent buffer and the name of its weight."""
+    """Pairs (persistent buffer, name of its weight), one for each distinct buffer, in the model's order."""
 
     unexpected: tuple[str, ...]
-    """Names of weights that the model has no place for."""
+    """Names of weights that fill no tensor of the model, sorted."""
 
 
 def match(model: nn.Module, weights: Weights) -> Assignment:
-    """Find the weight of every parameter and persistent buffer, by any of its names in the model.
+    """Find the weight of every parameter and persistent buffer of a model.
 
-    A prefix may be missing on either side, as between a transformers model and its base model:
-    base_model_prefix, or a first component that all the names of one side share. Any float type of 16 bits
-    or more fills any other; other types must be the same.
+    A weight belongs to a tensor if it has the same name; a tied tensor has several names, and any of them
+    counts. Either the weights' names or the model's names may lack a prefix, as between a transformers model
+    and its base model. The prefix is base_model_prefix, or a first component that all names of the model, or
+    of the weights, have in common. A weight of a floating-point type of 16 bits or more fills a tensor of any
+    other such type. Other types must be equal.
 
-    Raises ConfigError naming tensors that have no weight, or one of another shape or type.
+    Raises ConfigError with the names of tensors that have no weight, or whose weight has another shape or
+    type.
     """
     wanted = persistent(model)
     known = set(weights.names)
@@ -257,7 +262,7 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
 
 
 def persistent(model: nn.Module) -> dict[int, Registered]:
-    """Parameters and persistent buffers, by id(), in the order of state_dict."""
+    """The parameters and persistent buffers of `model`, by id() of the tensor, in the order of state_dict."""
     passing = {
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -272,7 +277,11 @@ def persistent(model: nn.Module) -> dict[int, Registered]:
 
 
 def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str]) -> Iterator[tuple[str, str]]:
-    """(prefix of names in the model, prefix of the weights' names in its place), the likeliest first."""
+    """Yield pairs (prefix in the model, prefix in the weights) to try, the likeliest first.
+
+    A name in the model becomes the name of a weight when the second prefix replaces the first. wanted: the
+    model's tensors by id(). known: names of the weights.
+    """
     yield "", ""
     base = getattr(model, "base_model_prefix", "")
     prefixes = [f"{base}."] if isinstance(base, str) and base else []
@@ -287,7 +296,11 @@ def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str])
 
 
 def _assign(wanted: dict[int, Registered], known: set[str], rename: tuple[str, str]) -> dict[int, str]:
-    """Key -> the name of its weight, for tensors that have one; no weight goes to two tensors."""
+    """Find weights for the tensors in `wanted`; returns the name of the weight by key of the tensor.
+
+    Equal names are tried first, then names in which the second prefix of `rename` replaces the first. No
+    weight is assigned to two tensors. Tensors without a weight are left out.
+    """
     found: dict[int, str] = {}
     for ours, theirs in dict.fromkeys((("", ""), rename)):
         taken = set(found.values())
@@ -311,14 +324,17 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -> Assignment:
-    """Stream `weights` into `model`, one tensor in RAM at a time.
+    """Stream `weights` into `model`, with one tensor in RAM at a time.
 
-    `fill(parameter, values)` is called once for each parameter, in the model's order, with a tensor of its
-    shape, of the weight's dtype. Persistent buffers are copied; those on the meta device are replaced by
-    real ones on `device`. Other buffers on the meta device are initialised, see materialize.
+    Returns the assignment of weights to tensors.
 
-    Raises what `match` does, before anything is filled; ConfigError for a buffer that nothing initialises;
-    StorageError.
+    `fill(parameter, values)` is called once for each parameter, in the model's order. `values` is a tensor of
+    the parameter's shape, in the dtype of the weight. Weights of persistent buffers are copied into the
+    buffers; a buffer on the meta device is replaced by a real buffer on `device`. Buffers without a weight
+    that are on the meta device are initialised, as materialize does.
+
+    Raises the errors of `match`, before anything is filled. Raises ConfigError if nothing initialises a
+    buffer, and StorageError if a file cannot be read.
     """
     assignment = match(model, weights)
     entries = registered(model)

@@ -1,4 +1,4 @@
-"""Command `infinity`: one file for each subcommand. A user's error prints no traceback."""
+"""Command `infinity`: the command line, with one file for each subcommand."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ COMMANDS = (train, plan, tune, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0 done, 1 failed, 2 for arguments that cannot be used."""
+    """Run the command line `arguments`, by default those of the process, and return the exit code.
+
+    0: success. 1: failure. 2: the arguments cannot be used. 130: interrupted. An InfinityError is printed
+    without a traceback.
+    """
     parser = argparse.ArgumentParser(prog="infinity", description="Virtual memory for training.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters it cannot encode become "?"
+        if isinstance(stream, io.TextIOWrapper):  # characters that the stream cannot encode become "?"
             stream.reconfigure(errors="replace")
     options = parser.parse_args(arguments)
     try:
@@ -39,14 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        if sys.stdout is not None:  # Python flushes it once more at the end
+        if sys.stdout is not None:  # Python flushes stdout once more at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a command; returns its exit code. An error of this package is printed, with --json as JSON too."""
+    """Run a subcommand and return its exit code. An InfinityError is printed, with --json also as JSON."""
     try:
         code: int = options.run(options)
     except InfinityError as error:
@@ -60,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Context in which SIGTERM ends the command as Ctrl-C does, so that nothing is left on disk."""
+    """Context in which SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that nothing is left on disk."""
     try:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread: the caller handles signals
@@ -73,7 +77,7 @@ def _terminable() -> Iterator[None]:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The error's cure; if it is a larger budget, it names the command's option."""
+    """The printed cure for an error. A cure by a larger budget names the option that sets the budget."""
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):
@@ -88,7 +92,7 @@ def _cure(error: InfinityError, options: argparse.Namespace) -> str:
 
 
 def _enough(nbytes: int) -> str:
-    """A size, as one types it, that is at least `nbytes`."""
+    """A size of at least `nbytes` bytes as a command-line argument, such as "160MiB"."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 8 * factor:
             return f"{-(-nbytes // factor)}{unit}"

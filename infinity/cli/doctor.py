@@ -1,4 +1,4 @@
-"""Command `infinity doctor`: what this machine offers, and the cost and the cure of each thing missing."""
+"""Command `infinity doctor`: reports this machine's features, and the cost and cure of missing features."""
 
 from __future__ import annotations
 
@@ -29,39 +29,45 @@ _SECTIONS = ("machine", "memory", "device", "storage")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that this machine has or lacks."""
+    """A feature that this machine has or lacks, as one row of the report."""
 
     section: str
     name: str
     found: str
-    """Description of what is there, to be printed."""
+    """Printed description of what the machine has."""
     missing: bool = False
-    """Whether something is missing; `cost` says what that costs, and `cure` how to get it."""
+    """Whether the feature is missing or limited. Then `cost` names the consequence, and `cure` the remedy."""
     cost: str = ""
     cure: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
-    """The same as JSON values: bytes, bytes per second, flags."""
+    """The measured or probed values, as JSON values: bytes, bytes per second, flags."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `doctor` to the command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
-        help="what this machine offers, what is missing, what that costs and how to get it",
-        description="Try each thing for real and say what is there. Takes about five seconds per path.",
+        help="report what this machine offers, what is missing, what the lack costs and how to end it",
+        description="Try each feature of this machine and report the result. Takes some five seconds a path.",
     )
     parser.add_argument(
         "--path",
         action="append",
         metavar="DIR",
-        help="a directory that may hold pages (repeatable; default: the current one)",
+        help="a directory that may hold pages (repeatable; default: the current directory)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line of stdout"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine and print. Returns 1 if a path cannot hold pages, else 0: other lacks only cost speed."""
+    """Examine the machine and print the findings.
+
+    Returns 1 if a path cannot hold pages, and 0 otherwise, because anything else that is missing only costs
+    speed.
+    """
     console = Console(stderr=options.json)
     findings: list[Finding] = []
     with console.status("looking around"):
@@ -73,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(paths: list[str]) -> Iterator[Finding]:
-    """Every finding, in the order of sections."""
+    """Yield all findings, section by section. paths: directories that may hold pages."""
     yield from _processors()
     yield from _memory()
     yield from _device()

@@ -1,4 +1,4 @@
-"""Job: the options that `train` and `plan` share, and the checked and planned job that they describe."""
+"""Job: the training run that the options of `train` and `plan` describe, checked and planned."""
 
 from __future__ import annotations
 
@@ -54,53 +54,91 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="files or folders of text (default: the source of this Python's standard library)",
     )
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=100, metavar="N", help="default: %(default)s")
     training.add_argument(
-        "--batch", type=int, default=8, metavar="N", help="sequences (default: %(default)s)"
+        "--steps", type=int, default=100, metavar="N", help="number of training steps (default: %(default)s)"
     )
     training.add_argument(
-        "--seq", type=int, default=128, metavar="N", help="tokens of a sequence (default: %(default)s)"
+        "--batch", type=int, default=8, metavar="N", help="sequences in a micro-batch (default: %(default)s)"
     )
     training.add_argument(
-        "--accumulate", type=int, default=1, metavar="N", help="micro-batches a step (default: %(default)s)"
+        "--seq", type=int, default=128, metavar="N", help="tokens in a sequence (default: %(default)s)"
     )
-    training.add_argument("--lr", type=float, metavar="RATE", help="default: by the model's size")
     training.add_argument(
-        "--clip", type=float, default=1.0, metavar="NORM", help="of all gradients (default: %(default)s)"
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches in a step (default: %(default)s)",
     )
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    training.add_argument(
+        "--lr", type=float, metavar="RATE", help="highest learning rate (default: chosen by the model)"
+    )
+    training.add_argument(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="NORM",
+        help="largest norm of all gradients together (default: %(default)s)",
+    )
+    training.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of initial weights and of the order of the text (default: %(default)s)",
+    )
     _add_memory_options(parser.add_argument_group("memory"))
     output = parser.add_argument_group("output")
-    output.add_argument("--log", metavar="FILE", help="one JSON object a step")
-    output.add_argument("--export", metavar="DIR", help="write the trained model there, as safetensors")
-    output.add_argument("--trace", metavar="FILE", help="a timeline for https://ui.perfetto.dev")
-    output.add_argument("--checkpoint", metavar="DIR", help="commit there (not there yet)")
-    output.add_argument("--every", type=int, metavar="N", help="steps between commits (not there yet)")
-    output.add_argument("--resume", action="store_true", help="go on from the last commit (not there yet)")
-    output.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
+    output.add_argument("--log", metavar="FILE", help="write one JSON object a step to this file")
+    output.add_argument(
+        "--export", metavar="DIR", help="write the trained model to this directory, as safetensors"
+    )
+    output.add_argument(
+        "--trace", metavar="FILE", help="write a timeline for https://ui.perfetto.dev to this file"
+    )
+    output.add_argument("--checkpoint", metavar="DIR", help="directory of commits (not available yet)")
+    output.add_argument("--every", type=int, metavar="N", help="steps between commits (not available yet)")
+    output.add_argument(
+        "--resume", action="store_true", help="continue from the last commit (not available yet)"
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line of stdout"
+    )
 
 
 def _add_memory_options(memory: Any) -> None:
-    memory.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     memory.add_argument(
-        "--states", default="fp32", help="of the optimizer: fp32, bf16 or int8 (default: %(default)s)"
+        "--device", help="where to compute: cpu, cuda, cuda:1 (default: cuda if there is one)"
     )
-    memory.add_argument("--compute", default="bf16", help="bf16, fp16 or fp32 (default: %(default)s)")
     memory.add_argument(
-        "--budget-device", metavar="SIZE", help="device memory, such as 20GiB (default: what is free)"
+        "--states",
+        default="fp32",
+        help="format of optimizer states: fp32, bf16 or int8 (default: %(default)s)",
     )
-    memory.add_argument("--budget-host", metavar="SIZE", help="RAM (default: what is free)")
+    memory.add_argument(
+        "--compute",
+        default="bf16",
+        help="dtype of forward and backward: bf16, fp16 or fp32 (default: %(default)s)",
+    )
+    memory.add_argument(
+        "--budget-device",
+        metavar="SIZE",
+        help="device memory that may be used, such as 20GiB (default: what is free)",
+    )
+    memory.add_argument(
+        "--budget-host", metavar="SIZE", help="RAM that may be used, such as 20GiB (default: what is free)"
+    )
     memory.add_argument(
         "--budget-nvme",
         action="append",
         metavar="PATH:SIZE",
-        help="a directory on a disk and the bytes that may be used there; repeatable, one disk each",
+        help="a directory on a disk and the bytes that may be used there; repeat the option for each disk",
     )
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its text, and how and where it is to be trained."""
+    """A planned training run: a model, a text, hyper-parameters, budgets and a plan."""
 
     language_model: LanguageModel
     text: Text
@@ -112,11 +150,11 @@ class Job:
     device: torch.device
     plan: Plan
     prediction: Prediction | None
-    """Prediction for a step with all its micro-batches; None if the plan has none."""
+    """Predicted time of a step with all its micro-batches; None if the plan has no prediction."""
 
     @property
     def header(self) -> str:
-        """The first line that is printed."""
+        """The first printed line: version, device, I/O backends, and the sizes of the model and the text."""
         from infinity import __version__
 
         return " · ".join(
@@ -131,7 +169,7 @@ class Job:
 
 
 def show_job(options: argparse.Namespace, console: Console) -> Job:
-    """The job of these options, after its plan is printed. Raises as `make_job`."""
+    """Make the job of the options, and print its header and plan. Raises the same errors as `make_job`."""
     with console.status("planning"):
         job = make_job(options)
     console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}", highlight=False, soft_wrap=True)
@@ -139,9 +177,9 @@ def show_job(options: argparse.Namespace, console: Console) -> Job:
 
 
 def make_job(options: argparse.Namespace) -> Job:
-    """The job of these options, planned. Reads names and sizes of the text's files; moves no model bytes.
+    """Check the options, and plan the job that they describe. No model states are allocated or moved.
 
-    Raises ConfigError for an option that cannot be used, BudgetError if the job does not fit.
+    Raises ConfigError if an option cannot be used, and BudgetError if the job does not fit the budgets.
     """
     _check(options)
     torch.manual_seed(options.seed)
@@ -223,7 +261,7 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _describe_engines(budget: Budget) -> list[str]:
-    """The kinds of I/O engines that the budget's directories get, each once."""
+    """Names of the I/O backends that serve the budget's NVMe directories, without duplicates."""
     found = []
     for path in budget.nvme_bytes:
         with open_engine(path) as engine:

@@ -1,4 +1,4 @@
-"""Command `infinity plan`: prints the plan by which `infinity train` would run with the same options."""
+"""Command `infinity plan`: prints the plan that `infinity train` would follow with the same options."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def add_parser(subparsers: Any) -> None:
     """Add `plan` to the command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="what `train` would do with the same options: where pages go, how fast, what limits it",
-        description="Plan a training run: every tier's bytes, the smallest budgets, seconds per step. "
-        "Measures this machine for a few seconds; allocates nothing for the model.",
+        help="print the plan of a training run: where pages go, how fast it is, what limits it",
+        description="Plan a training run: bytes in every tier, smallest budgets, seconds per step. "
+        "Measures this machine for a few seconds. Allocates nothing for the model.",
     )
     add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan and print. Returns 0; raises BudgetError if the job does not fit."""
+    """Plan the job and print the plan. Returns 0. Raises BudgetError if the job does not fit the budgets."""
     console = Console(stderr=options.json)
     job = show_job(options, console)
     if options.json:

@@ -1,4 +1,4 @@
-"""Progress of a run: a line that is redrawn on a terminal, and printed every few seconds elsewhere."""
+"""Progress of a run: one line, which is redrawn on a terminal and printed every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from infinity.telemetry.stats import Edge
 
 _BARS = "▁▂▃▄▅▆▇"
 _LOSSES = 11
-"""Bars in the curve of losses."""
+"""Greatest number of bars in the curve of losses."""
 _SECONDS_BETWEEN_LINES = 5.0
 _MEMORY = 0.8
-"""Weight of the old value in a rate's moving average; the last step has the rest."""
+"""Weight of the old value in a moving average; the newest step has the remaining weight."""
 _EDGES = {
     Edge.NVME_TO_HOST: "read",
     Edge.HOST_TO_NVME: "write",
@@ -28,10 +28,11 @@ _EDGES = {
 
 
 class ProgressLine:
-    """The line with steps, loss and its curve, tokens per second, rates of tier edges, stall and time left.
+    """Shows the progress of a run in one line, inside a `with` statement.
 
-    It is a context manager. On a terminal the line is redrawn at every step; elsewhere it is printed at the
-    first step, the last, and every five seconds.
+    The line has the step, the loss and its curve, tokens per second, bytes per second between tiers, the
+    share of time in which training waited for transfers, and the time left. On a terminal the line is
+    redrawn at every step. Elsewhere it is printed at the first and the last step, and every five seconds.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -60,7 +61,7 @@ class ProgressLine:
             self._bar.stop()
 
     def show(self, report: StepReport) -> None:
-        """Show one more finished step."""
+        """Show a step that has just finished."""
         self._losses.append(report.loss)
         self._average(report)
         if self._bar is not None:
@@ -72,8 +73,12 @@ class ProgressLine:
             self._console.print(self._line(report), highlight=False, soft_wrap=True)
 
     def _average(self, report: StepReport) -> None:
-        """Update the averages. The second step replaces the first, which is slower: it learns the order."""
-        step = report.stats  # the first step's begin when the model was filled
+        """Update the moving averages by a step.
+
+        The second step replaces the values of the first, which is slower because the order of pages is not
+        known yet.
+        """
+        step = report.stats  # the first step's statistics begin when the model was filled
         now = {edge.value: step.edges[edge].bytes / step.seconds for edge in Edge}
         now["tokens"] = report.tokens / report.seconds
         now["stall"] = min(1.0, step.stall_seconds / step.seconds)
@@ -96,9 +101,11 @@ class ProgressLine:
 
 
 def curve(losses: list[float]) -> str:
-    """All losses as at most 11 bars, each the mean of its share, scaled from the lowest to the highest mean.
+    """A curve of all losses, as at most 11 bars.
 
-    A mean that is NaN or infinite, as with fp16, is drawn as high as the highest.
+    The losses are divided into equal stretches, and a bar shows the mean of a stretch. Heights are scaled
+    from the lowest to the highest mean. A mean that is NaN or infinite, which fp16 can give, is drawn as high
+    as the highest.
     """
     count = min(_LOSSES, len(losses))
     cuts = [len(losses) * index // count for index in range(count + 1)]
@@ -112,12 +119,12 @@ def curve(losses: list[float]) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """A rate in two to four characters: "5.1k", "812"."""
+    """A rate as short text, such as "5.1k" or "812"."""
     return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in minutes and seconds, "1:58", with hours before them if there are any."""
+    """A duration in minutes and seconds, such as "1:58", preceded by hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Command `infinity train`: trains a language model on real text, wherever its states fit."""
+"""Command `infinity train`: trains a language model on real text, with its states wherever they fit."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _SAMPLE_SECONDS = 10.0
 _SAMPLE_TOKENS = 200
 _TEMPERATURE = 0.7
 _LONGEST_PROMPT = 60
-"""Most bytes of a sample's prompt."""
+"""Greatest number of bytes in the prompt of a sample."""
 _WARM_UP = 2
-"""First steps, which are not measured: the order of pages is unknown, and there are no moments to read."""
+"""Number of first steps that the measured time of a step leaves out. In these steps the order of pages is not
+known yet, or there are no moments to read."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,15 +44,15 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "train",
         help="train a language model on real text, wherever its states fit",
-        description="Train a decoder-only transformer on text. The plan comes first; pages that do not fit "
-        "the device go to RAM, and what does not fit there to the directories of --budget-nvme.",
+        description="Train a decoder-only transformer on text, after printing the plan. Pages that do not "
+        "fit the device go to RAM, and pages that do not fit there go to the directories of --budget-nvme.",
     )
     add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train and print. Returns 0."""
+    """Train the model, and print the progress and the results. Returns 0."""
     started = time.monotonic()
     console = Console(stderr=options.json)
     if options.export is not None:
@@ -77,16 +78,16 @@ class _Outcome:
     after: float
     losses: list[float]
     step_seconds: float
-    """Median of the steps' seconds, without the first two steps."""
+    """Median seconds of a step, the first two steps left out."""
     tokens_per_second: float
     peak: int
-    """Peak bytes of RAM above those that the process had before the model."""
+    """Peak bytes of RAM that the process used beyond its use before the model was filled."""
     moved: dict[str, int]
-    """Tier edge -> bytes moved."""
+    """Bytes moved, by direction between two tiers, such as "nvme->host"."""
     sample: str
     exported: str | None
     timeline: str | None
-    """Sentence about the timeline's file, to be printed; None without one."""
+    """Printed text about the file of the timeline; None if no timeline was recorded."""
 
 
 def _train(
@@ -101,7 +102,7 @@ def _train(
         )
     reports: list[StepReport] = []
     with runtime:
-        if export is not None:  # checked again before the long run: the log or pages may be there now
+        if export is not None:  # checked again before the long run: the log or the pages may lie there now
             check_destination(export)
         held_out = HeldOut(language_model, job.batches, job.device)
         with console.status("loss on held-out text"):
@@ -144,7 +145,7 @@ def _fate(timeline: Timeline) -> str:
 
 
 def _sample(job: Job) -> str:
-    """A sample of the model, which continues a line of held-out text."""
+    """A sample: the beginning of a line of held-out text, and the text with which the model continues it."""
     text = job.text
     stretch = text.read(text.held_out.start, min(4096, len(text.held_out)))
     lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]
@@ -162,7 +163,10 @@ def _sample(job: Job) -> str:
 
 @contextlib.contextmanager
 def _open_log(path: str | None) -> Iterator[TextIO | None]:
-    """Context with a run's log, emptied; None without a path. Raises StorageError if it cannot be written."""
+    """Context that gives the log file of a run, opened and emptied, or None if `path` is None.
+
+    Raises StorageError if the file cannot be opened.
+    """
     if path is None:
         yield None
         return
@@ -176,7 +180,7 @@ def _open_log(path: str | None) -> Iterator[TextIO | None]:
 
 
 def _write_log(log: TextIO | None, report: StepReport) -> None:
-    """Write one line and flush it, so that a reader of the file sees whole steps."""
+    """Write a step as one line of JSON, and flush the line, so that a reader of the file sees whole steps."""
     if log is None:
         return
     line = {
@@ -195,7 +199,7 @@ def _write_log(log: TextIO | None, report: StepReport) -> None:
 
 
 def _finite(number: float) -> float | None:
-    """The number; None for NaN and infinity (fp16 has such steps), which JSON cannot express."""
+    """`number`, or None if it is NaN or infinite, which JSON cannot express. Steps in fp16 can have NaN."""
     return number if math.isfinite(number) else None
 
 
@@ -218,7 +222,7 @@ def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> Non
 
 
 def _predicted(job: Job) -> dict[str, Any]:
-    """Predicted seconds of a step: the middle of the range, and the range. None if unknown."""
+    """Predicted seconds of a step: the range and its middle, or None for both if there is no prediction."""
     found = job.prediction
     if found is None:
         return {"predicted": None, "range": None}
@@ -226,7 +230,7 @@ def _predicted(job: Job) -> dict[str, Any]:
 
 
 def _printable(text: str) -> str:
-    """The text without control characters: models may write escape sequences, which terminals obey."""
+    """`text` with control characters replaced. A terminal would obey escape sequences that a model writes."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) == "Cc" and each not in "\n\t" else each
         for each in text

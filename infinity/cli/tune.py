@@ -1,4 +1,4 @@
-"""Command `infinity tune`: finds the best I/O settings for this machine's disks, and keeps them."""
+"""Command `infinity tune`: finds the best I/O settings for this machine's disks, and saves them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,35 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "tune",
         help="find the I/O engine, block size and depth that suit each disk, and keep them",
-        description="Try I/O engines, block sizes, depths and threads in turn on a file that is removed "
-        "again; with several paths also how these share the bytes. What is found is kept in the user's "
-        "cache, and used by plan, train and all I/O. Takes under a minute.",
+        description="Try I/O engines, block sizes, depths and threads in turn on a test file, which is "
+        "removed at the end. With several paths, also find the share of the bytes that each path should get. "
+        "The settings are saved in the user's cache, where plan, train and all I/O find them. Takes under a "
+        "minute.",
     )
     parser.add_argument(
         "--path",
         action="append",
         metavar="DIR",
-        help="a directory that may hold pages (repeatable; default: the current one)",
+        help="a directory on a disk to be tuned (repeatable; default: the current directory)",
     )
     parser.add_argument(
         "--size",
-        help="bytes of the test file of each path, such as 8GiB (default: 2GiB, or half of what is free)",
+        help="size of the test file in each path, such as 8GiB (default: 2GiB, or half of the free space)",
     )
-    parser.add_argument("--thorough", action="store_true", help="a finer grid, and longer: some four minutes")
     parser.add_argument(
-        "--plot", metavar="FILE", help="a picture of the sweep, .png or .svg (needs matplotlib)"
+        "--thorough", action="store_true", help="try a finer grid for longer: some four minutes"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of stdout")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the sweep into this .png or .svg file (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line of stdout"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tune and print. Returns 0; raises a typed error for a directory that cannot be tried."""
+    """Tune the disks and print the results. Returns 0. Raises InfinityError if a directory is unusable."""
     if options.plot is not None:
         check_plot(options.plot)
     console = Console(stderr=options.json)
@@ -96,7 +101,7 @@ def _print(console: Console, found: Tuning) -> None:
 
 
 def _table(disk: DiskSweep) -> Table:
-    """The table of the chosen settings of a disk, and of those that are best for each mode alone."""
+    """A table of the settings that are best for each mode alone, and of the settings chosen for the disk."""
     how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
     title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""The main job: a language model, real text to train it on, and measures of what it learned.
+"""Language modelling: a language model, real text to train it on, and measures of what the model learned.
 
-Everything here is code that a user could have written on top of `infinity.offload`.
+A user could have written all of this code on top of `infinity.offload`.
 """

@@ -1,4 +1,7 @@
-"""Batches: the data of a run, a pure function of (seed, step, micro-batch), so resuming needs no state."""
+"""Batches: the data of a training run, a pure function of the seed, the step and the micro-batch.
+
+A run that is resumed therefore needs no saved state for its data.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,21 @@ _HELD_OUT_TOKENS = 16 << 10
 
 
 class Batches:
-    """Batches of windows of a text, for training and for held-out loss."""
+    """Makes batches of token windows from a text, for training and for the loss on held-out text."""
 
     def __init__(self, text: Text, language_model: LanguageModel, *, batch: int, seq: int, seed: int) -> None:
-        """batch: windows in a batch. seq: tokens that each window predicts.
+        """Choose the text, the model whose vocabulary splits the text into tokens, and the sizes.
 
-        Raises ConfigError for numbers below 1, and for a window that is longer than the model's context, or
-        than the held-out part of the text.
+        batch: number of windows in a batch. seq: number of tokens that are predicted in a window; a window
+        has seq + 1 tokens. seed: seed of the positions of the training windows.
+
+        Raises ConfigError if `batch` or `seq` is below 1, if `seq` is more than the model's longest context,
+        or if the held-out part of the text is shorter than a window.
         """
         if batch < 1 or seq < 1:
-            raise ConfigError(f"A batch of {batch} x {seq} tokens was asked for.", "Give numbers from 1 on.")
+            raise ConfigError(
+                f"A batch of {batch} x {seq} tokens was asked for.", "Give at least 1 for both."
+            )
         if language_model.longest is not None and seq > language_model.longest:
             raise ConfigError(
                 f"{language_model.name} takes {language_model.longest} tokens at most, and {seq} were asked "
@@ -39,25 +47,28 @@ class Batches:
         self._batch = batch
         self._length = seq + 1
         self._seed = seed
-        # Raises if the held-out part, the smaller one, is too small.
+        # Raises if a window does not fit the held-out part, which is the smaller part.
         self._vocabulary.window(text, text.held_out.start, self._length)
 
     def training(self, step: int, micro: int) -> torch.Tensor:
-        """Windows that begin at random positions of `text.train`: int64 (batch, seq + 1), on the CPU.
+        """The training batch of a step and micro-batch: int64 (batch, seq + 1), on the CPU.
 
-        They are the same on every machine with the same text. Raises StorageError as Text.read does.
+        The windows begin at random positions in the training part of the text. The same text, seed, step and
+        micro-batch give the same batch on every machine. Raises StorageError if a file of the text cannot be
+        read any more.
         """
         part = self._text.train
-        # A tokenizer's token may have any number of bytes; `window` begins earlier if it must.
+        # A token may have any number of bytes; `window` begins earlier if too few bytes follow.
         room = max(1, len(part) - self._length + 1)
         return self._windows(
             [part.start + _draw(self._seed, step, micro, row) % room for row in range(self._batch)]
         )
 
     def held_out(self) -> list[torch.Tensor]:
-        """Batches like `training`'s, spread evenly over `text.held_out`, independent of the seed.
+        """Batches of windows spread evenly over the held-out part of the text, the same for every seed.
 
-        At most 8 batches with at most 16 Ki tokens in all, but at least one.
+        A batch is int64 (batch, seq + 1), on the CPU. There are at most 8 batches, which predict at most
+        16 Ki tokens together. There is at least one batch, even if it predicts more tokens.
         """
         part = self._text.held_out
         tokens = self._batch * (self._length - 1)
@@ -72,5 +83,5 @@ class Batches:
 
 
 def _draw(*key: int) -> int:
-    """64 random bits that depend on `key` alone, not on a generator's state or version."""
+    """A pseudo-random 64-bit number that depends on `key` alone: a hash of its numbers."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")

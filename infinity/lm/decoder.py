@@ -1,4 +1,4 @@
-"""Decoder: a decoder-only transformer with RMSNorm before each half of a block, rotary positions, SwiGLU."""
+"""Decoder: a decoder-only transformer with RMSNorm before every layer, rotary positions and SwiGLU."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class DecoderConfig:
     """The sizes of a decoder."""
 
     width: int
-    """Elements of a token's vector."""
+    """Number of elements in a token's vector, the dimension of the residual stream."""
     layers: int
     heads: int
-    """Attention heads; `width` is an even multiple of their number."""
+    """Number of attention heads; `width` must be an even multiple of this number."""
     hidden: int
-    """Elements inside the feed-forward half."""
+    """Number of elements in the hidden vector of a feed-forward layer."""
     vocabulary: int = 256
     """Number of distinct tokens; 256 for bytes."""
 
     @property
     def parameters(self) -> int:
-        """Number of the decoder's parameters."""
+        """Number of parameters of a decoder of these sizes."""
         layer = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
         return self.layers * layer + 2 * self.vocabulary * self.width + self.width
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """x: (batch, seq, width); rotation: see Decoder.rotation."""
+        """Apply the layer to `x`, (batch, seq, width). rotation: the result of Decoder.rotation."""
         batch, seq, width = x.shape
         q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         q, k = _rotate(q, *rotation), _rotate(k, *rotation)
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """Feed-forward layer: SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -62,14 +62,14 @@ class FeedForward(nn.Module):
         self.out = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., width)."""
+        """Apply the layer to `x`, (..., width)."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: torch.Tensor = self.out(F.silu(gate) * up)
         return out
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream."""
+    """Transformer block: adds the output of attention and then of a feed-forward layer to its input."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """x: (batch, seq, width)."""
+        """Apply the block to `x`, (batch, seq, width). rotation: the result of Decoder.rotation."""
         x = x + self.attention(self.attention_norm(x), rotation)
         out: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
 
 class Decoder(nn.Module):
-    """The whole model. A call returns the loss, or logits without targets."""
+    """The whole model. A call with targets returns the loss; a call without targets returns the logits."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -98,7 +98,11 @@ class Decoder(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw normal weights; as in GPT-2, those that add to the residual stream are scaled by the depth."""
+        """Initialise the weights of one module: matrices with normal values, RMSNorm with ones.
+
+        The deeper the model, the smaller the weights of output layers, whose outputs are added to the
+        residual stream, as in GPT-2.
+        """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=_INIT_STD)
         elif isinstance(module, nn.RMSNorm):
@@ -107,7 +111,10 @@ class Decoder(nn.Module):
             nn.init.normal_(module.out.weight, std=_INIT_STD / math.sqrt(2 * self.config.layers))
 
     def rotation(self, seq: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each (seq, width / heads / 2), of rotary positions (arXiv 2104.09864)."""
+        """Cosines and sines of rotary positions (arXiv 2104.09864): two tensors, (seq, width / heads / 2).
+
+        like: a tensor of the wanted dtype, on the wanted device.
+        """
         half = self.config.width // self.config.heads // 2
         exponents = torch.arange(half, dtype=torch.float32, device=like.device) / half
         positions = torch.arange(seq, dtype=torch.float32, device=like.device)
@@ -115,8 +122,11 @@ class Decoder(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """The mean cross-entropy (float32 scalar, in nats per token); without targets, the logits, which are
-        (batch, seq, vocabulary). tokens, targets: int64 (batch, seq)."""
+        """The mean cross-entropy, a float32 scalar in nats per token, if `targets` are given.
+
+        Without targets the result is the logits, (batch, seq, vocabulary). tokens, targets: int64 (batch,
+        seq).
+        """
         x = self.embedding(tokens)
         rotation = self.rotation(tokens.shape[1], x)
         for block in self.blocks:

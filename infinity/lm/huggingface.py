@@ -30,29 +30,30 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-"""Files that show that a directory has a tokenizer."""
+"""Names of files; a directory with at least one of these files has a tokenizer."""
 
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "consolidated*.pth", "*.gguf")
-"""Files of weights that cannot be streamed."""
+"""File name patterns of weights in formats that cannot be streamed."""
 
 _BYTES = 256
 
 _LONGEST_REASON = 200
-"""Most characters that are quoted from an error of transformers."""
+"""Greatest number of characters that are quoted from an error message of transformers."""
 
 
 class HuggingFaceModel:
-    """A causal language model of transformers, over the tokens of the directory's tokenizer, else over bytes.
+    """A causal language model of transformers, read from a directory.
 
-    No code from the directory runs, and nothing is downloaded.
+    The vocabulary is that of the tokenizer in the directory, or the 256 bytes if the directory has no
+    tokenizer. No code from the directory runs, and nothing is downloaded.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """directory: one with a config.json.
+        """Build the model on the meta device. directory: a directory that contains config.json.
 
-        Raises ConfigError if transformers is not installed, or the directory has no config.json of a causal
-        language model, weights but not as safetensors, a tokenizer that cannot be read, or no tokenizer and a
-        vocabulary of fewer than 256 tokens.
+        Raises ConfigError if transformers is not installed, if the directory has no config.json of a causal
+        language model, if the only weights there are not in safetensors files, if the tokenizer cannot be
+        read, or if there is no tokenizer and the model has fewer than 256 tokens.
         """
         path = Path(directory)
         with _quiet():
@@ -67,24 +68,24 @@ class HuggingFaceModel:
         self.weights = _weights(path)
         self.learning_rate = _TRAINING_RATE if self.weights is None else _FINE_TUNING_RATE
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        # One less, because `loss` also passes the last target to the forward.
+        # One position less, because `loss` also passes the last target to forward.
         self.longest: int | None = positions - 1 if isinstance(positions, int) and positions > 1 else None
         known = inspect.signature(self.model.forward).parameters
-        # A cache would only duplicate what autograd keeps. A sample needs the logits of one position only.
+        # A cache would only duplicate what autograd saves. A sample needs the logits of one position only.
         self._always = {"use_cache": False} if "use_cache" in known else {}
         self._choosy = "logits_to_keep" in known
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See LanguageModel."""
+        """The mean cross-entropy of predicting the next token; see LanguageModel.loss."""
         found: torch.Tensor = self.model(**self._training(tokens)).loss
         return found.float()
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> Mapping[str, Any]:
-        """See LanguageModel."""
+        """Keyword arguments for a call of the model; see LanguageModel.example_inputs."""
         return self._training(torch.zeros(batch, seq + 1, dtype=torch.int64, device=device))
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """See LanguageModel."""
+        """Logits of the token after `position`; see LanguageModel.next_token_logits."""
         keep = {"logits_to_keep": torch.tensor([position], device=tokens.device)} if self._choosy else {}
         logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **keep).logits
         return logits[:, 0 if self._choosy else position].float()
@@ -94,7 +95,10 @@ class HuggingFaceModel:
 
 
 def _configuration(path: Path) -> Any:
-    """The configuration in `path`. Raises ConfigError if it is not a causal language model's."""
+    """The transformers configuration in the directory `path`.
+
+    Raises ConfigError if the configuration cannot be read or is not that of a causal language model.
+    """
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{path} has no config.json.", "Give a directory that save_pretrained of transformers wrote."
@@ -106,12 +110,12 @@ def _configuration(path: Path) -> Any:
             f"{path} needs transformers, which is not installed.", "Install transformers, or give a preset."
         ) from error
     try:
-        # False, because the default asks on the terminal whether to run the directory's code.
+        # trust_remote_code is False, because the default asks on the terminal whether to run the code.
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise _broken(path / "config.json", error) from error
     causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
-    # BERT and its like see the token that they are to predict, unless is_decoder is set.
+    # BERT and similar models see the token that they are to predict, unless is_decoder is set.
     masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
     if not causal or (masked and not getattr(config, "is_decoder", False)):
         raise ConfigError(
@@ -128,7 +132,7 @@ def _vocabulary(path: Path, config: Any) -> Vocabulary:
     if not any((path / name).is_file() for name in _TOKENIZERS):
         if size < _BYTES:
             raise ConfigError(
-                f"{path} has no tokenizer, and {size} tokens are too few for bytes.",
+                f"{path} has no tokenizer, and {size} tokens are too few for the 256 bytes.",
                 f"Add the tokenizer's files, or set vocab_size to {_BYTES} or more.",
             )
         return Bytes()
@@ -153,7 +157,10 @@ def _weights(path: Path) -> str | None:
 
 
 def _broken(what: object, error: Exception) -> ConfigError:
-    """The ConfigError for an error of transformers; these have no common base class."""
+    """The ConfigError which says that `what` cannot be used, with the reason from an error of transformers.
+
+    Errors of transformers have no common base class, so `error` may be any exception.
+    """
     reason = " ".join(str(error).split()) or type(error).__name__
     short = textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...").rstrip(".")
     return ConfigError(f"{what} cannot be used: {short}.", "Fetch or save the directory again, or mend it.")
@@ -161,7 +168,7 @@ def _broken(what: object, error: Exception) -> ConfigError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without warnings of transformers, which are meant for its direct callers."""
+    """Context in which transformers prints no warnings: they are meant for programs that call it directly."""
     try:
         from transformers.utils import logging as theirs
     except ImportError:

@@ -1,4 +1,4 @@
-"""Language model: a model with its loss and its vocabulary, found by name."""
+"""Language model: a model with its loss and its vocabulary, looked up by name."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class LanguageModel(Protocol):
     """A language model to be trained, with its vocabulary."""
 
     name: str
-    """The name that is printed."""
+    """Name of the model in printed text."""
     vocabulary: Vocabulary
     """The vocabulary of the model's tokens."""
     parameters: int
-    """Number of parameters; tied ones count once."""
+    """Number of parameters; a tied parameter counts once."""
     model: nn.Module
     """The module, on the meta device until `infinity.offload` fills it."""
     weights: str | None
-    """Directory of safetensors files that fill the model. None: its own initialisers fill it."""
+    """Directory of the safetensors files that fill the model; None if the model's initialisers fill it."""
     learning_rate: float
-    """The default learning rate."""
+    """Learning rate that a run takes by default."""
     longest: int | None
-    """Most tokens of context. None: no limit."""
+    """Greatest number of tokens that the model takes as context; None if there is no limit."""
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of the next tokens, in nats: a float32 scalar.
+        """The mean cross-entropy of predicting the next token, in nats per token: a float32 scalar.
 
         tokens: int64 (batch, seq + 1), on the model's device.
         """
@@ -43,20 +43,24 @@ class LanguageModel(Protocol):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str
     ) -> tuple[Any, ...] | Mapping[str, Any]:
-        """Example arguments of the model's call in `loss`, for infinity.plan and infinity.offload."""
+        """Arguments like those with which `loss` calls the model, for infinity.plan and infinity.offload.
+
+        batch: number of sequences. seq: number of tokens predicted in a sequence. device: where the tensors
+        are made.
+        """
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
         """Logits of the token after `position` (from 0): float32 (batch, vocabulary).
 
-        tokens: int64 (batch, seq); those after `position` do not affect the result.
+        tokens: int64 (batch, seq); tokens after `position` do not affect the result.
         """
 
 
 class PresetModel:
-    """The decoder of a preset, over bytes."""
+    """The decoder of a preset, whose tokens are bytes."""
 
     def __init__(self, name: str) -> None:
-        """name: one of PRESETS."""
+        """Build the decoder on the meta device. name: a key of PRESETS."""
         preset = PRESETS[name]
         self.name = name
         self.parameters = preset.decoder.parameters
@@ -68,25 +72,25 @@ class PresetModel:
         self.vocabulary: Vocabulary = Bytes()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See LanguageModel."""
+        """The mean cross-entropy of predicting the next token; see LanguageModel.loss."""
         found: torch.Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
         return found
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> tuple[Any, ...]:
-        """See LanguageModel."""
+        """Arguments for a call of the decoder; see LanguageModel.example_inputs."""
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return tokens, tokens
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """See LanguageModel."""
+        """Logits of the token after `position`; see LanguageModel.next_token_logits."""
         logits: torch.Tensor = self.model(tokens)
         return logits[:, position].float()
 
 
 def language_model(name: str) -> LanguageModel:
-    """The language model of a preset's name, or of a transformers model's directory.
+    """The language model that `name` selects: the name of a preset, or a directory of a transformers model.
 
-    Raises ConfigError for a name that is neither, and for a directory that cannot be used.
+    Raises ConfigError if `name` is neither, and if the directory cannot be used.
     """
     if name in PRESETS:
         return PresetModel(name)

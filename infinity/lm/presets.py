@@ -1,4 +1,4 @@
-"""Presets: decoders of fixed sizes over bytes, the models of the command line and of the benchmarks."""
+"""Presets: decoders of fixed sizes, whose tokens are bytes, for the command line and the benchmarks."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ PRESETS = {
     "7b": _preset(4096, 34, 32, 11008, 1.5e-4),
     "14b": _preset(5120, 44, 40, 13824, 1e-4),
 }
-"""Name -> preset. 309m and 926m have the shapes of the models with which DeepSpeed was measured."""
+"""Presets by name. 309m and 926m have the shapes of the models with which DeepSpeed was measured."""

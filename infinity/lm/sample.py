@@ -1,4 +1,4 @@
-"""Sample: text that a model writes, from which a reader sees what it learned."""
+"""Sample: text that a language model generates, which shows a reader what the model has learned."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from infinity.errors import ConfigError
 from infinity.lm.language_model import LanguageModel
 
 _LONGEST_CONTEXT = 256
-"""Most tokens of context. Every new token costs a forward over all of them, because there is no cache."""
+"""Greatest number of tokens of context. Every new token costs a forward over the whole context, because keys
+and values of earlier tokens are not cached."""
 
 _LENGTHS = 64
-"""Contexts are padded to a multiple of this many tokens: operations on the CPU keep memory for every length
-they have seen, some 3 MiB for a model of 10M parameters."""
+"""Contexts are padded to a multiple of this number of tokens, so that few different lengths occur. Operations
+on the CPU keep memory for every length that they have seen: some 3 MiB for a model of 10M parameters."""
 
 
 def generate(
@@ -33,12 +34,13 @@ def generate(
 ) -> str:
     """The prompt and the model's continuation, of at most `tokens` tokens.
 
-    seconds: time after which it stops, after at least one token, because a model may be read from disk for
-    every token. temperature: divisor of the logits; 0 takes the likeliest token. The same seed gives the same
-    text from the same logits, on any device. Training modes and the global random state stay as they were.
-    The text ends where the model's logits are NaN or infinite.
+    seconds: time after which no further token is begun; at least one token is made. A limit is needed because
+    the model may be read from disk for every token. temperature: divisor of the logits; 0 takes the likeliest
+    token. The same seed and the same logits give the same text on any device. The training modes of modules
+    and the global random state stay as they were. If a token's largest logit is NaN or infinite, the text
+    ends before this token.
 
-    Raises ConfigError for a number below 1 token or a temperature below 0.
+    Raises ConfigError if `tokens` is below 1 or `temperature` is below 0.
     """
     if tokens < 1 or not temperature >= 0:
         raise ConfigError(
@@ -62,24 +64,25 @@ def generate(
             if token is None:
                 break
             made.append(token)
-    # Decoded together, because a tokenizer may write a token differently at the beginning of a text.
+    # Prompt and continuation are decoded together: a tokenizer may decode a token differently at the
+    # beginning of a text.
     return prompt + vocabulary.decode([*given, *made])[len(vocabulary.decode(given)) :]
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int | None:
-    """The next token; None if the largest logit is NaN or infinite. logits: float32 (vocabulary,)."""
+    """Draw the next token; None if the largest logit is NaN or infinite. logits: float32 (vocabulary,)."""
     if not logits.max().isfinite():
         return None
     if temperature == 0:
         return int(logits.argmax())
-    # In float64, with the largest at 0, so that no temperature makes them overflow.
+    # In float64 and with the largest logit shifted to 0, so that no temperature makes a logit overflow.
     shifted = (logits.double() - logits.max()) / temperature
     return int(torch.multinomial(shifted.softmax(dim=0), 1, generator=generator))
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in evaluation mode; afterwards every module has its own mode again."""
+    """Context in which the model is in evaluation mode; at the end every module has its former mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -17,34 +17,42 @@ from infinity.config import format_size
 from infinity.errors import ConfigError, StorageError, storage_errors
 
 SEPARATOR = b"\n"
-"""The bytes between two files."""
+"""Bytes that separate the contents of two files."""
 
 _SNIFFED = 8 << 10
-"""Bytes at a file's beginning that decide whether it is text."""
+"""Number of bytes at the beginning of a file that are examined to decide whether the file is text."""
 
 _HELD_OUT = 20
-"""A twentieth of the bytes is never trained on."""
+"""Divisor of the text's bytes: the last twentieth of the text is never trained on."""
 
 _LEAST_HELD_OUT = 2 << 10
 
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Folders inside the standard library's folder that hold third-party code, tests, or no text."""
+"""Names of folders that are left out of the standard library: they hold third-party code, tests, or no
+text."""
 
 _OTHER_DATA = "Give files or folders of text with --data."
 
 
 class Text:
-    """A sequence of files with SEPARATOR between them. Only names and sizes are in memory."""
+    """The bytes of several files as one sequence, with SEPARATOR between two files.
+
+    Only the names and sizes of the files are kept in memory.
+    """
 
     def __init__(self, roots: Sequence[str], paths: Sequence[str], sizes: Sequence[int]) -> None:
-        """paths: regular files of `sizes` bytes, in order, none empty. roots: where they were found."""
+        """Describe the files of the text.
+
+        roots: files and folders in which the files were found. paths: regular files, none of them empty, in
+        the order of the sequence. sizes: bytes of each file, in the same order.
+        """
         self.roots = tuple(roots)
         self._paths = paths
         self._starts = array("q", [0])
         for size in sizes:
             self._starts.append(self._starts[-1] + size + len(SEPARATOR))
         self.nbytes = max(0, self._starts[-1] - len(SEPARATOR))
-        """Bytes of the sequence, separators included."""
+        """Number of bytes in the sequence, separators included."""
 
     @property
     def files(self) -> int:
@@ -53,19 +61,19 @@ class Text:
 
     @property
     def train(self) -> range:
-        """Byte positions to train on."""
+        """Byte positions of the part to train on: all but the last twentieth."""
         return range(self.nbytes - self.nbytes // _HELD_OUT)
 
     @property
     def held_out(self) -> range:
-        """Byte positions that are never trained on: the last twentieth."""
+        """Byte positions of the part that is never trained on: the last twentieth."""
         return range(self.nbytes - self.nbytes // _HELD_OUT, self.nbytes)
 
     def read(self, start: int, count: int) -> bytes:
-        """`count` bytes from position `start` on, across files.
+        """Read `count` bytes of the sequence from position `start` on, across the ends of files.
 
-        Raises ValueError outside the sequence, and StorageError for a file that cannot be read any more, or
-        has become shorter.
+        Raises ValueError if the range leaves the sequence, and StorageError if a file cannot be read any more
+        or has become shorter.
         """
         if start < 0 or count < 0 or start + count > self.nbytes:
             raise ValueError(f"{count} bytes at {start} are not within 0 .. {self.nbytes}")
@@ -85,17 +93,17 @@ class Text:
 
 
 def find_text(paths: Sequence[str] | None) -> Text:
-    """The text in `paths`: files, which are always taken, and folders, with all text files in them.
+    """The text in `paths`, or the modules of this Python's standard library if `paths` is None.
 
-    A text file is a regular file without a NUL byte in its first 8 KiB. Hidden files and folders, empty
-    files, and files that were already found by another name are left out; links are followed. None: the
-    modules of this Python's standard library.
+    A path may be a file, which is always taken, or a folder, of which all text files are taken. A text file
+    is a regular file without a NUL byte in its first 8 KiB. Empty files, hidden files and folders inside a
+    folder, and files that were already found under another name are left out. Links are followed.
 
-    Files are in the order of a hash of their names relative to their roots: it is the same on every machine,
-    and every folder has its share in the held-out part.
+    The files are sorted by a hash of their names relative to the given path. This order is the same on every
+    machine, and it mixes the folders, so that each folder has a share in the held-out part.
 
-    Raises ConfigError for a path that does not exist or is neither file nor folder, and if less than 40 KiB
-    are found; StorageError (errno) for a file or folder that cannot be read.
+    Raises ConfigError if a path does not exist or is neither a file nor a folder, and if less than 40 KiB of
+    text are found. Raises StorageError (with errno) if a file or folder cannot be read.
     """
     if paths is None:
         roots = [_standard_library()]
@@ -127,22 +135,30 @@ def _order(name: str) -> tuple[bytes, str]:
 
 
 _File = tuple[str, str, int]
-"""(name relative to the root, path, size in bytes)."""
+"""A file that was found: (name relative to the root, path, size in bytes)."""
 
 
 class _Walk:
-    """Finds each file once, however many links lead to it, so that none is in both parts."""
+    """A search for files. Each file is found only once, even if several links lead to the file.
+
+    Otherwise a file could be both trained on and held out.
+    """
 
     def __init__(self, takes: Callable[[str], bool], without: frozenset[str]) -> None:
-        """takes: path -> whether a file in a folder is wanted. without: names of folders to leave out."""
+        """Choose which files are found.
+
+        takes: function that is given the path of a file in a folder and returns whether the file is wanted.
+        without: names of folders to leave out.
+        """
         self._takes = takes
         self._without = without
         self._seen: set[tuple[int, int]] = set()
 
     def files(self, root: str) -> Iterator[_File]:
-        """The files of `root`, a file or a folder, that were not found before.
+        """Yield the file `root`, or the files in the folder `root`, except files that were found before.
 
-        Raises ConfigError if `root` does not exist or is neither; StorageError.
+        Raises ConfigError if `root` does not exist or is neither a file nor a folder, and StorageError if the
+        system cannot read a file or folder.
         """
         try:
             with _reading(root):
@@ -165,7 +181,7 @@ class _Walk:
             with _reading(folder):
                 if not self._is_new(os.stat(folder)):
                     continue
-                # In the order of names, because a file with several names is known by the first.
+                # Names are sorted, because a file with several names is known by the first of them.
                 inside = sorted(name for name in os.listdir(folder) if not name.startswith("."))
             below = []
             for name in inside:
@@ -190,7 +206,7 @@ class _Walk:
 
 
 def _stat(path: str) -> os.stat_result | None:
-    """The status of a path; None for a link that leads nowhere or to itself, and for a removed file."""
+    """The stat result of a path; None if the file was removed, or if a link leads nowhere or to itself."""
     try:
         with _reading(path):
             return os.stat(path)
@@ -209,9 +225,13 @@ def _is_text(path: str) -> bool:
 
 
 def _read(path: str, offset: int, count: int, *, short: bool = False) -> bytes:
-    """`count` bytes at `offset`. If the file ends before: fewer with `short`, else raises StorageError."""
+    """Read `count` bytes of a file from `offset` on.
+
+    If the file ends earlier, the bytes up to its end are returned if `short` is true; otherwise StorageError
+    is raised.
+    """
     found = bytearray()
-    # Opened each time (some 10 us), because there may be more files than a process can have open.
+    # The file is opened for each read (some 10 us): there may be more files than a process can have open.
     with _reading(path, offset), open(path, "rb", buffering=0) as file:
         file.seek(offset)
         while len(found) < count and (piece := file.read(count - len(found))):

@@ -1,4 +1,4 @@
-"""Training loop, as any user of `infinity.offload` would write it, with a report of every step."""
+"""Training loop: trains a language model as any user of `infinity.offload` would, and reports every step."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from infinity.telemetry.stats import Stats
 _WEIGHT_DECAY = 0.1
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
-"""The learning rate rises during the first tenth of the steps, but at most during a hundred."""
+"""Divisor of the number of steps: the learning rate rises in the first tenth, at most 100 steps."""
 _FLOOR = 0.1
-"""Fraction of the learning rate that is left at the end of its cosine."""
+"""Fraction of the highest learning rate that is left at the end of the cosine decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The numbers by which a run trains."""
+    """The hyper-parameters of a training run."""
 
     steps: int
     accumulate: int
-    """Micro-batches in a step."""
+    """Number of micro-batches in a step."""
     learning_rate: float
     """The highest learning rate of the run."""
     clip: float
-    """Largest global 2-norm of the gradients."""
+    """Value to which the global 2-norm of the gradients is clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +45,20 @@ class StepReport:
     step: int
     """Number of the step, from 1 on."""
     loss: float
-    """Mean over the step's micro-batches, in nats per token."""
+    """Mean loss of the step's micro-batches, in nats per token."""
     norm: float
     """Global 2-norm of the gradients, before clipping."""
     learning_rate: float
     tokens: int
-    """Number of tokens that were predicted."""
+    """Number of tokens that were predicted in the step."""
     seconds: float
-    """Wall time, including reading the data."""
+    """Seconds that the step took, reading the data included."""
     stats: Stats
     """The runtime's measurements of the step."""
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, as is usual for language models."""
+    """An AdamW optimizer for `model`, with weight decay on matrices only, as is usual for language models."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -66,7 +66,10 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 
 
 def warm_up_and_cosine(step: int, steps: int) -> float:
-    """The factor of the learning rate in `step` (from 0) of `steps`."""
+    """The factor that multiplies the highest learning rate in a step: a linear rise, then a cosine decay.
+
+    step: number of the step, from 0 on. steps: number of steps in the run.
+    """
     warm = min(100, max(1, steps // _WARM_UP))
     if step < warm:
         return (step + 1) / warm
@@ -77,7 +80,7 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
 def train(
     language_model: LanguageModel, runtime: Runtime, batches: Batches, recipe: Recipe
 ) -> Iterator[StepReport]:
-    """Train, one step for each report that is taken from the iterator."""
+    """Train the model, and yield a report after each step. A step begins when its report is asked for."""
     device, optimizer = runtime.plan.device, runtime.optimizer
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
     language_model.model.train()
@@ -109,17 +112,18 @@ def train(
 
 
 class HeldOut:
-    """The loss on text that is never trained on."""
+    """Measures the loss of a model on held-out text, which is never trained on."""
 
     def __init__(self, language_model: LanguageModel, batches: Batches, device: torch.device) -> None:
         self._subject = language_model
         self._batches = [batch.to(device) for batch in batches.held_out()]
 
     def loss(self, *, seconds: float | None = None) -> float:
-        """The mean loss, in nats per token.
+        """The mean loss over the held-out batches, in nats per token.
 
-        seconds: time after which it stops, because a model may be read from disk for each batch. Later calls
-        then use only the batches of this one, so that their figures are of the same text.
+        seconds: time after which no further batch is begun. A limit is needed because the model may be read
+        from disk for each batch. If a call leaves batches out, later calls leave the same batches out, so
+        that the losses of all calls are comparable.
         """
         model, found = self._subject.model, []
         training = model.training

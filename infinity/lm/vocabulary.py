@@ -1,4 +1,4 @@
-"""Vocabulary: the tokens of a model, which are bytes or those of a tokenizer."""
+"""Vocabulary: the tokens of a model, which are bytes or the tokens of a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from infinity.errors import ConfigError
 from infinity.lm.text import Text
 
 _BYTES_PER_TOKEN = 6
-"""First guess of the bytes to read for a token; rather too many, because too few cost a second pass."""
+"""Bytes that are read at first for each token. The guess is high: too few bytes cost a second pass."""
 
 _LONGEST_STRETCH = 16 << 20
-"""Most bytes that are searched for a window's tokens."""
+"""Greatest number of bytes that are read for the tokens of a window."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
-"""The bytes with which no character of UTF-8 begins."""
+"""The continuation bytes of UTF-8, with which no character begins."""
 
 
 class Vocabulary(Protocol):
     """Conversion of text to tokens and back."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """`length` tokens from byte position `start` on: int64 (length,).
+        """Read a window, `length` tokens from byte position `start` on: int64 (length,).
 
-        No window leaves the part of the text (to train on, or held out) that `start` is in: a window begins
-        earlier if its part would end too soon. Raises ConfigError if the part has too few tokens,
-        StorageError as Text.read does.
+        `start` lies in one part of the text, the training part or the held-out part, and the whole window is
+        taken from this part. If the part ends too soon, the window begins earlier. Raises ConfigError if the
+        part has fewer than `length` tokens, and StorageError if a file of the text cannot be read any more.
         """
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, with U+FFFD for those that are not valid text."""
+        """The text of `tokens`; U+FFFD stands for tokens that are not valid text."""
 
 
 class Bytes:
-    """The vocabulary of 256 tokens, the bytes."""
+    """The vocabulary whose 256 tokens are the bytes."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """See Vocabulary."""
+        """Read a window of `length` bytes; see Vocabulary.window."""
         part = part_of(text, start)
         if length > len(part):
             raise too_short(part, length, len(part))
@@ -52,11 +52,11 @@ class Bytes:
         return torch.frombuffer(found, dtype=torch.uint8).long()
 
     def encode(self, text: str) -> list[int]:
-        """See Vocabulary."""
+        """The bytes of `text` in UTF-8; see Vocabulary.encode."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Vocabulary. Tokens above 255, which a model may have, are not valid text."""
+        """The text of `tokens`, bytes in UTF-8. A token above 255, which models may have, is not valid."""
         return b"".join(bytes([each]) if each < 256 else b"\xff" for each in tokens).decode(
             "utf-8", errors="replace"
         )
@@ -65,16 +65,16 @@ class Bytes:
 class Tokens:
     """The vocabulary of a transformers tokenizer.
 
-    Windows have no special tokens, because the text goes on at both ends.
+    No special tokens are added to a window, because the text continues before and after the window.
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
-        """size: number of tokens that the model knows."""
+        """tokenizer: a tokenizer of transformers. size: number of tokens that the model knows."""
         self._tokenizer = tokenizer
         self._size = size
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """See Vocabulary."""
+        """Read a window of `length` tokens; see Vocabulary.window."""
         part = part_of(text, start)
         most = min(len(part), _LONGEST_STRETCH)
         stretch = min(most, _BYTES_PER_TOKEN * length)
@@ -90,36 +90,36 @@ class Tokens:
             stretch = min(most, 2 * stretch)
 
     def encode(self, text: str) -> list[int]:
-        """See Vocabulary. Raises ConfigError for a token that the model does not know."""
+        """The tokens of `text`. Raises ConfigError if the model does not know one of the tokens."""
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if tokens and max(tokens) >= self._size:
             raise ConfigError(
-                f"The tokenizer gives token {max(tokens)}, and the model knows {self._size}.",
+                f"The tokenizer gives token {max(tokens)}, and the model knows {self._size} tokens only.",
                 "Give the tokenizer that belongs to the model.",
             )
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Vocabulary."""
+        """The text of `tokens`; see Vocabulary.decode."""
         text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         return text
 
 
 def part_of(text: Text, start: int) -> range:
-    """The part of the text, to train on or held out, that byte `start` is in."""
+    """The part of the text that contains byte position `start`: `text.train` or `text.held_out`."""
     return text.train if start in text.train else text.held_out
 
 
 def too_short(part: range, length: int, found: int) -> ConfigError:
-    """The error for a window that does not fit its part."""
+    """The error for a window of `length` tokens. part: byte positions of a text with only `found` tokens."""
     return ConfigError(
-        f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found}.",
+        f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found} only.",
         "Give more text with --data, or a smaller --seq.",
     )
 
 
 def decode_stretch(data: bytes) -> str:
-    """The text of UTF-8 bytes cut anywhere.
+    """Decode UTF-8 bytes that were cut out of a text at any position.
 
     An incomplete character at either end is dropped; other invalid bytes become U+FFFD.
     """
