@@ -19,13 +19,13 @@ copy of its bytes. The chain is LOST then, and the runtime cannot be used any mo
 from __future__ import annotations
 
 import contextlib
-import enum
 
 import torch
 
 from infinity import cpu_adam
 from infinity.config import round_up
 from infinity.errors import InfinityError
+from infinity.optim.chain_state import NEXT, ChainState
 from infinity.optim.chunk_update import ChunkUpdate, Memory
 from infinity.optim.decision import Decision
 from infinity.pages.health import Health
@@ -38,40 +38,6 @@ NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 Present = tuple[torch.Tensor, Transfer]
 """(bytes of a parameter page in the memory where the model computes, the transfer that brings the bytes)."""
-
-
-class ChainState(enum.Enum):
-    """The state of a chain, and the staging that the chain holds in this state."""
-
-    IDLE = "idle"
-    """There is nothing to do. The chain holds no staging."""
-    DUE = "due"
-    """The gate is open, and the chain waits for staging. It holds no staging except that of its gradient."""
-    READING = "reading"
-    """Bytes that are not in RAM are being read. From now on the chain holds all the staging it needs."""
-    GATED = "gated"
-    """The states have arrived, and the gate is still closed."""
-    COMPUTING = "computing"
-    """The update's kernel is queued or runs."""
-    WRITING = "writing"
-    """The results are on their way home. The transfers hold the staging until they are done."""
-    LOST = "lost"
-    """A write failed: the only copy of the chunk's new bytes is gone."""
-
-    __hash__ = object.__hash__
-    """Hash by identity, which is faster than Enum's own hash."""
-
-
-_NEXT = {
-    ChainState.IDLE: (ChainState.DUE, ChainState.READING),
-    ChainState.DUE: (ChainState.READING, ChainState.COMPUTING, ChainState.IDLE),
-    ChainState.READING: (ChainState.GATED, ChainState.COMPUTING, ChainState.DUE, ChainState.IDLE),
-    ChainState.GATED: (ChainState.READING, ChainState.IDLE),
-    ChainState.COMPUTING: (ChainState.WRITING, ChainState.LOST, ChainState.IDLE),
-    ChainState.WRITING: (ChainState.IDLE, ChainState.LOST),
-    ChainState.LOST: (ChainState.IDLE,),
-}
-"""State -> the states that may follow. When the runtime ends, any state may also be followed by IDLE."""
 
 
 class Chain:
@@ -384,7 +350,7 @@ class Chain:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _to(self, state: ChainState) -> None:
-        assert state in _NEXT[self.state], f"{self.state} -> {state}"
+        assert state in NEXT[self.state], f"{self.state} -> {state}"
         self.state = state
 
     def _lose(self, error: InfinityError) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from infinity.gradients.host import Gradients
-from infinity.optim.chain import Chain, ChainState
+from infinity.optim.chain import Chain
+from infinity.optim.chain_state import ChainState
 
 
 class ReadAhead:

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from infinity.errors import InfinityError
-from infinity.optim.chain import Chain, ChainState
+from infinity.optim.chain import Chain
+from infinity.optim.chain_state import ChainState
 from infinity.optim.decision import Decision
 from infinity.optim.unit_update import UnitUpdate
 from infinity.pages.store import Store

@@ -24,7 +24,8 @@ from infinity.device_update.update import ParameterUpdate
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.layout.strides import in_memory_order
-from infinity.optim.chain import Chain, ChainState
+from infinity.optim.chain import Chain
+from infinity.optim.chain_state import ChainState
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.optim.decision import Decision, GroupOf, count_step, decide
 from infinity.optim.staging import Staging
