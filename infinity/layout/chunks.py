@@ -154,7 +154,7 @@ class ModelLayout:
 
 
 @dataclass(frozen=True)
-class Extent:
+class RegionSize:
     """The dtype and length of a region whose offset in the page is not known yet."""
 
     dtype: torch.dtype
@@ -178,9 +178,9 @@ class Extent:
             yield rest, 1
 
 
-def page_bytes(extents: Sequence[Extent]) -> int:
-    """Size in bytes of the parameter page that holds the regions `extents`; at least 4096."""
-    return max(PAGE_ALIGNMENT, sum(extent.nbytes for extent in extents))
+def page_bytes(regions: Sequence[RegionSize]) -> int:
+    """Size in bytes of the parameter page that holds these regions; at least 4096."""
+    return max(PAGE_ALIGNMENT, sum(region.nbytes for region in regions))
 
 
 def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayout:
@@ -197,14 +197,14 @@ def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayou
     return ModelLayout(tuple(units), chunk_elements)
 
 
-def extents(parameters: Sequence[SurveyedParameter], chunk_elements: int) -> tuple[Extent, ...]:
+def region_sizes(parameters: Sequence[SurveyedParameter], chunk_elements: int) -> tuple[RegionSize, ...]:
     """The regions of a unit that consists of `parameters`. chunk_elements: length of a chunk in elements."""
     return _place(parameters, chunk_elements)[0]
 
 
 def _place(
     parameters: Sequence[SurveyedParameter], chunk_elements: int
-) -> tuple[tuple[Extent, ...], list[tuple[int, int]]]:
+) -> tuple[tuple[RegionSize, ...], list[tuple[int, int]]]:
     """The regions of a unit, and the place of each parameter.
 
     A place is (index of the region, offset of the parameter in the region in elements).
@@ -224,7 +224,7 @@ def _place(
             offset = _start(offset, parameter.numel, chunk_elements)
         ends[region] = offset + parameter.numel
         places.append((region, offset))
-    found = (Extent(dtype, trainable, ends[region]) for (dtype, trainable), region in regions.items())
+    found = (RegionSize(dtype, trainable, ends[region]) for (dtype, trainable), region in regions.items())
     return tuple(found), places
 
 
@@ -262,9 +262,9 @@ def _build_unit(name: str, members: Sequence[SurveyedParameter], chunk_elements:
         for member, (region, offset) in zip(members, places, strict=True)
     )
     regions, byte_offset = [], 0
-    for extent in found:
-        regions.append(Region(extent.dtype, extent.trainable, extent.elements, byte_offset))
-        byte_offset += extent.nbytes
+    for size in found:
+        regions.append(Region(size.dtype, size.trainable, size.elements, byte_offset))
+        byte_offset += size.nbytes
     return UnitLayout(
         name,
         parameters,

@@ -21,7 +21,7 @@ from dataclasses import replace
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule, state_format
-from infinity.layout.chunks import Extent, extents, page_bytes
+from infinity.layout.chunks import RegionSize, page_bytes, region_sizes
 from infinity.layout.units import Grouping, Survey
 from infinity.planning.placement import DtypeOf, Kind, Placement, Room
 from infinity.planning.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
@@ -62,7 +62,7 @@ class Candidate:
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [
-            extents([surveyed.parameters[index] for index in members], chunk_elements)
+            region_sizes([surveyed.parameters[index] for index in members], chunk_elements)
             for _, members in grouping
         ]
         self.chain_bytes = 0
@@ -87,19 +87,19 @@ class Candidate:
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
-    def _measure(self, unit: Sequence[Extent], gradient_dtype: DtypeOf, rule: Rule | None) -> None:
+    def _measure(self, unit: Sequence[RegionSize], gradient_dtype: DtypeOf, rule: Rule | None) -> None:
         gradient = optimizer = chains = 0
-        for extent in unit:
-            trained = rule is not None and extent.trainable
-            for count, times in extent.counts(self.chunk_elements):
-                chain = round_up(count * extent.dtype.itemsize, PAGE_ALIGNMENT)
+        for region in unit:
+            trained = rule is not None and region.trainable
+            for count, times in region.counts(self.chunk_elements):
+                chain = round_up(count * region.dtype.itemsize, PAGE_ALIGNMENT)
                 self.transit_buffer_bytes = max(
                     self.transit_buffer_bytes, min(chain, _LARGEST_TRANSIT_BUFFER)
                 )
                 if rule is not None and trained:
-                    itemsize = gradient_dtype(extent.dtype).itemsize
+                    itemsize = gradient_dtype(region.dtype).itemsize
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
-                    states = state_format(rule.arrays(extent.dtype), count).nbytes
+                    states = state_format(rule.arrays(region.dtype), count).nbytes
                     chain += gradients + states
                     gradient += times * gradients
                     optimizer += times * states

@@ -122,12 +122,11 @@ class Arrival:
             self._read(memory)
         return freed
 
-    @property
-    def stuck(self) -> bool:
-        """Whether the page cannot move on because it has no transit buffer and none is free.
+    def waits_for_buffer(self) -> bool:
+        """Make the page urgent, and return whether it still has no transit buffer because none is free.
 
-        Reading this property gives the page the deadline of a demanded page. If a transit buffer is free, the
-        page takes the buffer.
+        The page's later reads get the deadline of a demanded page, so that they go to the disk before reads
+        of pages that are fetched ahead. If a transit buffer is free, the page takes it and begins to read.
         """
         self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
         if self._todo and not self._buffers:
@@ -137,7 +136,8 @@ class Arrival:
     def finish(self) -> torch.Tensor:
         """Wait until the model may compute with the page; returns its device memory, uint8 (page.nbytes,).
 
-        Must not be called while `stuck` is true. Raises the error of a failed transfer, such as StorageError.
+        Must not be called while `waits_for_buffer` returns True. Raises the error of a failed transfer, such
+        as StorageError.
         """
         while self._todo or self._buffers:
             self.advance(block=True)

@@ -248,7 +248,7 @@ class PrefetchEngine:
             return
         try:
             with self.meter.stalling(arrival.edge):
-                while arrival.stuck:  # other arrivals have all transit buffers
+                while arrival.waits_for_buffer():  # other arrivals have all transit buffers
                     next(each for each in self._arrivals.values() if each.advance(block=True))
                 residency = arrival.finish()
                 if for_host and arrival.final is not None:

@@ -9,7 +9,7 @@ from torch import nn
 from infinity.config import Precision
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
-from infinity.layout.chunks import Chunk, ModelLayout, UnitLayout, build, extents, page_bytes
+from infinity.layout.chunks import Chunk, ModelLayout, UnitLayout, build, page_bytes, region_sizes
 from infinity.layout.units import survey
 
 WHOLE = 1 << 40
@@ -96,7 +96,7 @@ def test_every_element_has_one_place(sizes, frozen, compute, keep, blocks) -> No
     trained = [size if index not in frozen else 0 for index, size in enumerate(sizes)]
     assert covered == trained
     surveyed = survey(model, precision)
-    assert page_bytes(extents(surveyed.parameters, blocks * BLOCK)) == unit.nbytes
+    assert page_bytes(region_sizes(surveyed.parameters, blocks * BLOCK)) == unit.nbytes
 
 
 def test_packing_by_the_rule() -> None:
