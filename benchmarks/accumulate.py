@@ -1,10 +1,11 @@
 """Compares runtime.accumulate with a plain loop over the micro-batches of a step, in turns on one runtime.
 
 A decoder whose pages rest on the disk runs the same micro-batches in three ways: one after the other, all
-together (runtime.accumulate), and all together with blocks that are recomputed. A turn runs one way: a
-first step, in which the runtime learns the order of accesses, and timed steps. A round has a turn of each
-way, in an order that is reversed each round, and ratios are taken within a round. The gradients of the
-three ways must have the same bits. The bytes are those that forwards and backwards of a step move.
+together (runtime.accumulate), and all together while each transformer block is recomputed in backward. A
+turn runs one way: a first step, in which the runtime learns the order of accesses, and timed steps. A round
+has a turn of each way, in an order that is reversed each round, and ratios are taken within a round. The
+gradients of the three ways must have the same bits. The report also has the bytes that forwards and backwards
+of one step move between device, RAM and disk.
 
     python benchmarks/accumulate.py --directory DISK [--model 309m --micro-batches 8 --batch 1 --seq 256]
         [--budget-device SIZE --budget-host SIZE] [--json]
@@ -73,10 +74,11 @@ class Bench:
         }
 
     def turn(self, way: str, steps: int) -> dict[str, Any]:
-        """Train one untimed step and `steps` timed steps. way: a key of `ways`.
+        """Train one untimed step and `steps` timed steps. way: "plain loop", "together" or "recomputed".
 
-        Returns the bytes, losses and norm of gradients of the last step, and median seconds: "seconds" for
-        all forwards and backwards of a step, "step_seconds" for the whole step.
+        Returns figures of the last step: its losses ("losses"), the norm of its gradients ("norm"), and the
+        bytes that its forwards and backwards moved ("bytes"). Medians over the timed steps: "seconds" for all
+        forwards and backwards of a step, "step_seconds" for the whole step.
         """
         gradients, whole, norms, moved = [], [], [], {}
         for _ in range(1 + steps):

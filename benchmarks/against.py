@@ -26,9 +26,9 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def work(options: argparse.Namespace) -> None:
-    """The loop of one process: train a turn for each line of stdin.
+    """Build a model, then train one turn for each line that arrives on stdin, until stdin ends.
 
-    Each turn prints a line of JSON with the seconds of a step and the last loss.
+    After each turn, print a line of JSON with the seconds of a step and the last loss.
     """
     import torch
 

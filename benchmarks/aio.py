@@ -1,9 +1,10 @@
-"""Compares infinity's I/O engine with fio: same backend, block, depth, file and order, in turns in one run.
+"""Compares infinity's I/O engine with fio, in turns in one run.
 
-fio shows the limit: the speed that this kernel and device give to a program that does nothing else. The
-speed of a disk, above all of a virtual disk, may change severalfold within a minute. Therefore turns are
-short, infinity and fio form pairs of neighbouring turns, and every second pair begins with fio. Only the
-ratio within a pair counts, and the result is the median over pairs.
+Both use the same backend, block size, depth and file, and the same order of blocks. fio shows the limit: the
+speed that this kernel and device give to a program that does nothing else. The speed of a disk, above all of
+a virtual disk, may change severalfold within a minute. Therefore turns are short, infinity and fio form
+pairs of neighbouring turns, and every second pair begins with fio. Only the ratio within a pair counts, and
+the result is the median over pairs.
 
     python benchmarks/aio.py --directory /mnt/nvme0
     python benchmarks/aio.py --directory /tmp --quick --json
@@ -148,9 +149,10 @@ def aio_address(memory: mmap.mmap) -> int:
 
 
 def fio_turn(fio: str, case: Case, path: Path, nbytes: int, ours: Ours) -> Turn:
-    """One run of fio over the same bytes, with fio's fastest settings for this backend.
+    """Run fio once over the first `nbytes` bytes of the file `path`, with the settings of `case`.
 
-    fio gets registered buffers if infinity's buffers are registered, and the same kind of memory.
+    Of its other options fio gets the fastest for this backend. Its buffers are registered with the kernel if
+    those of `ours` are, and they lie in the same kind of memory (huge pages, or the pages of `ours`).
     """
     fixed = ours.engine.facts.registered_bytes > 0
     command = [

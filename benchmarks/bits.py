@@ -2,8 +2,8 @@
 
 Small models train from every home, in all ways that may change a bit (accumulation, clipping, param groups,
 dtypes, formats of moments, optimizers), with lazy and with eager updates. The result of a case is a digest:
-SHA-256 of the bits of every loss, and of all parameters, masters and moments at the end. The digest must not
-depend on the home of pages, and a commit that claims to change no bit must not change a digest.
+SHA-256 of the bits of every loss, and of all parameters, fp32 masters and moments at the end. The digest
+must not depend on the home of pages, and a commit that claims to change no bit must not change a digest.
 
     python benchmarks/bits.py [--case PATTERN ...] > bits.json
     python benchmarks/bits.py --against DIR [--case PATTERN ...]
@@ -153,7 +153,10 @@ def _add(to: Any, value: Any) -> None:
 
 
 def train(chosen: list[Case], parent: Path) -> dict[str, str]:
-    """The digests of the cases by name, or the reason why a case has none. parent: folder for swap files."""
+    """Train the cases. Returns for each name of a case the digest, or the reason why there is none.
+
+    parent: folder for swap files.
+    """
     torch.set_num_threads(1)  # the models are tiny
     found = {}
     for number, case in enumerate(chosen, start=1):
@@ -169,9 +172,10 @@ def train(chosen: list[Case], parent: Path) -> dict[str, str]:
 
 
 def trained_with(package: Path, arguments: list[str]) -> dict[str, str]:
-    """The digests that this script gives with the package in the directory `package`.
+    """Run this script in a second process with the package in the folder `package`; return its digests.
 
-    Raises SystemExit if the script fails there.
+    arguments: command line of the script. Raises SystemExit if the folder has no package infinity, or if the
+    process fails.
     """
     environment = os.environ | {"PYTHONPATH": os.fspath(package)}
     look = [sys.executable, "-c", "import infinity; print(infinity.__file__)"]

@@ -50,10 +50,10 @@ def main() -> int:
 
 
 def turn(task: Task, contender: Contender, batches: Batches, lead: int, steps: int) -> dict[str, Any]:
-    """Train `lead` untimed steps and then `steps` timed steps, and return the reply with their figures.
+    """Train `lead` untimed steps and then `steps` timed steps, and return the reply to the parent process.
 
-    After the untimed steps a timed step starts as in an endless run, with the pages that the step before has
-    prefetched.
+    The reply has the losses of all steps, and mean seconds and bytes of a timed step. After the untimed
+    steps a timed step starts as in an endless run, with the pages that the step before has prefetched.
     """
     losses = [contender.step(*batches.next()) for _ in range(lead)]
     finish(task)
@@ -91,7 +91,10 @@ def usage() -> dict[str, int]:
 
 
 def memory(field: str, process: str = "self") -> int:
-    """The size `field` in /proc/PID/status, in bytes; 0 if the process has ended."""
+    """Read a size from /proc/PID/status; returns bytes, or 0 if the process has ended or lacks the field.
+
+    field: name of the line, for example "VmHWM". process: id of the process.
+    """
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

@@ -2,9 +2,9 @@
 
 The limit in train.py assumes that I/O overlaps with operations at no cost. But I/O and operations both need
 memory bandwidth and the kernel, and a virtual disk may need a part of the CPU. Here a model with everything
-in memory runs forward and backward, in turns alone and beside fio, which reads and writes at a given rate.
-A round has one turn alone and one turn beside fio, in an order that changes each round. Ratios are taken
-within a round.
+in memory runs forward and backward in two kinds of turns: without other work on the machine ("alone"), and
+while fio reads and writes at a given rate ("beside"). A round has one turn of each kind, in an order that
+changes each round. Ratios are taken within a round.
 
     python benchmarks/contention.py --model 309m --directory /mnt/nvme0 --rate 1.8
 
@@ -46,9 +46,11 @@ def parse(argv: list[str] | None) -> tuple[Job, float, bool]:
 
 
 def measure(job: Job, process: Process, fio: Fio, rate: float) -> list[dict[str, Any]]:
-    """Run all rounds; returns for each the seconds of a step alone and beside fio, and fio's measurements.
+    """Run all rounds, and return a dictionary for each round.
 
-    Raises ContenderFailed and FioFailed.
+    Its entries are the seconds of a step while fio is idle ("alone") and while fio runs ("beside"), and fio's
+    "speed" and "cpu"; see peers/fio.py. rate: bytes per second that fio moves. Raises ContenderFailed and
+    FioFailed.
     """
     rounds = []
     for number in range(job.rounds):

@@ -1,9 +1,9 @@
 """Compares the CPU AdamW of infinity with torch's fused AdamW and with DeepSpeedCPUAdam, in turns.
 
-Every round runs each contender once on the same memory. Before each contender of infinity, a stream is run: a
-pass that reads and writes the same arrays and computes nothing, in two orders of access, of which the faster
-counts. Ratios are taken within a round and their medians reported, because the bandwidth of a shared machine
-drifts.
+Every round runs each contender once on the same memory. Before each contender of infinity, a
+memory-bandwidth test (infinity.cpu_adam.work.Stream) is run. It reads and writes the arrays that the
+contender reads and writes, computes nothing, and runs in two orders of access, of which the faster counts.
+Ratios are taken within a round and their medians reported, because the bandwidth of a shared machine drifts.
 
     python benchmarks/cpu_adam.py [--elements N] [--repeats R] [--huge-pages] [--json] [--quick]
 
@@ -72,7 +72,11 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], Stream]]:
-    """The contenders of infinity by name: (function that runs a step, stream over the same arrays)."""
+    """Make the contenders of infinity; returns for each name (function that runs an update, Stream).
+
+    The Stream reads and writes the arrays that this update reads and writes, and computes nothing. Its
+    seconds are the least that memory bandwidth allows for the update.
+    """
     steps = iter(range(1, 10**9))
 
     def update(**arrays: torch.Tensor) -> Callable[[], object]:
@@ -114,14 +118,17 @@ def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], 
 
 
 def adopt(optimizer: torch.optim.Optimizer, page: Page, step: Any) -> None:
-    """Have a peer's optimizer work on the shared gradient and moments. step: the initial count."""
+    """Have a peer's optimizer use the gradient and moments of `page`, which all contenders share.
+
+    step: the number of updates that the optimizer takes as already done, in the type that it wants.
+    """
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = page.grad32
     optimizer.state[parameter] = {"step": step, "exp_avg": page.first, "exp_avg_sq": page.second}
 
 
 def peers(page: Page, quick: bool) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """The peers by name, as functions that run one step; and the reasons why peers were left out."""
+    """Build the peers. Returns (functions that run one update, reasons why peers were left out), by name."""
     fused = torch.optim.AdamW([torch.nn.Parameter(page.master)], fused=True, **HYPER)  # type: ignore[arg-type]
     adopt(fused, page, torch.tensor(1.0))
     steps: dict[str, Callable[[], object]] = {"torch fused AdamW, fp32": fused.step}

@@ -3,7 +3,7 @@
     python benchmarks/gpu_idle.py --model 926m --directory /mnt/nvme0 --host 24GiB --device-budget 16GiB \\
         --timeline step.json --trace kernels.json
 
-After a warm-up some steps are timed without observation, one step is recorded as a timeline
+After a warm-up some steps are timed without any recording, one step is recorded as a timeline
 (infinity/telemetry/timeline.py), and one step is recorded by torch.profiler, which learns from CUPTI when
 each kernel, copy and fill began and ended on the GPU. The union of these intervals is the busy time, in which
 copies and kernels that run at once count once. The rest of the timed step is idle. Busy time and step time
@@ -63,7 +63,10 @@ def gaps(intervals: Iterable[Interval]) -> list[float]:
 
 
 def gpu_work(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Interval]]:
-    """Intervals of the GPU's work, by kind. events: of a trace by torch.profiler, times in microseconds."""
+    """Intervals of the GPU's work, in seconds, by kind: the values of WORK.
+
+    events: "traceEvents" of a trace that torch.profiler wrote, whose times are in microseconds.
+    """
     found: dict[str, list[Interval]] = {kind: [] for kind in WORK.values()}
     for event in events:
         kind = WORK.get(event.get("cat", ""))
@@ -125,10 +128,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def profiled(step: Any, trace: Path) -> tuple[dict[str, list[Interval]], str]:
-    """Run `step` under torch.profiler, and write the profiler's events to the file `trace`.
+    """Run the function `step` under torch.profiler, and write the profiler's events to the file `trace`.
 
-    Returns the intervals of the GPU's work by kind, and an empty string. If the profiler does not work, the
-    intervals are missing, and the string has the reason.
+    Returns (intervals of the GPU's work by kind, ""). If the profiler does not work: (empty dict, reason).
     """
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -145,7 +147,10 @@ def profiled(step: Any, trace: Path) -> tuple[dict[str, list[Interval]], str]:
 
 
 def task_of(options: argparse.Namespace, directory: Path) -> Any:
-    """The task for the contender "ours", by the command-line options. directory: for swap and the text."""
+    """The task for the contender "ours", by the command-line options.
+
+    directory: folder for swap files and for the text to train on, which is written here.
+    """
     from peers.task import Task
     from turns import the_text
 

@@ -20,21 +20,24 @@ from infinity.system import machine
 from infinity.tiers import probes
 
 COMPUTE_BYTES = 4
-"""Bytes of a parameter and its gradient in bf16, which forward and backward in memory need."""
+"""Bytes for each parameter element in a model that is wholly in memory: bf16 parameter and bf16 gradient."""
 
 
 @dataclass
 class Speeds:
-    """Speeds of the disk under a directory, of the update threads and of the link, in bytes per second.
+    """Measures speeds of this machine, in bytes per second.
 
-    Each list has one value for each measurement during a run.
+    Each list has one value for each measurement during a run. mixed: the disk under `directory`, read and
+    written at the same time by infinity's I/O engine. fio_mixed: the same by fio. stream: memory, as the
+    threads of the CPU update read and write it. link: copies between RAM and the GPU, in the slower
+    direction.
     """
 
     directory: Path
     device: str
     quick: bool
     fio: Fio | None = None
-    """The runner of fio, which measures the disk, too; None if fio is not used."""
+    """The runner with which fio measures the disk as well; None if only infinity's I/O engine does."""
     mixed: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
     link: list[float] = field(default_factory=list)
@@ -63,7 +66,7 @@ def compute_bytes(decoder: DecoderConfig) -> int:
 
 
 def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[DecoderConfig], float]) -> float:
-    """Seconds of a step's forward and backward with the whole decoder in memory.
+    """Measure the seconds of a step's forward and backward with the whole decoder in memory.
 
     measure: function that returns these seconds for a decoder that fits in memory. A decoder that takes more
     than half of the memory is measured with fewer layers, and again with half as many layers. Since all
@@ -86,9 +89,10 @@ def limit_of(
 ) -> dict[str, Any]:
     """The limit of a step: the least seconds it can take, and the seconds of each resource.
 
-    turns: turns of a contender of infinity. compute: seconds of forward and backward in memory. The bytes
-    over the disk are those that the runtime counted; the bytes over other edges are those of the plan. Speeds
-    are medians over the run. If fio measured the disk, "fio_disk" has the disk's seconds at fio's speed.
+    turns: replies of a contender of infinity, one for each turn. compute: measured seconds of forward and
+    backward in memory. The bytes to and from the disk are those that the runtime counted. The bytes that
+    updates touch, and those between RAM and GPU, are those of the plan. Speeds are medians over the run. If
+    fio measured the disk, "fio_disk" has the disk's seconds at fio's speed.
     """
     traffic = turns[-1]["facts"]["plan"]["traffic"]
     disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)

@@ -55,7 +55,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def rows_of(report: dict[str, Any], model: str) -> list[dict[str, Any]]:
-    """The rows of the table for one model, one for each contender in the report, in seconds and bytes."""
+    """The rows of the table for one model, one for each contender in `report` (of training_report.py).
+
+    Times are in seconds, sizes in bytes.
+    """
     return [
         {
             "model": model,

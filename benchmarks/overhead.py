@@ -11,12 +11,12 @@ stands in:
     tight     parameters rest on the device alone, other pages in RAM
     unified   all pages rest in RAM, where the CPU computes
 
-A step is forward, backward, `step()` and `zero_grad()`. Its calls are the interpreter's events for
-profilers (sys.setprofile) in the training thread, which also runs the backward of a CPU, and in every
-Python thread that the runtime starts. The event "call" is a Python function, or a generator that continues.
-The event "c_call" is a built-in function or method. Operators, attributes and nanobind's functions cause no
-event. Python 3.12 reports more kinds of C calls than 3.11 does, so only counts of one version can be
-compared.
+A step is forward, backward, `step()` and `zero_grad()`. Its calls are the interpreter's events for profilers
+(sys.setprofile) in the training thread, which also runs the backward of a CPU, and in every Python thread
+that the runtime starts. The event "call" is the call of a Python function, or a generator that continues.
+The event "c_call" is the call of a built-in function or method. Operators, attributes and nanobind's
+functions cause no event. Python 3.12 reports more kinds of C calls than 3.11 does, so only counts of one
+version can be compared.
 
 The calls of the model itself are subtracted: its forward and backward are counted without infinity. A filter
 by file would also drop the calls that the runtime makes of torch and the standard library. The subtraction is
@@ -72,7 +72,9 @@ PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16
 """Number of elements in the activation, and in a row of every parameter."""
 CHAINS, PAGES = 16, 3
-"""Working room of all plans: chains that fit in staging, and parameter pages that can be resident."""
+"""Working room of all plans: the number of chunks that can be under update at one time (each by a Chain of
+its own), and the number of parameter pages that can be resident beside those whose home is where the model
+computes."""
 WARM_UP = 4
 """Number of first steps, which are not counted: in them the runtime learns the order of accesses."""
 HOMES = {
@@ -166,7 +168,11 @@ class Calls:
 
 @contextlib.contextmanager
 def forced() -> Iterator[None]:
-    """Context in which plans have a unit for every module, the smallest chunks and a fixed working room."""
+    """Context in which plans get the layout and the working room that this benchmark wants.
+
+    Every module is a unit of its own, chunks have the least length that the layout allows, and the working
+    room is that of CHAINS and PAGES.
+    """
     rooms = (WorkingRoom(PAGES, chains=CHAINS, transit_buffers=CHAINS),)
     with (
         mock.patch.object(search, "_groupings", lambda surveyed: [surveyed.group(1)]),
@@ -179,7 +185,10 @@ def forced() -> Iterator[None]:
 def budget_for(
     home: str, layout: Layout, model: nn.Module, directory: str, accumulation: int | None
 ) -> infinity.Budget:
-    """The budget with which pages have the homes named `home`, by the sizes in a plan with ample budgets."""
+    """The budget with which pages have the homes named `home`, a key of HOMES.
+
+    The sizes come from a plan with ample budgets. accumulation: the argument of infinity.plan.
+    """
     plan = infinity.plan(
         model,
         torch.optim.AdamW(model.parameters()),
@@ -216,7 +225,7 @@ def batch() -> torch.Tensor:
 
 
 def plain_calls(layout: Layout, calls: Calls) -> tuple[int, int]:
-    """Calls (Python, C) of a forward and backward of the model without infinity."""
+    """Run forward and backward of the model without infinity; returns their calls: (Python, C)."""
     model, x = model_of(layout).to(torch.bfloat16), batch()
 
     def step() -> None:
@@ -229,7 +238,7 @@ def plain_calls(layout: Layout, calls: Calls) -> tuple[int, int]:
 def step_calls(
     layout: Layout, calls: Calls, *, home: str, update: str, directory: str, steps: int
 ) -> list[tuple[int, int]]:
-    """Calls (Python, C) of each of `steps` training steps with infinity."""
+    """Train with infinity; returns the calls of each of `steps` steps after the warm-up: (Python, C)."""
     model, x = model_of(layout), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     accumulation = 1 if update == "eager" else None
@@ -259,7 +268,10 @@ def step_calls(
 def measure(
     layouts: list[Layout], home: str, update: str, directory: str, steps: int
 ) -> list[dict[str, Any]]:
-    """For every layout, the median of the calls of a step, without the calls of the model itself."""
+    """Train every layout; returns for each the median number of calls of a step, and how they spread.
+
+    The calls of the model itself are subtracted.
+    """
     found = []
     for layout in layouts:
         calls = Calls()
@@ -279,7 +291,10 @@ def measure(
 
 
 def fitted(layouts: list[Layout], rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each kind of call, the factors a to e of the fit, and its largest relative error, "worst"."""
+    """Fit the formula (see the module); returns its factors "a" to "e" for each kind of call.
+
+    rows: the result of `measure`. "worst" is the largest relative error of the fit.
+    """
     terms = np.array([layout.terms for layout in layouts], dtype=np.float64)
     found = {}
     for kind in KINDS:

@@ -46,10 +46,10 @@ NVME = "2GiB"
 
 
 def paged(options: argparse.Namespace, seed: int, states: str, directory: str | None) -> Run:
-    """Train with infinity.
+    """Train with infinity, and return the results as a Run.
 
-    seed: of the initial weights and of the order of the text. states: format of moments. All pages rest in
-    RAM if `directory` is None, and on NVMe in `directory` otherwise.
+    seed: determines the initial weights and the order of the text. states: format of moments. All pages rest
+    in RAM if `directory` is None, and on NVMe in `directory` otherwise.
     """
     chosen, batches, recipe = job(options, seed)
     # Built in RAM, as in the plain runs: initialisation from the meta device draws other random numbers.
@@ -87,7 +87,8 @@ def paged(options: argparse.Namespace, seed: int, states: str, directory: str | 
 def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> Run:
     """Train in plain PyTorch: bf16 model and gradients, fp32 masters and moments, as written by hand.
 
-    name: the variant. seed: of the initial weights and of the order of the text. adamw: options of AdamW.
+    name: name of the variant in the report. seed: determines the initial weights and the order of the text.
+    adamw: options of torch.optim.AdamW that choose its implementation, for example fused=True.
     """
     chosen, batches, recipe = job(options, seed)
     masters = real(chosen, seed)
@@ -123,10 +124,11 @@ def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> R
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """The first loss of plain PyTorch with seed 0, if masters are rounded to bf16 as infinity rounds them.
+    """Compute the loss of plain PyTorch before the first update, with seed 0 and infinity's rounding.
 
-    The result has this loss ("loss"), the number of elements of all parameters ("elements"), and the number
-    of elements that torch rounds otherwise ("ties").
+    Torch and infinity round some fp32 masters to different bf16 parameters: those exactly between two of
+    them. The result has the loss with infinity's rounding ("loss"), the number of elements of all parameters
+    ("elements"), and the number of elements that torch rounds otherwise ("ties").
     """
     chosen, batches, _ = job(options, 0)
     masters = [each.detach() for each in real(chosen, 0).parameters()]
@@ -142,7 +144,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches, Recipe]:
-    """The model, batches and hyper-parameters that all runs with this seed have."""
+    """Make (model, batches, hyper-parameters), which are the same for all runs with this seed."""
     chosen = language_model(options.model)
     batches = Batches(find_text(None), chosen, batch=options.batch, seq=options.seq, seed=seed)
     return (
@@ -159,7 +161,7 @@ def real(chosen: LanguageModel, seed: int) -> torch.nn.Module:
 
 
 def on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """A copy of `plan` with the home of every page on NVMe. The room of pages that rested in RAM is kept."""
+    """A copy of `plan` with the home of every page on NVMe. The working room in RAM keeps its size."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )

@@ -1,11 +1,11 @@
 """Report of the runs of benchmarks/quality.py: means, differences compared with noise, a table and a plot.
 
 All-device runs and runs in plain PyTorch are repeated with several seeds. Two runs with the same seed begin
-with the same masters and see the same text, so the difference of their losses has less noise than the losses
-themselves. For each variant the report gives the mean of its differences to plain PyTorch with the same seed,
-and the standard error of the mean (sample standard deviation / sqrt(seeds)). A variant is "within noise" if
-the mean is no further from zero than twice the standard error, or no further than the sample standard
-deviation of plain PyTorch between seeds.
+with the same fp32 masters and see the same text, so the difference of their losses has less noise than the
+losses themselves. For each variant the report gives the mean of its differences to plain PyTorch with the
+same seed, and the standard error of the mean (sample standard deviation / sqrt(seeds)). A variant is "within
+noise" if the mean is no further from zero than twice the standard error, or no further than the sample
+standard deviation of plain PyTorch between seeds.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def same_bits(runs: Sequence[Run], states: Sequence[str]) -> dict[str, bool]:
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """The entries "variants" and "differences" of a report.
+    """Compute the entries "variants" and "differences" of a report, each a dictionary by name of variant.
 
-    All-NVMe runs are left out, because they repeat all-device runs.
+    "variants" has the means and deviations of each variant's losses, and "differences" the differences to
+    plain PyTorch with the same seeds. All-NVMe runs are left out, because they repeat all-device runs.
     """
     runs = [run for run in runs if not run.variant.startswith(NVME)]
     of = {

@@ -45,9 +45,9 @@ class Result:
     """One result: a JSON file under current/."""
 
     path: Path
-    """Path of the file, relative to the root of the repository."""
+    """Path of the result's JSON file, relative to the root of the repository."""
     record: dict[str, Any]
-    """Content of the file."""
+    """The object in the result's JSON file, with the keys that the docstring of this module lists."""
 
     @property
     def machine(self) -> str:
@@ -59,7 +59,7 @@ class Result:
 
 
 def results() -> list[Result]:
-    """All results, sorted by claim and machine."""
+    """Read all files current/CLAIM/MACHINE.json; returns the results, sorted by claim and machine."""
     files = sorted((RESULTS / "current").glob("*/*.json"))
     return [Result(file.relative_to(ROOT), json.loads(file.read_text())) for file in files]
 

@@ -1,4 +1,4 @@
-"""Specs: contenders as the options `--ours` and `--peer` describe them."""
+"""Specs: descriptions of contenders, parsed from the command-line options `--ours` and `--peer`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Spec:
 
 
 def ours(text: str) -> Spec:
-    """The contender that a value of `--ours` describes. Sizes are not checked here but by infinity.Budget.
+    """Parse a value of `--ours`, such as "host=1GiB,states=bf16", and return the contender it describes.
 
-    Raises argparse.ArgumentTypeError.
+    Sizes are not checked here but by infinity.Budget. Raises argparse.ArgumentTypeError.
     """
     fields: dict[str, str] = {}
     for number, part in enumerate(text.split(",")):
@@ -71,7 +71,10 @@ def ours(text: str) -> Spec:
 
 
 def peer(text: str) -> Spec:
-    """The contender that a value of `--peer` describes. Raises argparse.ArgumentTypeError."""
+    """Parse a value of `--peer`, such as "deepspeed:nvme", and return the contender it describes.
+
+    Raises argparse.ArgumentTypeError.
+    """
     name, _, mode = text.partition(":")
     if name not in PEERS:
         raise argparse.ArgumentTypeError(f"{text!r} is not {PEER_HELP}")

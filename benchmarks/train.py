@@ -103,7 +103,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: dict[str, object], **more: object) -> Job:
-    """The job of the options of `add_run_options`, with defaults filled in. more: further fields of Job."""
+    """Make a Job from parsed command-line options, with defaults filled in.
+
+    options: name -> value of the options that `add_run_options` adds. more: further fields of Job.
+    """
     found = options | more
     found["device"] = found["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     if found["quick"]:
@@ -114,7 +117,10 @@ def job_of(options: dict[str, object], **more: object) -> Job:
 
 
 def run(job: Job) -> Bench | None:
-    """Run the job in a temporary directory. If it cannot run, print the reason and return None."""
+    """Run the job in a temporary directory, and return the Bench, which has all measurements.
+
+    If the job cannot run, print the reason and return None.
+    """
     with fresh_directory(job.directory) as directory:
         try:
             bench = Bench(job, directory)

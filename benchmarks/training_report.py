@@ -50,7 +50,11 @@ def report_of(bench: Bench) -> dict[str, Any]:
 
 
 def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """Figures over the turns of one contender. ready: the first reply. tokens: number of tokens in a step."""
+    """The figures of one contender over all its turns.
+
+    ready: what the contender replied when its model was built. turns: its replies after each turn; see
+    contender.py. tokens: number of tokens in a step.
+    """
     seconds = [turn["seconds"] for turn in turns]
     return {
         "median_s": statistics.median(seconds),
@@ -73,7 +77,7 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> 
 
 
 def _peak(turn: dict[str, Any]) -> int:
-    """Peak bytes of RAM in the whole life of the process.
+    """Peak bytes of RAM in the whole life of the contender's process, until the end of this turn.
 
     infinity reports the peak of planning apart, because a plan bounds memory only after planning.
     """
@@ -184,7 +188,10 @@ def _show_ours(report: dict[str, Any]) -> None:
 
 
 def prediction_cells(plan: dict[str, Any]) -> tuple[str, str]:
-    """Two cells of a table: the predicted seconds, and their ratio to the measured seconds."""
+    """Two cells of a table: the predicted seconds with what limits them, and predicted over measured seconds.
+
+    plan: the result of `beside_the_plan`.
+    """
     if plan["predicted_s"] is None:
         return "unknown", ""
     return f"{plan['predicted_s']:.3f} ({plan['predicted_limit']})", f"{plan['predicted_over_measured']:.2f}"

@@ -1,10 +1,11 @@
 """Compares the settings that `infinity tune` chooses with the best of an exhaustive sweep by fio.
 
-Both use the same file. fio tries every engine, block size, depth and number of jobs, in several passes, each
-in a new order. The best points of the sweep then run in turns with infinity's I/O engine as tuned. The
-maximum of many noisy figures is too high, so only the rates in these turns count. The best point is the point
-with the highest median rate. The result of a mode is the median, over rounds, of infinity's rate divided by
-the best point's rate in the same round.
+infinity and fio read and write the same test file. fio tries every engine, block size, depth and number of
+jobs, in several passes, each in a new order; such a combination is a point. The best points of the sweep
+then run in turns with infinity's I/O engine, which has the settings that `infinity tune` chose. The maximum
+of many noisy figures is too high, so only the rates in these turns count. The best point is the point with
+the highest median rate. The result of a mode (read, write or mixed) is the median, over rounds, of
+infinity's rate divided by the best point's rate in the same round.
 
     python benchmarks/tune.py --directory /mnt/nvme0
     python benchmarks/tune.py --directory /tmp --quick --json
@@ -52,7 +53,7 @@ class FioPoint:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one mode. Rates are medians over rounds, in GB/s.
+    """The result of one mode: "read", "write" or "mixed". Rates are medians over rounds, in GB/s.
 
     `ratios` has, for each round, infinity's rate divided by the rate of fio's best point; `ratio` is the
     median.
@@ -65,8 +66,8 @@ class Result:
     best: FioPoint
     best_gb_s: float
     same_gb_s: float | None
-    """Rate of fio, with one job, at the settings to which infinity is tuned; None if fio lacks the engine. It
-    shows whether the settings or the engine make a difference."""
+    """Rate of fio, with one job, at the settings that infinity uses; None if fio lacks this kind of I/O. It
+    shows whether a difference is due to the settings or to infinity's I/O engine."""
     contenders: dict[str, float]
     """GB/s of each of fio's best points, in turns with infinity."""
 
@@ -74,7 +75,7 @@ class Result:
 def fio_rate(
     fio: str, point: FioPoint, mode: str, path: Path, nbytes: int, *, runtime: float | None
 ) -> float:
-    """Bytes per second of one run of fio.
+    """Run fio once, and return bytes per second.
 
     The run covers the whole file once, or lasts `runtime` seconds if that is given. nbytes: size of the file.
     """
@@ -113,7 +114,10 @@ def fio_rate(
 
 
 def fio_points(arguments: argparse.Namespace) -> list[FioPoint]:
-    """All points of the grid, except points that have too many bytes in flight for the file or the limit."""
+    """All combinations of the settings on the command line that fio is to try.
+
+    Left out are those with more bytes in flight than `--in-flight` allows, or than half of the file.
+    """
     return [
         FioPoint(engine, block, depth, jobs)
         for engine in arguments.engine
@@ -149,9 +153,10 @@ def in_turns(
     path: Path,
     arguments: argparse.Namespace,
 ) -> Result:
-    """Compare infinity as tuned with fio's best points, the `contenders`.
+    """Compare infinity's I/O engine with fio at its best points, the `contenders`, in one mode.
 
-    In every round infinity and each contender have one run, in an order that is new in each round.
+    case: the mode, and the settings that `infinity tune` chose. path: the file to read and write. In every
+    round infinity and each contender have one run, in an order that is new in each round.
     """
     mode = case.mode
     order = random.Random(1)
@@ -199,7 +204,7 @@ def own_cache() -> Iterator[None]:
 
 
 def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str, object]]:
-    """The settings that `infinity tune` chooses for the directory, and the figures measured with them."""
+    """Tune the disk as `infinity tune` does; returns (chosen settings, figures measured with them)."""
     directory = os.fspath(arguments.directory)
     if arguments.quick:
         with TestFile(directory, arguments.size, Memory(SMALLEST), DEFAULT) as file:

@@ -29,7 +29,8 @@ from infinity.system import machine
 
 QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)
 BYTES_OF_STATE = 16
-"""Most bytes on disk for each parameter: parameter, gradient, remainder of the master, two moments."""
+"""Most bytes on disk for each parameter: the bf16 parameter, the 16 bits of its fp32 master that bf16 lacks,
+the gradient, and two fp32 moments."""
 _SHARE_OF_MEMORY = 0.9
 """Share of the usable memory that processes may take together if they are kept alive."""
 _LEAST_TIMEOUT = 15.0
@@ -194,7 +195,8 @@ class Bench:
     def _fit_together(self) -> bool:
         """Whether all processes fit in memory together, by the peaks of the round before.
 
-        On a CPU, room to measure compute is left. No process may be alive when this method is called.
+        If the CPU computes, room is left for the process that measures forward and backward in memory. No
+        process may be alive when this method is called.
         """
         last = [turns[-1] for turns in self.turns.values()]
         room = _SHARE_OF_MEMORY * machine.memory().usable
@@ -211,7 +213,7 @@ class Bench:
         return Process(spec.name, self._task(spec), python, self._timeout())
 
     def _timeout(self) -> float:
-        """Seconds to wait for a reply: the time left to the run, but at least 15 s, and at most `timeout`."""
+        """Seconds to wait for a reply: the time left to the run, from 15 s to at most `job.timeout`."""
         return min(self.job.timeout, max(self._left(), _LEAST_TIMEOUT))
 
     def _task(self, spec: Spec, decoder: DecoderConfig | None = None) -> Task:

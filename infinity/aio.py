@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _MOST_STRIPES = 65536
-"""The most stripes that one file may have in one period."""
+"""The most stripes that one file of a Volume may have in one period: the largest weight."""
 
 BACKENDS = ("io_uring", "libaio", "threads")
 """Names of the backends, in the order in which they are tried."""

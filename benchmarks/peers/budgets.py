@@ -15,7 +15,7 @@ WORDS = ("all-host", "half", "all-nvme")
 """Part of the pages' bytes that rests on NVMe: nothing ("all-host"), about half, everything ("all-nvme")."""
 
 _STAGING_SHARE = 4
-"""In a placement with ample working room, staging takes at most the room divided by this number."""
+"""Where working room is ample, staging takes at most the bytes of the host tier divided by this number."""
 
 
 def host_budget(
@@ -49,7 +49,10 @@ def host_budget(
 
 
 def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """A copy of `plan` with the home of every page on NVMe. The room of pages that rested in RAM is kept."""
+    """A copy of `plan` with the home of every page on NVMe, and a new prediction.
+
+    The working room is kept, except that room for resident parameter pages grows to AMPLE_PAGES of them.
+    """
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )

@@ -38,7 +38,7 @@ class Sizes:
     parameter_buffer: int
     """Least number of elements in a buffer for swapping parameters."""
     threads: int
-    """Number of threads of the I/O engine."""
+    """Number of threads of DeepSpeed's own I/O engine."""
 
 
 SMALL = Sizes(50_000_000, 20_000_000, 50_000_000, 10_000, 20_000_000, 2)

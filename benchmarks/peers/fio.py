@@ -46,7 +46,10 @@ class Fio:
     """
 
     def __init__(self, directory: Path, *, nbytes: int = 1 << 30, seconds: float = 1.0) -> None:
-        """Write the file, of `nbytes` bytes. seconds: duration of a run of `mixed`. Raises FioFailed."""
+        """Have fio write its file in `directory`. nbytes: size of the file. seconds: how long `mixed` runs.
+
+        Raises FioFailed.
+        """
         found = shutil.which("fio")
         if found is None:
             raise FioFailed("fio is not installed")

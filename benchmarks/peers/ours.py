@@ -83,7 +83,7 @@ class Ours:
 def _planned(
     task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[infinity.Budget, infinity.Plan]:
-    """The budget of a task, and the plan under this budget.
+    """Find the budget of a task, and make the plan under this budget; returns both.
 
     In mode "fit" the budgets are the task's. In every other mode the host budget follows from the mode.
     """

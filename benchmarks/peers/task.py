@@ -95,7 +95,7 @@ class Batches:
         self._task = task
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch: tokens and targets, int64 (batch, seq), on the task's device."""
+        """Draw the next batch; returns (tokens, targets), each int64 (batch, seq) on the task's device."""
         batch, seq = self._task.batch, self._task.seq
         starts = torch.randint(len(self._text) - seq, (batch,), generator=self._generator).tolist()
         rows = torch.stack([self._text[start : start + seq + 1] for start in starts]).long()

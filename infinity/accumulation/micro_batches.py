@@ -48,7 +48,7 @@ LossFunction = Callable[[Any], torch.Tensor]
 AddGradient = Callable[[int, int, torch.Tensor], None]
 """Function (unit, parameter, gradient) that adds a new gradient to the stored gradient of a parameter.
 
-unit: the unit's index. parameter: the parameter's index in the unit.
+unit: index of the unit, the parameters that share a page. parameter: the parameter's index in the unit.
 """
 
 _FORWARD, _BACKWARD = 0, 1
@@ -252,7 +252,8 @@ class Group:
     def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
         """The number of the stage (part of the model) that begins where `micro` enters a module with `units`.
 
-        None if the stages that earlier micro-batches went through have no such stage ahead.
+        The micro-batch that is furthest ahead determines the stages. Returns None if `micro` follows it and
+        none of the stages ahead of `micro` has these units.
         """
         now = micro.position[1]
         if now == len(self._course) - 1:

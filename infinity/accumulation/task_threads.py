@@ -57,7 +57,10 @@ class Surroundings:
         return None
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call `function` in this thread, with the copied state."""
+        """Call `function` in this thread, in which torch's per-thread state is meanwhile that of this object.
+
+        Autocast, the gradient mode, the CUDA stream and so on are as in the thread that made this object.
+        """
         self._context.copy().run(self._inside, function)
 
     def _inside(self, function: Callable[[], None]) -> None:

@@ -2,10 +2,10 @@
 
 The plain loop runs the micro-batches one after the other, and fetches a model that does not fit once for
 each micro-batch. In vertical accumulation, a micro-batch stops wherever its forward or backward is about to
-go from one unit to the next. It goes on when all other micro-batches have come equally far. So a resident
-page serves all micro-batches before it leaves (the layer-major order of GreedySnake, arXiv 2512.17570).
-infinity/accumulation/micro_batches.py runs the micro-batches; this module decides whether they run together
-or in the plain loop.
+go from one unit (the parameters that share a page) to the next. It goes on when all other micro-batches have
+come equally far. So a resident page serves all micro-batches before it leaves (the layer-major order of
+GreedySnake, arXiv 2512.17570). infinity/accumulation/micro_batches.py runs the micro-batches; this module
+decides whether they run together or in the plain loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Accumulator:
     def __init__(
         self, model: nn.Module, plan: Plan, pager: Pager, gradients: Gradients, add: AddGradient
     ) -> None:
-        """add: function that adds a gradient; it is called in the order of the micro-batches."""
+        """pager: brings the model's pages into memory and evicts them. gradients: the stored gradients.
+
+        add: function that adds a new gradient to the stored one, called in the order of the micro-batches.
+        """
         self.model = model
         self.plan = plan
         self.pager = pager
@@ -66,10 +69,10 @@ class Accumulator:
         if the plan does not know the size of activations. The activations of all these micro-batches are in
         memory at the same time, except activations of the model's head, whose backward follows at once.
 
-        recompute: each block keeps only its inputs and runs again in backward, as with
-        torch.utils.checkpoint, with the same bits. Without `together`, all micro-batches then run together.
-        Views of pages that a block makes are kept while the block runs, so BudgetError is raised if the
-        pages of a block do not fit together.
+        recompute: each block of the model (see `blocks_of`) keeps only its inputs and runs again in
+        backward, as with torch.utils.checkpoint, with the same bits. Without `together`, all micro-batches
+        then run together. Views of pages that a block makes are kept while the block runs, so BudgetError is
+        raised if the pages of a block do not fit together.
 
         The plain loop runs for a single micro-batch, and if all pages fit in memory at the same time. It
         runs with a warning if the budget has no room for two micro-batches, if the model recomputes by
@@ -155,7 +158,7 @@ class Accumulator:
         return _plain(batches, loss_fn)
 
     def _mixed(self, reason: str, *, lost: bool) -> None:
-        """Note that micro-batches which ran together shared state, so that their results cannot be used.
+        """Record that micro-batches which ran together shared state, so that their results cannot be used.
 
         From the second time on, micro-batches run one after the other. The first time may be due to a cache
         that a module fills in its first call. reason: the cause as a sentence. lost: whether a backward had
@@ -190,8 +193,8 @@ class Accumulator:
         """The modules before which micro-batches stop, each with the units whose pages the module uses.
 
         A module in `blocks` uses the units of all its parameters; any other module uses the units of the
-        parameters that it holds itself. Units whose pages are permanent are left out, and so are modules
-        without other units.
+        parameters that it holds itself. Units whose parameter page never leaves the memory where the model
+        computes are left out, and so are modules without other units.
         """
         units: dict[nn.Module, set[int]] = {}
         modules = dict(self.model.named_modules(remove_duplicate=False))

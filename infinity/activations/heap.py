@@ -15,12 +15,14 @@ from collections.abc import Callable
 from infinity.system import machine
 
 _SLACK = 8 << 20
-"""Bytes by which resident memory must grow after an unsuccessful trim before the heap is trimmed again."""
+"""Bytes by which resident memory must grow before the heap is trimmed again, if the last trim (the return of
+holes to the kernel) left it above the limit."""
 
 _BETWEEN_LOOKS = 2 << 20
 """The least bytes of new allocations between two checks of resident memory."""
 _LOOKS = 128
-"""The most checks of resident memory during `limit` bytes of new allocations. A check takes 4 to 50 us."""
+"""The most checks of resident memory while as many bytes are allocated as HeapGuard's limit has. A check
+takes 4 to 50 us."""
 
 
 def malloc_trim() -> Callable[[int], int] | None:
@@ -50,14 +52,20 @@ class HeapGuard:
             self._trim = malloc_trim()
 
     def allocated(self, nbytes: int) -> None:
-        """Count `nbytes` bytes of new allocations, and call `check` after every few MiB of allocations."""
+        """Count `nbytes` bytes of new allocations, and call `check` from time to time.
+
+        It is called whenever 1/128 of the limit, and at least 2 MiB, has been allocated since the last call.
+        """
         self._allocated += nbytes
         if self._allocated >= self._between:
             self._allocated = 0
             self.check()
 
     def check(self) -> None:
-        """Return holes in the heap to the kernel if resident memory is above the limit."""
+        """Return holes in the heap to the kernel if resident memory is above the limit.
+
+        After a trim that left memory above the limit, this is done again when memory has grown by 8 MiB.
+        """
         if self._trim is None:
             return
         resident = machine.resident_bytes()

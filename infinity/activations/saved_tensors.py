@@ -104,7 +104,7 @@ Fetch = Callable[[PageReference], torch.Tensor]
 
 
 class SavedTensors:
-    """A pair of saved-tensor hooks: `pack` and `unpack`. Each activation of the hooks makes a new object."""
+    """A pair of saved-tensor hooks: `pack` and `unpack`. `saving` makes a new pair for each context."""
 
     def __init__(
         self, find: Find, fetch: Fetch, tally: SavedBytes, outer: tuple[Pack, Unpack] | None
