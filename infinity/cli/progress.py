@@ -18,7 +18,7 @@ _LOSSES = 11
 """Greatest number of bars in the curve of losses."""
 _SECONDS_BETWEEN_LINES = 5.0
 _MEMORY = 0.8
-"""Weight of the old value in a moving average; the newest step has the remaining weight."""
+"""Weight of the old value in a moving average; the newest step's value has the remaining 0.2."""
 _EDGES = {
     Edge.NVME_TO_HOST: "read",
     Edge.HOST_TO_NVME: "write",
@@ -61,7 +61,7 @@ class ProgressLine:
             self._bar.stop()
 
     def show(self, report: StepReport) -> None:
-        """Show a step that has just finished."""
+        """Update the line with a step that has just finished, and redraw or print it if it is time to."""
         self._losses.append(report.loss)
         self._average(report)
         if self._bar is not None:
