@@ -194,8 +194,8 @@ class _Builder:
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
         """Make the parameter pages, and put placeholders in place of the Parameters' own memory.
 
-        Returns the pages by unit. Permanent pages are resident afterwards. addresses: an empty dict, from the
-        address of a resident page to the page. Each page enters itself whenever it becomes resident.
+        Returns the pages by unit. Permanent pages are resident afterwards. addresses: an empty dict,
+        which the pages fill: address of a resident page -> the page.
         """
         placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [

@@ -61,7 +61,11 @@ class ProgressLine:
             self._bar.stop()
 
     def show(self, report: StepReport) -> None:
-        """Update the line with a step that has just finished, and redraw or print it if it is time to."""
+        """Put a step that has just finished into the line.
+
+        A terminal's line is redrawn. Elsewhere the line is printed at the first and the last step, and if
+        five seconds have passed.
+        """
         self._losses.append(report.loss)
         self._average(report)
         if self._bar is not None:

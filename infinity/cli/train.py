@@ -1,4 +1,4 @@
-"""Command `infinity train`: trains a language model on real text, under budgets of RAM, device and NVMe."""
+"""Command `infinity train`: trains a language model on real text, within budgets of device, RAM and NVMe."""
 
 from __future__ import annotations
 
@@ -145,7 +145,10 @@ def _fate(timeline: Timeline) -> str:
 
 
 def _sample(job: Job) -> str:
-    """Let the model continue the beginning of a line of held-out text; return both as one text."""
+    """Let the model continue the beginning of a line of held-out text.
+
+    Returns that beginning and the continuation, as one text.
+    """
     text = job.text
     stretch = text.read(text.held_out.start, min(4096, len(text.held_out)))
     lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]

@@ -104,7 +104,10 @@ def _print(console: Console, found: Tuning) -> None:
 
 
 def _table(disk: DiskSweep) -> Table:
-    """Make a table of a disk's I/O settings: the best to read, to write and for both, and those chosen."""
+    """Make a table of a disk's I/O settings.
+
+    Its rows are the best settings for each mode (reading, writing, a mix of both), and the settings chosen.
+    """
     how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
     title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)

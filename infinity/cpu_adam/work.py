@@ -86,7 +86,7 @@ class Update:
     grad: Array
     """The gradient: float32, bfloat16 or float16. It is only read."""
     parameter: Array
-    """The float32 masters; or, if `remainder` is given, the bfloat16 parameters. The update writes it."""
+    """The float32 masters; or, if `remainder` is given, the bfloat16 parameters. Updated in place."""
     segments: Sequence[Segment]
     hypers: Sequence[Hyper]
     accumulated: Array | None = None
@@ -156,7 +156,7 @@ class Gradient:
     squares: bool = False
     """Whether the sums of squares that `GradientResult.blocks` returns are computed."""
     scale: float = 1.0
-    """The factor by which the gradient is multiplied before it is squared. Stores are not scaled."""
+    """The factor by which the gradient is multiplied before it is squared. Storing ignores it."""
 
 
 @dataclass(frozen=True)

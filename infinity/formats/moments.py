@@ -27,14 +27,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 """The dtype in which the elements of a moment are stored, by the format's name in `Precision.states`."""
 
 FIRST_SPAN: int = _cpu_adam.FIRST_SPAN
-"""The span of first moments in the int8 format, which determines the unit that a block's codes multiply.
+"""The span of first moments in the int8 format. It sets the unit by which decoded codes are scaled.
 
 A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of first moments have a sign
 bit.
 """
 
 SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
-"""The span of second moments in the int8 format, which determines the unit that a block's codes multiply.
+"""The span of second moments in the int8 format. It sets the unit by which decoded codes are scaled.
 
 A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of second moments have no sign
 bit. A second moment above 0 is never rounded to 0.
