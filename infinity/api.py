@@ -1,4 +1,4 @@
-"""Public calls: `plan` makes a plan and moves nothing; `offload` moves a model into pages."""
+"""Public calls: `plan` plans where the pages of a model lie and moves nothing; `offload` moves the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def offload(
     update: str = "auto",
     accumulation: int | None = None,
 ) -> Runtime:
-    """Move the parameters, gradients and optimizer states of a model into pages; returns their runtime.
+    """Move the parameters, gradients and optimizer states of a model into pages; return the model's runtime.
 
     model: any nn.Module; it is changed in place. It may be in RAM, on the device, or built under
     torch.device("meta"); in the last case the model's own initialisers fill it, module by module. optimizer:
@@ -46,15 +46,16 @@ def offload(
     weights: a safetensors file, or a directory of such files, from which the model is filled. example_inputs:
     see infinity.plan.
 
-    update: the time when parameters are updated. "sync": before `step` returns. "lazy": each unit before its
-    next use, while earlier units compute. "eager": each unit in the backward that brings its last gradient;
-    infinity/optim/eager.py says what this needs. "auto": chosen by infinity, at present "lazy".
+    update: the time when parameters are updated. A unit is a group of parameters that move together. "sync":
+    all units before `step` returns. "lazy": each unit before its next use, while earlier units compute.
+    "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/eager.py says what
+    this needs. "auto": chosen by infinity, at present "lazy".
 
     accumulation: the number of backwards in a step; None: unknown. Eager updates need this number. Lazy
     updates use it to read their first states during the last backward. With accumulation=1 gradients move
     less, so the plan puts optimizer states before gradients into the nearer tiers. A gradient is then stored
-    in its parameter's dtype, with the same bits in the results, and a second gradient in a step raises
-    ConfigError.
+    in its parameter's dtype, which changes no bit of the training results. A second gradient of a parameter
+    in one step raises ConfigError.
 
     Raises BudgetError before anything is moved if a budget is too small; its `needed` is a budget in bytes
     that is enough. Raises UnsupportedOptimizer, ConfigError for a model that cannot be paged, and the errors
@@ -90,9 +91,10 @@ def plan(
 
     model_or_config: a module on any device, including meta, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward. With them the plan
-    knows the memory of activations and predicts the seconds of a step. For the prediction every distinct
-    operation is timed on the device in at most 2 s, and bandwidths are probed in about 2 s. Bandwidths are
-    kept in the cache directory, those of disks for a short time. All other arguments: as in `offload`.
+    knows the memory of activations and predicts the seconds of a step. For the prediction the distinct
+    operations of a step are timed on the device, for about 2 s in all, and bandwidths are probed in about
+    2 s. Bandwidths are kept in the user's cache directory, those of disks for five minutes. All other
+    arguments: as in `offload`.
 
     Raises BudgetError if a budget is too small; its `needed` is a budget in bytes that is enough. Raises
     ConfigError, UnsupportedOptimizer, and StorageError for a directory that cannot be probed.

@@ -43,9 +43,10 @@ from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
 
 _GUARD_MARGIN = 16 << 20
-"""Bytes by which the limit of the heap guard lies below the RAM budget; at most a sixteenth of the budget.
+"""Bytes of the RAM budget that the heap guard, which limits resident memory, leaves as a margin.
 
-With a budget of 160 MiB, memory grew by 4 to 6 MiB between two checks of the guard.
+The margin is at most a sixteenth of the budget. With a budget of 160 MiB, memory grew by 4 to 6 MiB between
+two checks of the guard.
 """
 
 
@@ -57,7 +58,7 @@ def carry_out(
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
 ) -> Runtime:
-    """Move the states of `model` into pages as `plan` says; returns the runtime.
+    """Move the parameters and states of `model` into pages as `plan` says; return the model's runtime.
 
     plan: a plan made for the same model, optimizer and budget. optimizer, weights: as in `infinity.offload`.
     """
@@ -99,7 +100,8 @@ class _Builder:
         """Write the initial values of all parameters to the homes of their pages, with their fp32 masters.
 
         weights: the file or directory to load; None: the values that the parameters have, or get from their
-        initialisers. heap: the heap guard, which is told the bytes of each value that is made.
+        initialisers. heap: the heap guard, which returns holes in the heap to the kernel. It is told how many
+        bytes each parameter's values took.
         """
         states = self.states
 
@@ -122,9 +124,10 @@ class _Builder:
                     put(parameter, parameter)
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """Write a parameter's optimizer state to its page, before the parameter is converted.
+        """Write a parameter's optimizer state to its optimizer page.
 
-        Called after `fill`. state: tensors by name, as in OptimizerCore.write_state.
+        Called after `fill`, and before `wire` converts the parameter to a paged parameter. state: tensors by
+        name, as in OptimizerCore.write_state.
         """
         assert self.states is not None
         unit, index = self.places[id(parameter)]
@@ -141,7 +144,10 @@ class _Builder:
         return self.plan.layout.units[unit].parameters[index].dtype
 
     def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
-        """Convert the parameters to paged parameters, and make and connect all components."""
+        """Convert the parameters to paged parameters, and make and connect all components of the runtime.
+
+        meter: counts bytes moved and waits. threads: the pool that computes updates. heap: the heap guard.
+        """
         plan, store, states = self.plan, self.store, self.states
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
@@ -188,8 +194,8 @@ class _Builder:
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
         """Make the parameter pages, and put placeholders in place of the Parameters' own memory.
 
-        Permanent pages are resident afterwards. addresses: address of a resident page -> the page; filled
-        here and by later arrivals.
+        Returns the pages by unit. Permanent pages are resident afterwards. addresses: an empty dict,
+        which the pages fill: address of a resident page -> the page.
         """
         placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [
@@ -264,10 +270,10 @@ def _kept_by_others(model: nn.Module, device: torch.device) -> int:
 
 
 def _guard(plan: Plan) -> HeapGuard:
-    """The heap guard of a runtime.
+    """Make a runtime's heap guard, which limits the process's resident memory by trimming the heap.
 
-    If the model computes on the CPU, the limit is the process's present memory plus the RAM budget, less a
-    margin. Otherwise there is no limit.
+    If the model computes on the CPU, the limit is the process's present resident memory plus the RAM budget,
+    less a margin. Otherwise there is no limit.
     """
     if plan.device.type != "cpu":
         return HeapGuard(None)

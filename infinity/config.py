@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: Size, *, what: str = "size") -> int:
-    """Bytes of `size`: an int, or a string with a binary unit such as "20GiB", "1.5 TiB" or "4096".
+    """Convert a size to bytes. size: an int, or a string such as "20GiB", "1.5 TiB" or "4096" (bytes).
 
     what: the name of the size in errors. Raises ConfigError for a size that cannot be read. Decimal units
     (GB) are refused, because some users mean binary units by them.
@@ -62,7 +62,7 @@ def format_size(nbytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The most bytes that each tier may hold. A tier never allocates more than its budget."""
+    """The most bytes that each tier (device memory, host RAM, NVMe) may hold. No tier allocates more."""
 
     device: Size | None = None
     """Bytes of device memory. None means all free memory of a CUDA device, less a safety margin. On the

@@ -3,8 +3,8 @@
 [Note: two threads]
 The caller's thread makes the content of the files, because the runtime's lock, CUDA's current stream and
 inference mode belong to that thread. An event loop in a second thread writes the files, so that the caller
-may itself run inside an event loop. One piece is written while the next is made, and no other piece is in
-memory.
+may itself run inside an event loop. A file's content comes in pieces. One piece is written while the caller
+makes the next, and no other piece is in memory.
 
 [Note: all or nothing]
 All files are written into a temporary directory beside the target and synced, and the directory is renamed
@@ -164,5 +164,8 @@ def sync(path: Path) -> None:
 
 
 def storing(operation: str, path: Path) -> contextlib.AbstractContextManager[None]:
-    """Context that turns OSError into StorageError, with an export's cure for a full file system."""
+    """Context that turns OSError into StorageError. The cure for a full file system is written for exports.
+
+    operation: a verb for the error message. path: the file or directory that the message names.
+    """
     return storage_errors(operation, path, cure={errno.ENOSPC: _FULL, errno.EDQUOT: _FULL})

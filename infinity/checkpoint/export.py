@@ -1,6 +1,6 @@
 """Export: writes a model to safetensors files in Hugging Face's layout.
 
-Only parts of one tensor are in RAM at a time.
+At any time RAM holds at most two parts of one tensor, or one whole parameter if its memory is not contiguous.
 
 [Note: order in a file]
 Tensors are distributed over the files in the order of state_dict. Inside a file, tensors of larger dtypes
@@ -46,7 +46,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
 """The name in safetensors of each of torch's dtypes."""
 
 _METADATA = "__metadata__"
-"""The key of the metadata in a file's header; every other key is the name of a tensor."""
+"""The key of the metadata in a safetensors header; every other key is the name of a tensor."""
 
 _EXPORTED = ("compute", "fp32")
 
@@ -91,11 +91,11 @@ class Source:
                     yield values.to(dtype)
 
     def _master(self, place: Place, dtype: torch.dtype) -> StatePage | None:
-        """The optimizer page that holds a parameter's fp32 master.
+        """Return the optimizer page with a parameter's fp32 master; None if the export needs no master.
 
-        For a bf16 parameter the page holds the bits of the master that the bf16 values lack. None if the
-        values themselves are exported: in their own dtype, or because the parameter is not trained, or
-        because the user edited it.
+        For a bf16 parameter the page holds only the bits of the master that the bf16 values lack. No master
+        is needed if the export is in the parameter's own dtype, if the parameter is not trained, or if the
+        user edited it. place, dtype: as in `parts`.
         """
         layout = place.page.layout.parameters[place.index]
         if self.states is None or not layout.trainable or dtype == layout.dtype:
@@ -109,7 +109,7 @@ class Source:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor to be exported."""
+    """A tensor to be exported: its name, dtype, shape and size, and a function that yields its elements."""
 
     name: str
     dtype: torch.dtype
@@ -121,6 +121,8 @@ class _Entry:
 
 def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size) -> None:
     """Write a model into the directory `path`, which must be empty or not exist yet. Parents are made.
+
+    source: the model, with the components of its runtime that hold its parameters.
 
     The directory gets one file, model.safetensors. If the tensors have more than `shard` bytes, it gets
     model-00001-of-0000N.safetensors and so on, with model.safetensors.index.json. A tensor is never divided:
@@ -135,10 +137,10 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     dtype. Therefore from_pretrained casts parameters that `Precision(keep=...)` kept in fp32 to that dtype,
     unless it is called with dtype=torch.float32.
 
-    RAM holds two parts of up to 2**20 elements. A parameter that is not contiguous, such as channels_last, is
-    held as a whole. Raises ConfigError, before anything is written, if an argument cannot be used or
-    safetensors cannot hold a tensor. Raises StorageFull, StorageError or BudgetError if the export fails.
-    After an error `path` is as it was before.
+    RAM holds at most two parts of a tensor at a time, of up to 2**20 elements each. A parameter that is not
+    contiguous, such as channels_last, is held as a whole. Raises ConfigError, before anything is written, if
+    an argument cannot be used or safetensors cannot hold a tensor. Raises StorageFull, StorageError or
+    BudgetError if the export fails. After an error `path` is as it was before.
     """
     limit = parse_size(shard, what="shard size")
     if limit == 0:
@@ -161,7 +163,7 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
 
 
 def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
-    """The tensors to export, in the order of state_dict. as_masters: whether parameters are written in fp32.
+    """List tensors to export, in the order of state_dict. as_masters: whether to write parameters in fp32.
 
     Raises ConfigError if safetensors cannot hold a tensor, or if a parameter was added or replaced after the
     model was offloaded.
@@ -239,9 +241,10 @@ def _in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
-    """The tensors of each file, by the name of the file; see [Note: order in a file].
+    """Distribute tensors over files; return file name -> the file's tensors. See [Note: order in a file].
 
-    entries: the tensors in the order of state_dict. limit: bytes of tensors in a file.
+    entries: the tensors in the order of state_dict. limit: the most bytes of tensors in a file that has
+    several tensors.
     """
     shards: list[list[_Entry]] = [[]]
     used = 0
@@ -261,7 +264,7 @@ def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
 
 
 def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file in order: the header, then the tensors."""
+    """Yield the bytes of a safetensors file in order: the header, then the tensors `entries`."""
     yield _header(entries)
     for entry in entries:
         for part in entry.parts():
@@ -269,9 +272,9 @@ def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
 
 
 def _header(entries: Sequence[_Entry]) -> bytes:
-    """The header of a file: the dtypes, shapes and offsets of its tensors.
+    """Encode the header of a safetensors file: the dtypes, shapes and offsets of the tensors `entries`.
 
-    The header also has the metadata that transformers requires.
+    The header also has the metadata that transformers requires, and its length comes first.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0

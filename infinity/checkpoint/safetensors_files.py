@@ -38,8 +38,8 @@ DTYPES = {
 """torch's dtypes by their names in safetensors."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of weights that may fill a tensor of another of these dtypes. float8 is left out, because the scales
-of its values are in other tensors."""
+"""Dtypes that are converted: a weight of one of them may fill a model's tensor of any other of them. float8
+is left out, because the scales of its values are in other tensors."""
 
 _CONVERT = "Save the model with safetensors (save_pretrained does), and give the directory or the file."
 
@@ -262,7 +262,10 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
 
 
 def persistent(model: nn.Module) -> dict[int, Registered]:
-    """The parameters and persistent buffers of `model`, by id() of the tensor, in the order of state_dict."""
+    """The parameters and persistent buffers of `model`, by id() of the tensor, in the order of state_dict.
+
+    Each comes with its places in the model and its names in state_dict.
+    """
     passing = {
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -296,10 +299,10 @@ def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str])
 
 
 def _assign(wanted: dict[int, Registered], known: set[str], rename: tuple[str, str]) -> dict[int, str]:
-    """Find weights for the tensors in `wanted`; returns the name of the weight by key of the tensor.
+    """Find weights for the tensors in `wanted`; return the tensor's key in `wanted` -> the weight's name.
 
-    Equal names are tried first, then names in which the second prefix of `rename` replaces the first. No
-    weight is assigned to two tensors. Tensors without a weight are left out.
+    known: the names of the weights. Equal names are tried first, then names in which the second prefix of
+    `rename` replaces the first. No weight is assigned to two tensors. Tensors without a weight are left out.
     """
     found: dict[int, str] = {}
     for ours, theirs in dict.fromkeys((("", ""), rename)):
@@ -330,8 +333,8 @@ def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -
 
     `fill(parameter, values)` is called once for each parameter, in the model's order. `values` is a tensor of
     the parameter's shape, in the dtype of the weight. Weights of persistent buffers are copied into the
-    buffers; a buffer on the meta device is replaced by a real buffer on `device`. Buffers without a weight
-    that are on the meta device are initialised, as materialize does.
+    buffers; a buffer on the meta device is replaced by a real buffer on `device`. Buffers on the meta device
+    that have no weight are initialised by their modules, as in infinity/model/materialize.py.
 
     Raises the errors of `match`, before anything is filled. Raises ConfigError if nothing initialises a
     buffer, and StorageError if a file cannot be read.

@@ -77,7 +77,10 @@ def _terminable() -> Iterator[None]:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The printed cure for an error. A cure by a larger budget names the option that sets the budget."""
+    """Return the sentence to print on how to cure an error.
+
+    If a larger budget cures it, the sentence names the option that sets the budget, with a sufficient size.
+    """
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):
@@ -92,7 +95,7 @@ def _cure(error: InfinityError, options: argparse.Namespace) -> str:
 
 
 def _enough(nbytes: int) -> str:
-    """A size of at least `nbytes` bytes as a command-line argument, such as "160MiB"."""
+    """Round `nbytes` up, and return it as a size that a budget option takes, such as "160MiB"."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 8 * factor:
             return f"{-(-nbytes // factor)}{unit}"

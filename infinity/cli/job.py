@@ -40,7 +40,7 @@ _MOST = (1 << 31) - 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a job, which `train` and `plan` share."""
+    """Add the options that describe a training run, which `train` and `plan` share."""
     model = parser.add_argument_group("model and data")
     model.add_argument(
         "--model",
@@ -169,7 +169,10 @@ class Job:
 
 
 def show_job(options: argparse.Namespace, console: Console) -> Job:
-    """Make the job of the options, and print its header and plan. Raises the same errors as `make_job`."""
+    """Make the job that the options describe, and print its first line and its plan.
+
+    Raises the same errors as `make_job`. console: where to print.
+    """
     with console.status("planning"):
         job = make_job(options)
     console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}", highlight=False, soft_wrap=True)

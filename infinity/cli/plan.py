@@ -26,7 +26,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan the job and print the plan. Returns 0. Raises BudgetError if the job does not fit the budgets."""
+    """Plan the training run that the options describe, and print the plan. Returns 0.
+
+    Raises BudgetError if the run does not fit the budgets.
+    """
     console = Console(stderr=options.json)
     job = show_job(options, console)
     if options.json:

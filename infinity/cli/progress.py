@@ -18,7 +18,7 @@ _LOSSES = 11
 """Greatest number of bars in the curve of losses."""
 _SECONDS_BETWEEN_LINES = 5.0
 _MEMORY = 0.8
-"""Weight of the old value in a moving average; the newest step has the remaining weight."""
+"""Weight of the old value in a moving average; the newest step's value has the remaining 0.2."""
 _EDGES = {
     Edge.NVME_TO_HOST: "read",
     Edge.HOST_TO_NVME: "write",
@@ -61,7 +61,11 @@ class ProgressLine:
             self._bar.stop()
 
     def show(self, report: StepReport) -> None:
-        """Show a step that has just finished."""
+        """Put a step that has just finished into the line.
+
+        A terminal's line is redrawn. Elsewhere the line is printed at the first and the last step, and if
+        five seconds have passed.
+        """
         self._losses.append(report.loss)
         self._average(report)
         if self._bar is not None:

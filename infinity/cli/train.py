@@ -1,4 +1,4 @@
-"""Command `infinity train`: trains a language model on real text, with its states wherever they fit."""
+"""Command `infinity train`: trains a language model on real text, within budgets of device, RAM and NVMe."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _SAMPLE_SECONDS = 10.0
 _SAMPLE_TOKENS = 200
 _TEMPERATURE = 0.7
 _LONGEST_PROMPT = 60
-"""Greatest number of bytes in the prompt of a sample."""
+"""Greatest number of bytes in the prompt that the model continues in the sample at the end of a run."""
 _WARM_UP = 2
-"""Number of first steps that the measured time of a step leaves out. In these steps the order of pages is not
-known yet, or there are no moments to read."""
+"""Number of steps at the start of a run that the measured time of a step leaves out. They are not typical:
+the order of pages is not known yet, or there are no moments to read."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train the model, and print the progress and the results. Returns 0."""
+    """Train the model that the options describe, and print the progress and the results. Returns 0."""
     started = time.monotonic()
     console = Console(stderr=options.json)
     if options.export is not None:
@@ -87,7 +87,7 @@ class _Outcome:
     sample: str
     exported: str | None
     timeline: str | None
-    """Printed text about the file of the timeline; None if no timeline was recorded."""
+    """Text to print about the file to which the timeline was written; None if no timeline was recorded."""
 
 
 def _train(
@@ -145,7 +145,10 @@ def _fate(timeline: Timeline) -> str:
 
 
 def _sample(job: Job) -> str:
-    """A sample: the beginning of a line of held-out text, and the text with which the model continues it."""
+    """Let the model continue the beginning of a line of held-out text.
+
+    Returns that beginning and the continuation, as one text.
+    """
     text = job.text
     stretch = text.read(text.held_out.start, min(4096, len(text.held_out)))
     lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]
@@ -222,7 +225,10 @@ def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> Non
 
 
 def _predicted(job: Job) -> dict[str, Any]:
-    """Predicted seconds of a step: the range and its middle, or None for both if there is no prediction."""
+    """Return the prediction of a step's seconds, for JSON, with the keys "predicted" and "range".
+
+    "predicted" is the middle and "range" is [least, most]. Both are None if there is no prediction.
+    """
     found = job.prediction
     if found is None:
         return {"predicted": None, "range": None}

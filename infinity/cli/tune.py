@@ -54,7 +54,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tune the disks and print the results. Returns 0. Raises InfinityError if a directory is unusable."""
+    """Find the best I/O settings for the disks that the options name, save and print them. Returns 0.
+
+    Raises InfinityError if a directory is unusable.
+    """
     if options.plot is not None:
         check_plot(options.plot)
     console = Console(stderr=options.json)
@@ -101,7 +104,10 @@ def _print(console: Console, found: Tuning) -> None:
 
 
 def _table(disk: DiskSweep) -> Table:
-    """A table of the settings that are best for each mode alone, and of the settings chosen for the disk."""
+    """Make a table of a disk's I/O settings.
+
+    Its rows are the best settings for each mode (reading, writing, a mix of both), and the settings chosen.
+    """
     how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
     title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)

@@ -1,7 +1,7 @@
 """The form of an update: the dtypes, lengths and places of an update's arrays.
 
-A form is made from an update that was checked, so that similar updates can be submitted again without
-checks.
+A form is made from an update whose arrays were checked, so that updates of the same form can be submitted
+without checks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class UpdateForm:
 
     @staticmethod
     def of(work: Update, memory: Sequence[torch.Tensor]) -> UpdateForm:
-        """The form of `work`, an update that was submitted to a pool and so was checked.
+        """Make the form of `work`, an update that was submitted to a pool and so was checked.
 
         memory: contiguous CPU tensors in which the arrays of `work` lie.
         """

@@ -1,4 +1,4 @@
-"""Pages: checks of the arrays and segments of one job, and their conversion for the native core."""
+"""Pages: checks of the arrays and segments of a thread pool's job, and their conversion to native types."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int, int
 
 
 class Page:
-    """The arrays of one job, each of which is checked by `add`.
+    """The arrays of one job of a thread pool, such as an update. `add` checks each array.
 
     `elements` is the length that all arrays must have. `owners` holds the objects that own the arrays'
     memory.

@@ -1,4 +1,7 @@
-"""The thread pool: runs updates, gradient passes and streams as jobs, and returns a ticket for each job."""
+"""The thread pool: runs optimizer updates and other work over arrays as jobs, and returns a ticket for each.
+
+The kinds of work are updates, gradient passes and streams; infinity/cpu_adam/work.py describes them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from infinity.errors import ConfigError
 from infinity.system.closing import Closing
 
 DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
-"""Default number of elements of a job that a thread processes at a time."""
+"""Default of a pool's `chunk`: the number of elements of a job that a thread processes at a time."""
 
 _R = TypeVar("_R")
 
@@ -98,7 +101,7 @@ class Ticket(Generic[_R]):
 
 
 class ThreadPool(Closing):
-    """A pool of pinned threads that run updates, gradient passes and streams without taking the GIL.
+    """A pool of pinned threads that run the jobs of infinity/cpu_adam/work.py without taking the GIL.
 
     threads: the number of threads; None: one for each CPU. cpus: the numbers of the CPUs; None:
     `default_cpus()`. If there are more threads than CPUs, several threads share a CPU. isa: the name of an
@@ -156,7 +159,8 @@ class ThreadPool(Closing):
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
         """Queue the work as a job, and return a ticket at once.
 
-        awaited: whether the caller will wait for the job next; see `run`.
+        awaited: whether the caller will wait for the job next. The waiting thread then works on it too, as
+        in `run`.
 
         Raises ConfigError, before any array is changed, if a tensor has a wrong dtype, device, length or
         layout, if arrays overlap, if segments overlap or lie outside of the arrays, if a hyper-parameter is
@@ -183,13 +187,13 @@ class ThreadPool(Closing):
         owners: Sequence[torch.Tensor],
         awaited: bool = False,
     ) -> Ticket[UpdateResult]:
-        """Queue an update that has the form of an earlier update, in the same memory or in other memory.
+        """Queue an update that has the form of an earlier update, without checking its arrays again.
 
-        addresses: the addresses of the arrays, from `UpdateForm.addresses`. segments: tuples (start, count,
-        hyper, index, seed) of the fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`.
-        scale: as in `Update`. owners: the objects that own the memory of the arrays. awaited: as in
-        `submit`. Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of
-        range.
+        form: the form of the earlier update. addresses: the addresses of the arrays, in the same memory or in
+        other memory, from `UpdateForm.addresses`. segments: tuples (start, count, hyper, index, seed) of the
+        fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale: as in `Update`. owners:
+        the objects that own the memory of the arrays. awaited: as in `submit`. Raises ConfigError if the pool
+        is closed, or if a hyper-parameter or a segment is out of range.
         """
         grad, parameter, remainder, copy, first, second, first_scale, second_scale = addresses
         native = self._native.submit_update(

@@ -1,4 +1,7 @@
-"""Work for a thread pool: updates, gradient passes and streams, and their results."""
+"""Work for a thread pool, and its results: `Update`, `Gradient` (passes over gradients) and `Stream`.
+
+A stream is a pass over arrays without arithmetic, for measuring memory bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,8 @@ class Update:
 
     The optimizer's rule uses the gradient (accumulated + grad) * scale. With bf16 gradients and Adam, an
     update moves this many bytes per parameter element: 28 with an fp32 master and a bf16 copy, 26 with a
-    split master, 18 with a split master and bfloat16 moments, and 14 with a split master and int8 moments.
+    split master, 18 with a split master and bfloat16 moments, and 14 with a split master and int8 moments. A
+    split master is an fp32 master stored as a bf16 parameter and the 16 bits that the parameter lacks.
 
     Both moments have the same format. bfloat16 moments are rounded stochastically, to one of the two
     neighbouring values with probabilities that preserve the mean. int8 moments are codes relative to the
@@ -82,21 +86,22 @@ class Update:
     grad: Array
     """The gradient: float32, bfloat16 or float16. It is only read."""
     parameter: Array
-    """The float32 master; or, with `remainder`, the bfloat16 high half of a split master. It is updated."""
+    """The float32 masters; or, if `remainder` is given, the bfloat16 parameters. Updated in place."""
     segments: Sequence[Segment]
     hypers: Sequence[Hyper]
     accumulated: Array | None = None
     """An accumulated gradient, float32, which is added to `grad`. It is only read."""
     remainder: Array | None = None
-    """The int16 remainder of a split master: bits of master = (bits of parameter << 16) + remainder.
+    """The 16 bits of each fp32 master that the bfloat16 parameter lacks, as int16; None with fp32 masters.
 
-    The update writes the array. Whoever changes the parameter otherwise has to set the remainder to zero.
+    The bits of a master are (bits of parameter << 16) + remainder. The update reads and writes the array.
+    Whoever changes the parameter in another way has to set the remainder to zero.
     """
     copy: Array | None = None
     """The array to which a copy of the updated fp32 master is written: float32, bfloat16 or float16.
 
-    A bfloat16 copy is rounded half up, and so equals the high half of a split master. A float16 copy is
-    rounded to the nearest value, with ties to even.
+    A bfloat16 copy is rounded to the nearest value, with ties away from zero, and so equals the bfloat16
+    parameter of a split master. A float16 copy is rounded to the nearest value, with ties to even.
     """
     first_moment: Array | None = None
     """Adam's mean of gradients or SGD's momentum buffer: float32, bfloat16 or uint8 (int8 codes)."""
@@ -141,23 +146,26 @@ class Gradient:
     accumulated: Array | None = None
     """The accumulated gradient, float32."""
     add: bool = True
-    """Whether `accumulated` is added to `grad`. Set False for the first of several micro-batches."""
+    """Whether `accumulated` is added to `grad`. Set False for the first gradient of a step, for which
+    `accumulated` has no content yet.
+    """
     store: bool = False
-    """Whether x is stored in `accumulated`."""
+    """Whether the result of the pass, `grad` or `grad + accumulated`, is stored in `accumulated`."""
     copy: Array | None = None
     """An array of the same dtype as `grad`, to which `grad` is copied bit by bit."""
     squares: bool = False
-    """Whether the sums of squares are computed."""
+    """Whether the sums of squares that `GradientResult.blocks` returns are computed."""
     scale: float = 1.0
-    """The factor by which x is multiplied before it is squared."""
+    """The factor by which the gradient is multiplied before it is squared. Storing ignores it."""
 
 
 @dataclass(frozen=True)
 class GradientResult:
     blocks: tuple[npt.NDArray[np.float64], ...]
-    """For each segment, the sums of squares of the segment's blocks; empty without `Gradient.squares`.
+    """For each segment, an array of sums of squares, one for each BLOCK elements of the segment.
 
-    The sums of a segment are finite if and only if all scaled elements of the segment are finite.
+    The arrays are empty without `Gradient.squares`. The sums of a segment are finite if and only if all
+    scaled elements of the segment are finite.
     """
 
 

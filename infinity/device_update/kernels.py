@@ -87,7 +87,7 @@ _MASTERS = {
     torch.float16: _cpu_adam.ParameterFormat.PLAIN_F16,
     torch.bfloat16: _cpu_adam.ParameterFormat.SPLIT,
 }
-"""The format of parameter and master, by the parameter's dtype; see infinity.formats.optimizer_rules."""
+"""How a parameter and its fp32 master are stored, by the dtype of the parameter in its page."""
 
 
 def kinds_of(
@@ -135,7 +135,7 @@ class Kernels:
         self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
 
     def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
-        """The kernels, by name, of a loaded module that has all `kinds`. Loads a module if there is none."""
+        """Find or load a CUDA module with kernels for all `kinds`; return the module's kernels by name."""
         for known, functions in self._modules.items():
             if kinds <= known or self.device.type == "cpu":
                 return functions

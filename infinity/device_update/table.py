@@ -1,7 +1,8 @@
 """Device table: where the pieces of all parameters that the device updates lie, written once for a run.
 
-A piece is the part of a parameter that lies in one chunk. The numpy dtypes here describe the structs of the
-native core; see [Note: device tables] in csrc/cpu_adam/device.hpp.
+A chunk is a range of a unit's page that one job updates. A piece is the part of a parameter that lies in one
+chunk. The numpy dtypes here describe the structs of the native core; see [Note: device tables] in
+csrc/cpu_adam/device.hpp.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ TOTALS_LAUNCH = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The arrays of one chunk on the device, and the parameters whose pieces lie in the chunk."""
+    """The arrays of one chunk (a range of a unit's page) on the device, and the parameters that lie in it."""
 
     work: Update
     """The arrays of the chunk, and one segment for each piece of a parameter.
@@ -84,7 +85,7 @@ class Chunk:
 
 
 class DeviceTable:
-    """A table, in the device's memory, of the pieces of parameters in some chunks."""
+    """A table in the device's memory: where each piece of a parameter lies, for all pieces of some chunks."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
         """Write the table of `chunks` into `memory`. Returns after the table has been written.
@@ -105,7 +106,7 @@ class DeviceTable:
         index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
         pieces = pieces[np.lexsort((index, pieces["parameter"]))]
         self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
-        """Running sums of the numbers of tiles, int64 (pieces + 1,).
+        """Running sums of the numbers of tiles, int64 (pieces + 1,). A tile is TILE elements, for one warp.
 
         Entry i is the number of tiles before piece i. The last entry is the number of all tiles.
         """
@@ -140,9 +141,10 @@ class DeviceTable:
         return memory[: 8 * len(self.rows)].view(torch.float64)
 
     def update_launch(self, first: int, end: int) -> _Struct:
-        """The argument of the update kernel for parameters [first, end): a scalar array of UPDATE_LAUNCH.
+        """Make the argument of the update kernel for the parameters [first, end) of the table.
 
-        All parameters are marked as having no update. The caller fills in hyper-parameters and seeds.
+        Returns a scalar array of the numpy dtype UPDATE_LAUNCH. All parameters are marked as having no
+        update; the caller fills in hyper-parameters and seeds.
         """
         launch = np.zeros((), UPDATE_LAUNCH)
         launch["pieces"], launch["tiles"] = self._addresses[2], self._addresses[3]
@@ -151,9 +153,9 @@ class DeviceTable:
         return launch
 
     def squares_launch(self) -> _Struct:
-        """The argument of the kernel that sums the squares of each block: a scalar array of SQUARES_LAUNCH.
+        """Make the argument of the kernel that sums the squares of the elements of each gradient block.
 
-        The kernel needs one warp for each block.
+        Returns a scalar array of the numpy dtype SQUARES_LAUNCH. The kernel needs one warp for each block.
         """
         launch = np.zeros((), SQUARES_LAUNCH)
         launch["pieces"], launch["blocks"] = self._addresses[2], self._addresses[4]
@@ -161,9 +163,9 @@ class DeviceTable:
         return launch
 
     def totals_launch(self) -> _Struct:
-        """The argument of the kernel that adds the blocks' sums: a scalar array of TOTALS_LAUNCH.
+        """Make the argument of the kernel that adds the sums of squares of each parameter's blocks.
 
-        The kernel adds the sums of each parameter's blocks, and needs one warp for each parameter.
+        Returns a scalar array of the numpy dtype TOTALS_LAUNCH. The kernel needs one warp for each parameter.
         """
         launch = np.zeros((), TOTALS_LAUNCH)
         launch["blocks"], launch["parameters"] = self._addresses[5], len(self.rows)

@@ -16,7 +16,7 @@ from infinity.layout.chunks import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
-"""Size in bytes of the table's entry for one piece of a parameter."""
+"""Size in bytes of the entry of a `DeviceTable` for one piece of a parameter."""
 _LENGTH = 256
 """The length of every part of the workspace is a multiple of this number of bytes."""
 

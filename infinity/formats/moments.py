@@ -27,14 +27,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 """The dtype in which the elements of a moment are stored, by the format's name in `Precision.states`."""
 
 FIRST_SPAN: int = _cpu_adam.FIRST_SPAN
-"""The span of first moments in the int8 format, which determines the unit of a block.
+"""The span of first moments in the int8 format. It sets the unit by which decoded codes are scaled.
 
 A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of first moments have a sign
 bit.
 """
 
 SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
-"""The span of second moments in the int8 format, which determines the unit of a block.
+"""The span of second moments in the int8 format. It sets the unit by which decoded codes are scaled.
 
 A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of second moments have no sign
 bit. A second moment above 0 is never rounded to 0.
@@ -105,7 +105,7 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
-    """The biased exponent of each block, int32 (rows,).
+    """Choose the biased exponent of each block of an int8 moment; return the exponents, int32 (rows,).
 
     magnitude: absolute values, float32 (rows, CODE_BLOCK), one block in each row. span: as in `encode`.
     """
@@ -114,8 +114,9 @@ def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
 
 
 def _nearest(magnitude: torch.Tensor, exponent: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest codes without sign, int32 (rows, CODE_BLOCK), and the sum of squared errors of each row.
+    """Find the nearest int8 codes of some magnitudes, and their errors.
 
+    Returns (codes without the sign bit, int32 (rows, CODE_BLOCK); sums of squared errors, float64 (rows,)).
     magnitude: absolute values, float32 (rows, CODE_BLOCK). exponent: the rows' biased exponents, int32
     (rows,). span: as in `encode`.
     """
@@ -133,16 +134,20 @@ def _magnitude(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
-    """The units, float32, of blocks with the biased exponents `exponent`, int32; NaN for the exponent 255.
+    """The unit of each block, float32: the factor s by which decoded codes are multiplied.
 
-    Exponents below span + 1, such as 0 in a page of zeros, count as span + 1.
+    exponent: the blocks' biased exponents, int32. The exponent 255 gives NaN. Exponents below span + 1, such
+    as 0 in a page of zeros, count as span + 1.
     """
     unit = ((exponent.clamp(min=span + 1) - span) << 23).view(torch.float32)
     return unit.masked_fill(exponent == _NOT_FINITE, float("nan"))
 
 
 def _components(count: int) -> Iterator[tuple[slice, slice]]:
-    """Divide `count` elements into parts, and yield (slice of elements, slice of blocks) for each part."""
+    """Divide `count` elements into parts that are converted one at a time.
+
+    Yields (slice of elements, slice of blocks) for each part.
+    """
     for block in range(0, -(-count // CODE_BLOCK), _BLOCKS):
         yield (
             slice(block * CODE_BLOCK, min((block + _BLOCKS) * CODE_BLOCK, count)),

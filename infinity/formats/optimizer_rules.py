@@ -201,7 +201,10 @@ class Rule:
         return self.moments
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group that the torch optimizer has after loading a state dict whose group is `group`."""
+        """Return a group's options as the torch optimizer has them after loading a state dict.
+
+        group: that group in the state dict.
+        """
         return group
 
     def initial(self, moment: str) -> float:

@@ -22,7 +22,10 @@ from infinity.tiers.link import User
 
 
 class DeviceUnits:
-    """The units that the device updates, as the plan says. Called under the runtime's lock."""
+    """The units (groups of parameters) that the plan lets the device update, with their gradients.
+
+    Every method is called under the runtime's lock.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,11 @@ class DeviceUnits:
         states: States,
         store: Store,
     ) -> None:
-        """pages, gradients: the pages of all units. The device must update at least one of the units."""
+        """pages: the parameter pages of all units. gradients: unit -> its gradient page. states: the
+        optimizer pages. store: moves pages between tiers, and holds the plan.
+
+        The plan must let the device update at least one unit.
+        """
         self._pages = pages
         self._gradients = {unit: gradients[unit] for unit in sorted(store.plan.updated_on_device)}
         self._states = states
@@ -67,9 +74,10 @@ class DeviceUnits:
                     target.copy_(part)
 
     def copy_to_host(self) -> None:
-        """Compute the sums of squares of all gradients on the device, and copy them to the host.
+        """Compute the sums of squares of all gradients on the device, copy the sums to the host, and wait.
 
-        Waits for the copy, which comes after the work queued on the device.
+        The gradient pages then hold the sums. The copy comes after all work that is queued on the device.
+        Does nothing if no gradient has changed since the last call.
         """
         if not self._changed:
             return
@@ -132,7 +140,7 @@ class DeviceUnits:
                     arrays["master"][place] = self._parameters(unit, chunk_index)[place]
 
     def _chunk(self, unit: int, chunk_index: int) -> Chunk:
-        """A chunk for DeviceUpdates: the chunk's arrays, where they rest, and its pieces of parameters."""
+        """Describe a chunk for DeviceUpdates: the addresses of its arrays, and the parameters in it."""
         page = self._gradients[unit]
         arrays = self._states.pages[unit].arrays(chunk_index, self._content(unit, chunk_index))
         parameter = self._parameters(unit, chunk_index)
@@ -151,12 +159,12 @@ class DeviceUnits:
         return Chunk(work, [(unit, each.parameter) for each in pieces])
 
     def _content(self, unit: int, chunk_index: int) -> torch.Tensor:
-        """The bytes of a chunk's states in the optimizer page."""
+        """A view of a chunk's optimizer states in their page, as uint8."""
         state = self._states.pages[unit]
         return state.home.view(state.offset(chunk_index), state.formats[chunk_index].nbytes)
 
     def _parameters(self, unit: int, chunk_index: int) -> torch.Tensor:
-        """A chunk's elements in the parameter page."""
+        """A view of a chunk's elements in the parameter page, in their dtype."""
         page = self._pages[unit]
         chunk = page.layout.chunks[chunk_index]
         dtype = page.layout.regions[chunk.region].dtype

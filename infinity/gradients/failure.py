@@ -6,13 +6,16 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class GradientFailure:
-    """Holder of the latest error that left a gradient partly added or partly written home."""
+    """Holder of the latest error that left a gradient partly added, or partly written to its page's home."""
 
     def __init__(self) -> None:
         self.error: InfinityError | None = None
 
     def lose(self, error: BaseException) -> None:
-        """Record an error after which no gradient of this step is valid."""
+        """Record an error after which no gradient of this step is valid.
+
+        A ConfigError takes the place of an error that is not an InfinityError, such as KeyboardInterrupt.
+        """
         if isinstance(error, InfinityError):
             self.error = error.again()
         else:

@@ -1,9 +1,8 @@
 """Gradients in pages: each gradient of a backward is taken from autograd, accumulated and measured.
 
-A gradient page consists of chunks, in its unit's layout. A chunk that is at home in host RAM is accumulated
-in place. Any other chunk is staged while its parameters' gradients arrive
-(infinity/gradients/staged_chunks.py), in memory that the caller provides (infinity/optim/staging.py grants
-that memory).
+A gradient page consists of chunks, in its unit's layout. A chunk whose home is in host RAM is accumulated in
+place. Any other chunk is staged: it is held in temporary memory while its parameters' gradients arrive
+(infinity/gradients/staged_chunks.py). The caller provides that memory (infinity/optim/staging.py grants it).
 
 The sums of squares are computed in the pass that stores the gradients. They are fp64 sums over blocks of
 elements, counted from each parameter's first element, and are combined in the order of the parameters'
@@ -49,8 +48,9 @@ class Gradients:
         on_device: DeviceUnits | None = None,
         ring: GradientRing | None = None,
     ) -> None:
-        """pages: unit -> its gradient page. scale: the loss scale. on_device: the units that the device
-        updates; None if there are no such units.
+        """pages: unit -> its gradient page. store: moves pages between tiers. threads: the pool that adds and
+        measures gradients. scale: the loss scale. on_device: the units that the device updates; None if there
+        are no such units.
 
         ring: the gradient ring, through which gradients leave a device with its own memory; None if the
         device has no memory of its own.
@@ -88,8 +88,8 @@ class Gradients:
     def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
         """Wait, without the runtime's lock, until the gradient ring has room for `fresh`, a new gradient.
 
-        If the wait raises an exception, the gradients of this step are lost: `check` raises the exception
-        until `clear`.
+        Returns at once if the gradient does not go through the ring. If the wait raises an exception, the
+        gradients of this step are lost, and `check` raises an error until `clear`.
         """
         if self._ring is None or self.on_device(unit):
             return
@@ -104,9 +104,10 @@ class Gradients:
     def adding(self, unit: int, parameter: int, dtype: torch.dtype) -> Iterator[GradientPage]:
         """Context in which the caller adds one new gradient to a parameter's gradient, piece by piece.
 
-        dtype: the new gradient's dtype. Raises ConfigError after clipping, and what
-        `GradientPage.check_single` raises. An error of `check_single`, or any exception inside the context,
-        loses the gradients of this step: `check` raises the error until `clear`.
+        dtype: the new gradient's dtype. Raises ConfigError after clipping, after an eager update, or at
+        another loss scale. Where the user declared one backward per step, it also raises ConfigError for a
+        second gradient, or for another dtype than the parameter's. These two errors, and any exception inside
+        the context, lose the gradients of this step: `check` raises an error until `clear`.
         """
         page = self.pages[unit]
         self._check_addition(page, parameter)
@@ -121,10 +122,10 @@ class Gradients:
         page.arrivals[parameter] += 1
 
     def pieces(self, page: GradientPage, parameter: int) -> list[tuple[int, Piece]]:
-        """(chunk, piece) of all pieces of a parameter, in the order in which to add them.
+        """List the pieces of a parameter as pairs (chunk, piece), in the order in which to add them.
 
-        Pieces in staged chunks come first, because staging the other chunks might take the room of those
-        chunks before this gradient is added to them.
+        A piece is the part of a parameter in one chunk. Pieces in chunks that are staged already come first:
+        staging another chunk might push such a chunk out before its piece is added.
         """
         found = page.layout.pieces(parameter)
         if page.home.in_place:
@@ -134,8 +135,8 @@ class Gradients:
     def add_in_place(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
         """Add a whole new gradient, (numel,) in memory order, to the parameter's stored gradient.
 
-        Both gradients are in host RAM. The chunks of a region have no gap between them, so one pass is
-        usually enough.
+        Both gradients are in host RAM. The chunks of a parameter usually lie there without gaps, so that one
+        pass adds them all.
         """
         again = parameter in page.content
         for start, target, places in page.runs(parameter):
@@ -146,7 +147,10 @@ class Gradients:
                 page.chunks[chunk_index].blocks[parameter, begin] = _NO_SUMS
 
     def add_piece(self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor) -> None:
-        """Add one piece of a new gradient to a chunk that is in RAM. fresh: the piece, (piece.count,)."""
+        """Add one piece of a new gradient to a chunk that is in RAM. fresh: the piece, (piece.count,).
+
+        A piece from a device with its own memory goes through the gradient ring, whose worker adds it later.
+        """
         chunk = page.chunks[chunk_index]
         data = page.memory(chunk_index)
         assert data is not None
@@ -176,7 +180,10 @@ class Gradients:
         self._on_device.add(unit, parameter, flat)
 
     def norm(self) -> float:
-        """The 2-norm of all gradients, as the optimizer would see them. Raises the errors of `check`."""
+        """Wait for all gradients, and return their 2-norm as the optimizer would see it.
+
+        Raises the errors of `check`.
+        """
         if self._ring is not None:
             self._ring.wait()
         self.check()
@@ -190,7 +197,10 @@ class Gradients:
         return math.sqrt(squares) * self.unscale
 
     def finite(self) -> bool:
-        """Whether all elements of all gradients are finite. Raises the errors of `check`."""
+        """Wait for all gradients, and return whether all their elements are finite.
+
+        Raises the errors of `check`.
+        """
         return math.isfinite(self.norm())
 
     def clip(self, max_norm: float, norm: float) -> None:
@@ -203,7 +213,7 @@ class Gradients:
             self._clipping = before * min(1.0, max_norm / (norm + 1e-6))
 
     def check(self) -> None:
-        """Raise the error that lost gradients of this step, if there is one."""
+        """Raise the error that made the gradients of this step invalid, if there is one."""
         on_the_way = None if self._ring is None else self._ring.failure
         at_home = (page.home.failure for page in self.pages.values())
         for failure in (on_the_way, self._failure.error, *at_home):
@@ -242,9 +252,9 @@ class Gradients:
         return self._on_device is not None and unit in self._on_device
 
     def consume(self, unit: int) -> None:
-        """Give a unit's gradients to an eager update, which runs during backward.
+        """Mark a unit's gradients as used by an eager update, and drop its chunks from staging.
 
-        No other code may use the gradients any more.
+        After this, adding or reading a gradient of the unit raises ConfigError until `clear`.
         """
         page = self.pages[unit]
         page.consumed = True
@@ -327,8 +337,8 @@ class Gradients:
     ) -> int:
         """Send a new gradient through the ring, whose worker then calls `_accumulate` for each part.
 
-        blocks: array that gets the sums of squares. again: as for `_accumulate`. Returns the number of the
-        last job.
+        target: the stored gradient. blocks: array that gets the sums of squares. again: as in `_accumulate`.
+        Returns the number of the worker's last job for this gradient, for `GradientRing.wait`.
         """
         number = 0
         for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):
