@@ -114,7 +114,7 @@ class Chain:
 
     @property
     def needed_ahead(self) -> int:
-        """Bytes of staging that `read_ahead` needs, including room for the parameter slice if need be."""
+        """Bytes of staging for `read_ahead`: the states, and room for the parameter slice if that is read."""
         apart = not (self._store.device.shares_host or self.page.home.in_place)
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 

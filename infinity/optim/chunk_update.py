@@ -46,7 +46,7 @@ class ChunkUpdate:
         self._form: cpu_adam.UpdateForm | None = None
         """The description of the first update, which later updates reuse; None before that."""
         self._addresses: Sequence[int] | None = None
-        """Addresses of the chunk's parameters, gradient and states, if `rests` and after the first update."""
+        """Addresses of the parameters, gradient and states, after the first update if `rests`; else None."""
 
     def submit(
         self, decision: Decision, memory: Memory, *, awaited: bool
