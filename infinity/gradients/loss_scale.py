@@ -27,7 +27,7 @@ _GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """The loss scale of one runtime. The scale stays 1 unless `dynamic`."""
+    """The loss scale of one runtime: a number that `step_was` adapts. It stays 1 unless `dynamic`."""
 
     def __init__(self, *, dynamic: bool) -> None:
         self.dynamic = dynamic
@@ -35,7 +35,7 @@ class LossScale:
         self._good_steps = 0
 
     def step_was(self, *, finite: bool) -> None:
-        """Adapt the scale after a step. finite: whether all gradients of the step were finite."""
+        """Adapt the scale after an optimizer step. finite: whether all gradients of the step were finite."""
         if not self.dynamic:
             return
         if not finite:
@@ -48,15 +48,27 @@ class LossScale:
             self._good_steps = 0
 
     def incoming(self, inputs: Any) -> Any:
-        """The root module's inputs, marked so that the gradients of the inputs leave the module unscaled."""
+        """Return the root module's inputs, with views in place of differentiable tensors.
+
+        Backward through the views divides the gradients of the inputs by the scale, on their way out of the
+        module.
+        """
         return _map_tensors(self._enter, inputs) if self.dynamic else inputs
 
     def outgoing(self, outputs: Any) -> Any:
-        """The root module's outputs, marked so that the gradients of the outputs enter the module scaled."""
+        """Return the root module's outputs, with views in place of differentiable tensors.
+
+        Backward through the views multiplies the gradients of the outputs by the scale, on their way into the
+        module.
+        """
         return _map_tensors(self._leave, outputs) if self.dynamic else outputs
 
     def borrowed(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter that is used outside of the root module, marked so that its gradients arrive scaled."""
+        """Return a view of a parameter, to be used in its place outside of the root module.
+
+        Backward through the view multiplies the parameter's gradients by the scale, so that they are scaled
+        like those from inside the module.
+        """
         return self._leave(parameter)
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +79,7 @@ class LossScale:
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """`values` with every tensor replaced by function(tensor).
+    """Return a copy of `values` in which every tensor is replaced by function(tensor).
 
     Tensors are found in the containers that torch.utils._pytree knows and in the fields of dataclasses.
     """
@@ -86,9 +98,9 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) 
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity function, whose gradient is multiplied by scale ** power.
+    """The identity function in forward. In backward it multiplies the gradient by scale.value ** power.
 
-    The value of the scale is read when backward runs.
+    The value of the scale is read when backward runs, so it may have changed since the forward.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Staged chunks: the chunks of gradient pages that are in staging, and when they are written home.
 
-A chunk is staged while its parameters' gradients arrive. It is written home when chunks that come later
-need its room. The last chunks of a backward stay in staging, because they are updated first. If another
-micro-batch follows, a chunk that was written home is read back into staging, so that the new gradients can
-be added to its sums.
+Staging is a pool of buffers in host RAM. A chunk of a gradient page is staged while its parameters'
+gradients arrive. It is written to the page's home when chunks that come later need its room. The last chunks
+of a backward stay in staging, because they are updated first. If another micro-batch follows, a chunk that
+was written home is read back into staging, so that the new gradients can be added to those it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.telemetry.stats import Edge
 
 
 class StagedChunks:
-    """The staged chunks of all gradient pages. Called under the runtime's lock."""
+    """The staged chunks of all gradient pages. The caller of every method holds the runtime's lock."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class StagedChunks:
         *,
         ring: GradientRing | None,
     ) -> None:
-        """pages: unit -> its gradient page. failure: object that records errors which lose gradients.
+        """pages: index of a unit -> the unit's gradient page. store: reads and writes the pages' homes.
 
-        ring: the gradient ring, through which gradients leave a device with its own memory; None if the
-        device has no memory of its own.
+        failure: records an error by which gradients are lost. ring: the gradient ring, through which
+        gradients leave a device with its own memory; None if the device has no memory of its own.
         """
         self.more_to_come = False
         """Whether another micro-batch will bring gradients of the same parameters next. If so, a chunk that
@@ -124,10 +124,10 @@ class StagedChunks:
         return False
 
     def write_back_now(self, unit: int, chunk_index: int, data: torch.Tensor) -> None:
-        """Write a chunk's gradient home and wait, for an update that has the gradient in staging.
+        """Write a chunk's gradient to the page's home, and wait until it is written.
 
-        data: the gradient, uint8; it may be the only copy. If the write fails, StorageError is raised and
-        nothing has changed.
+        The caller is about to take the gradient's room in staging from the chunk's update. data: the gradient
+        in staging, uint8. If the write fails, StorageError is raised and nothing has changed.
         """
         page = self._pages[unit]
         self._store.write_now(page.home, page.offset(chunk_index), data, spare=True)

@@ -1,8 +1,9 @@
 """Chunks and regions: the place of every parameter in the parameter page of its unit.
 
-A page consists of regions. A region holds parameters that share a dtype and are all trainable or all frozen.
-A trainable region is divided into chunks: one optimizer job updates one chunk. The functions here read
-shapes and dtypes, and no tensor data.
+A unit is a group of parameters that are fetched together, and its parameter page holds their values. The page
+consists of at most two regions for each dtype: the trainable parameters of the dtype, laid one behind the
+other, and the frozen ones. A region of trainable parameters is divided into chunks, and every chunk is
+updated by a job of its own. The functions here read shapes and dtypes, and no tensor data.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ class ParameterLayout:
     offset: int
     """Distance in elements from the region's start to the parameter's first element."""
     trainable: bool
-    """The value of the parameter's `requires_grad` when the model was surveyed."""
+    """The value of the parameter's `requires_grad` when `survey` read the model."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A contiguous range of a parameter page, for parameters of one dtype.
+    """The part of a parameter page that holds the unit's trainable, or frozen, parameters of one dtype.
 
-    The parameters in a region are either all trainable or all frozen.
+    The parameters are laid one behind the other.
     """
 
     dtype: torch.dtype
@@ -81,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a trainable region that one job updates, and the pieces of parameters in the range."""
+    """A range of a trainable region, which is updated as a whole, and the pieces of parameters in it."""
 
     region: int
     """Index of the chunk's region in `UnitLayout.regions`."""
@@ -155,7 +156,7 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class RegionSize:
-    """The dtype and length of a region whose offset in the page is not known yet."""
+    """A region of a parameter page, as in `Region`, but without the region's offset in the page."""
 
     dtype: torch.dtype
     trainable: bool
@@ -184,10 +185,10 @@ def page_bytes(regions: Sequence[RegionSize]) -> int:
 
 
 def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayout:
-    """Lay out the pages of a model.
+    """Lay out the parameter pages of all units of a model.
 
-    groups: the units, from `surveyed.group`. chunk_elements: length of a chunk in elements, a positive
-    multiple of 4096. Raises ConfigError for any other length.
+    surveyed: the model's parameters. groups: the units, from `surveyed.group`. chunk_elements: length of a
+    chunk in elements, a positive multiple of 4096. Raises ConfigError for any other length.
     """
     _check_chunk(chunk_elements)
     units = (
@@ -198,14 +199,19 @@ def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayou
 
 
 def region_sizes(parameters: Sequence[SurveyedParameter], chunk_elements: int) -> tuple[RegionSize, ...]:
-    """The regions of a unit that consists of `parameters`. chunk_elements: length of a chunk in elements."""
+    """The regions of the parameter page of a unit that consists of `parameters`.
+
+    There is one region for each pair of dtype and `trainable` among the parameters, in the order in which the
+    pairs first occur. A region holds the parameters with its pair, laid one behind the other. chunk_elements:
+    length of a chunk in elements, on which the gaps between the parameters depend.
+    """
     return _place(parameters, chunk_elements)[0]
 
 
 def _place(
     parameters: Sequence[SurveyedParameter], chunk_elements: int
 ) -> tuple[tuple[RegionSize, ...], list[tuple[int, int]]]:
-    """The regions of a unit, and the place of each parameter.
+    """Return the regions of a unit that consists of `parameters`, and the place of each parameter.
 
     A place is (index of the region, offset of the parameter in the region in elements).
     """
@@ -229,11 +235,11 @@ def _place(
 
 
 def _start(aligned: int, numel: int, chunk_elements: int) -> int:
-    """The element of the region at which a trainable parameter of `numel` elements starts.
+    """Return the element of a region at which the next trainable parameter, of `numel` elements, starts.
 
-    aligned: the first free element that has the alignment of parameters. The result is later than `aligned`
-    if a chunk's end would otherwise cut the parameter at another place than a multiple of BLOCK elements
-    from the parameter's start.
+    aligned: the first element behind the earlier parameters that has the alignment of parameters. If the
+    parameter is cut by the end of a chunk, every piece of it must begin at a multiple of BLOCK elements from
+    the parameter's start. The result is later than `aligned` where this needs it.
     """
     chunk_end = aligned - aligned % chunk_elements + chunk_elements
     if aligned + numel <= chunk_end:

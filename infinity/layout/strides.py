@@ -1,4 +1,4 @@
-"""Strides: flattening a tensor in the order in which its elements lie in memory, as they lie in a page."""
+"""Strides: flattening a tensor in the order in which the elements of another tensor lie in memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def in_memory_order(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Flatten `values` in the memory order of a dense tensor that has the strides `stride` (in elements).
+    """Flatten `values` in the order in which a dense tensor with strides `stride` has its elements in memory.
 
-    Returns a tensor of shape (numel,) on the same device: a view of `values` if `values` has the strides
-    `stride`, else a copy.
+    stride: strides in elements, for the shape of `values`. Returns a tensor of shape (numel,) on the same
+    device: a view of `values` if `values` has these strides, else a copy.
     """
     if values.layout is not torch.strided:
         values = values.to_dense()

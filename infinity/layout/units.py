@@ -173,7 +173,7 @@ def _check(parameter: nn.Parameter, name: str) -> None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range of memory without gaps or overlap, in any order of dimensions."""
+    """Whether the elements of `tensor` fill one range of memory without gaps or overlap, in any order."""
     if tensor.numel() == 0:
         return True
     expected = 1

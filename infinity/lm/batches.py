@@ -51,7 +51,7 @@ class Batches:
         self._vocabulary.window(text, text.held_out.start, self._length)
 
     def training(self, step: int, micro: int) -> torch.Tensor:
-        """The training batch of a step and micro-batch: int64 (batch, seq + 1), on the CPU.
+        """Read the training batch of a step and micro-batch: int64 (batch, seq + 1), on the CPU.
 
         The windows begin at random positions in the training part of the text. The same text, seed, step and
         micro-batch give the same batch on every machine. Raises StorageError if a file of the text cannot be
@@ -65,7 +65,7 @@ class Batches:
         )
 
     def held_out(self) -> list[torch.Tensor]:
-        """Batches of windows spread evenly over the held-out part of the text, the same for every seed.
+        """Read batches of windows spread evenly over the held-out part of the text, the same for every seed.
 
         A batch is int64 (batch, seq + 1), on the CPU. There are at most 8 batches, which predict at most
         16 Ki tokens together. There is at least one batch, even if it predicts more tokens.

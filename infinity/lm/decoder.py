@@ -21,7 +21,7 @@ class DecoderConfig:
     """Number of elements in a token's vector, the dimension of the residual stream."""
     layers: int
     heads: int
-    """Number of attention heads; `width` must be an even multiple of this number."""
+    """Number of attention heads. Each head has width / heads elements, which must be an even integer."""
     hidden: int
     """Number of elements in the hidden vector of a feed-forward layer."""
     vocabulary: int = 256
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
             nn.init.normal_(module.out.weight, std=_INIT_STD / math.sqrt(2 * self.config.layers))
 
     def rotation(self, seq: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of rotary positions (arXiv 2104.09864): two tensors, (seq, width / heads / 2).
+        """Return (cosines, sines) of rotary positions (arXiv 2104.09864), each (seq, width / heads / 2).
 
         like: a tensor of the wanted dtype, on the wanted device.
         """
@@ -122,10 +122,10 @@ class Decoder(nn.Module):
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        """The mean cross-entropy, a float32 scalar in nats per token, if `targets` are given.
+        """Return the mean cross-entropy, a float32 scalar in nats per token, if `targets` are given.
 
-        Without targets the result is the logits, (batch, seq, vocabulary). tokens, targets: int64 (batch,
-        seq).
+        Without targets the result is the logits, (batch, seq, vocabulary). tokens: int64 (batch, seq).
+        targets: the token that follows each token, int64 (batch, seq).
         """
         x = self.embedding(tokens)
         rotation = self.rotation(tokens.shape[1], x)

@@ -30,7 +30,7 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-"""Names of files; a directory with at least one of these files has a tokenizer."""
+"""Names of a tokenizer's files. A directory that has at least one of them has a tokenizer."""
 
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "consolidated*.pth", "*.gguf")
 """File name patterns of weights in formats that cannot be streamed."""
@@ -95,7 +95,7 @@ class HuggingFaceModel:
 
 
 def _configuration(path: Path) -> Any:
-    """The transformers configuration in the directory `path`.
+    """Read the transformers configuration in the directory `path`.
 
     Raises ConfigError if the configuration cannot be read or is not that of a causal language model.
     """
@@ -157,7 +157,7 @@ def _weights(path: Path) -> str | None:
 
 
 def _broken(what: object, error: Exception) -> ConfigError:
-    """The ConfigError which says that `what` cannot be used, with the reason from an error of transformers.
+    """Make the ConfigError which says that `what` cannot be used, for the reason that transformers gave.
 
     Errors of transformers have no common base class, so `error` may be any exception.
     """
@@ -168,7 +168,7 @@ def _broken(what: object, error: Exception) -> ConfigError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which transformers prints no warnings: they are meant for programs that call it directly."""
+    """Context in which transformers prints no warnings. They are meant for programs that call it directly."""
     try:
         from transformers.utils import logging as theirs
     except ImportError:

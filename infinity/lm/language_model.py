@@ -35,7 +35,7 @@ class LanguageModel(Protocol):
     """Greatest number of tokens that the model takes as context; None if there is no limit."""
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting the next token, in nats per token: a float32 scalar.
+        """Compute the mean cross-entropy of predicting the next token, in nats per token: a float32 scalar.
 
         tokens: int64 (batch, seq + 1), on the model's device.
         """
@@ -43,14 +43,14 @@ class LanguageModel(Protocol):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str
     ) -> tuple[Any, ...] | Mapping[str, Any]:
-        """Arguments like those with which `loss` calls the model, for infinity.plan and infinity.offload.
+        """Make arguments like those with which `loss` calls the model, for infinity.plan and offload.
 
         batch: number of sequences. seq: number of tokens predicted in a sequence. device: where the tensors
         are made.
         """
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits of the token after `position` (from 0): float32 (batch, vocabulary).
+        """Compute the logits of the token after `position` (from 0): float32 (batch, vocabulary).
 
         tokens: int64 (batch, seq); tokens after `position` do not affect the result.
         """
@@ -88,7 +88,7 @@ class PresetModel:
 
 
 def language_model(name: str) -> LanguageModel:
-    """The language model that `name` selects: the name of a preset, or a directory of a transformers model.
+    """Make the language model `name`: the name of a preset, or a directory of a transformers model.
 
     Raises ConfigError if `name` is neither, and if the directory cannot be used.
     """

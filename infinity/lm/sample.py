@@ -32,13 +32,15 @@ def generate(
     seed: int,
     device: torch.device | str,
 ) -> str:
-    """The prompt and the model's continuation, of at most `tokens` tokens.
+    """Return the prompt and the model's continuation, which has at most `tokens` tokens.
 
     seconds: time after which no further token is begun; at least one token is made. A limit is needed because
     the model may be read from disk for every token. temperature: divisor of the logits; 0 takes the likeliest
-    token. The same seed and the same logits give the same text on any device. The training modes of modules
-    and the global random state stay as they were. If a token's largest logit is NaN or infinite, the text
-    ends before this token.
+    token. seed: the same seed and the same logits give the same text on any device. device: where the model
+    computes.
+
+    The training modes of modules and the global random state stay as they were. If a token's largest logit is
+    NaN or infinite, the text ends before this token.
 
     Raises ConfigError if `tokens` is below 1 or `temperature` is below 0.
     """
@@ -70,7 +72,7 @@ def generate(
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int | None:
-    """Draw the next token; None if the largest logit is NaN or infinite. logits: float32 (vocabulary,)."""
+    """Draw the next token from `logits`, float32 (vocabulary,); None if the largest is NaN or infinite."""
     if not logits.max().isfinite():
         return None
     if temperature == 0:

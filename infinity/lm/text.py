@@ -93,7 +93,7 @@ class Text:
 
 
 def find_text(paths: Sequence[str] | None) -> Text:
-    """The text in `paths`, or the modules of this Python's standard library if `paths` is None.
+    """Find the text in `paths`, or in the modules of this Python's standard library if `paths` is None.
 
     A path may be a file, which is always taken, or a folder, of which all text files are taken. A text file
     is a regular file without a NUL byte in its first 8 KiB. Empty files, hidden files and folders inside a

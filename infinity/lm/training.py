@@ -119,7 +119,7 @@ class HeldOut:
         self._batches = [batch.to(device) for batch in batches.held_out()]
 
     def loss(self, *, seconds: float | None = None) -> float:
-        """The mean loss over the held-out batches, in nats per token.
+        """Measure and return the mean loss over the held-out batches, in nats per token.
 
         seconds: time after which no further batch is begun. A limit is needed because the model may be read
         from disk for each batch. If a call leaves batches out, later calls leave the same batches out, so

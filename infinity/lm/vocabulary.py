@@ -13,10 +13,12 @@ from infinity.errors import ConfigError
 from infinity.lm.text import Text
 
 _BYTES_PER_TOKEN = 6
-"""Bytes that are read at first for each token. The guess is high: too few bytes cost a second pass."""
+"""Bytes of text that are read at first for each token of a window. The guess is high, because too few bytes
+mean that more are read and all are split into tokens again.
+"""
 
 _LONGEST_STRETCH = 16 << 20
-"""Greatest number of bytes that are read for the tokens of a window."""
+"""Greatest number of bytes of text that are read for one window."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """The continuation bytes of UTF-8, with which no character begins."""
@@ -111,7 +113,7 @@ def part_of(text: Text, start: int) -> range:
 
 
 def too_short(part: range, length: int, found: int) -> ConfigError:
-    """The error for a window of `length` tokens. part: byte positions of a text with only `found` tokens."""
+    """Return the error for a window of `length` tokens. The bytes in `part` have only `found` tokens."""
     return ConfigError(
         f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found} only.",
         "Give more text with --data, or a smaller --seq.",

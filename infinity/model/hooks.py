@@ -95,9 +95,11 @@ class ModuleHooks:
     ) -> None:
         """Add the hooks to the model.
 
-        module_units: path of a module -> the units of its own parameters. compute_dtype: the dtype to which
-        the model's floating-point inputs are cast. check_copy: function that raises an error if a module's
-        state_dict does not fit in RAM. forward_done: function that is called after each forward of the model.
+        pager: fetches the pages that a module needs. module_units: path of a module -> indices of the units
+        that hold its direct parameters. compute_dtype: the dtype to which the model's floating-point inputs
+        are cast. scale: the loss scale, for the model's inputs and outputs. check_copy: function that raises
+        an error if a module's state_dict does not fit in RAM. forward_done: function that is called after
+        each forward of the model.
         """
         keep_out_of_graphs()
         self._model = model
@@ -122,7 +124,7 @@ class ModuleHooks:
         model._ddp_params_and_buffers_to_ignore = RefuseDDP()  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Take the hooks out of the model, except those that make loading into a closed model an error."""
+        """Take the hooks out of the model, except those that make load_state_dict() raise after closing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -172,12 +174,12 @@ class ModuleHooks:
 
 
 def _caller() -> FrameType:
-    """The frame of torch's code that called the running hook; to be called by the hook's function itself."""
+    """Return the frame of torch's code that called the running hook. Only a hook's function may call this."""
     return sys._getframe(3)
 
 
 def _tree(model: nn.Module) -> list[int]:
-    """The id() of every parameter of the model, in the order of model.modules()."""
+    """The id() of every parameter, in the order of model.modules(), to see whether the model was changed."""
     return [
         id(parameter)
         for module in model.modules()

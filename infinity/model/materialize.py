@@ -1,8 +1,9 @@
 """Materialization: gives models built under torch.device("meta") their initial values, module by module.
 
 First each initialiser runs with all tensors on the meta device, to find out which tensors it writes. So
-tensors that no initialiser fills are reported before any tensor is filled. The values of a tensor are handed
-over as soon as no later initialiser will write to the tensor.
+tensors that no initialiser fills are reported before any tensor is filled. Then the initialisers run on real
+tensors in RAM. As soon as no later initialiser will write to a tensor, its values are handed to the caller
+and dropped.
 """
 
 from __future__ import annotations
@@ -110,10 +111,11 @@ def materialize(
 
 
 class _Substitutes:
-    """Substitutes for a model's tensors, which initialisers write; registered in the model until `clear`.
+    """Substitutes for a model's tensors, registered in the model until `clear`.
 
-    A substitute is on the meta device, where a write costs nothing and is lost, unless `open` made it real.
-    Each substitute has a key, the id() of the model's own tensor.
+    Initialisers write to the substitutes instead of the model's own tensors. A substitute is on the meta
+    device, where a write costs nothing and is lost, unless `open` made it real. Each tensor of the model has
+    a key, its id(), which also stands for its substitute.
     """
 
     def __init__(self, tensors: dict[int, Registered]) -> None:
@@ -145,7 +147,8 @@ class _Substitutes:
     def run(self, call: Callable[[], Any], own: Iterable[int]) -> set[int]:
         """Run the initialiser `call`, and return the keys of the tensors that it wrote to.
 
-        A key in `own` is also returned if the initialiser put another tensor in the place of the tensor.
+        own: keys of the tensors of the initialiser's module. Such a key is also returned if the initialiser
+        registered another tensor in the place of the substitute, instead of writing to it.
         """
         with _Writes() as writes:
             call()
@@ -153,7 +156,7 @@ class _Substitutes:
         return written | {key for key in own if self._replaced(key)}
 
     def values(self, key: int) -> torch.Tensor:
-        """The values that initialisers gave tensor `key`, with its original shape, strides and dtype."""
+        """The values that initialisers gave tensor `key`, in the shape, strides and dtype of that tensor."""
         placed = self._placed[key][0]
         for place, name in self.tensors[key].places:
             left = place[name]
@@ -231,11 +234,14 @@ class _Step:
     own: set[int]
     calls: list[Callable[[], Any]]
     writes: set[int]
-    """Keys of the tensors that `calls` write, including tensors of other modules."""
+    """Keys (see _Substitutes) of the tensors that `calls` write, including tensors of other modules."""
 
 
 def _steps(model: nn.Module, substitutes: _Substitutes, wanted: set[int]) -> list[_Step]:
-    """The initialisers of all modules that write tensors with keys in `wanted`, in the order to run them."""
+    """List the modules' initialisers that write to a wanted tensor, in the order in which they must run.
+
+    wanted: keys (see _Substitutes) of the tensors that need values.
+    """
     owned: dict[int, set[int]] = {}
     for key in wanted:
         for place, _ in substitutes.tensors[key].places:
@@ -302,10 +308,10 @@ def _step_of(
 
 
 def _dry_run(call: Callable[[], Any], own: set[int], substitutes: _Substitutes) -> set[int]:
-    """Run `call` with all tensors on the meta device; returns the keys of the tensors that it would write.
+    """Run an initialiser with all tensors on the meta device, and return the keys of what it writes to.
 
-    If `call` needs real values, it is assumed to write the tensors with keys `own`. The state of the random
-    number generator is restored.
+    call: the initialiser. own: keys (see _Substitutes) of the tensors of its module. If `call` fails because
+    it needs real values, it is assumed to write to these. The random number generator's state is restored.
     """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -342,7 +348,7 @@ def _unwritten(names: list[str]) -> ConfigError:
 
 
 def listed(names: list[str]) -> str:
-    """The first five of `names` and the number of the remaining names, as text for an error message."""
+    """Return text for an error message: the first five of `names`, and how many more there are."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + rest
 
@@ -350,9 +356,9 @@ def listed(names: list[str]) -> str:
 def _run(
     steps: list[_Step], substitutes: _Substitutes, wanted: set[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Run the initialisers in `steps`; yields (key, values) of a tensor after the last step that writes it.
+    """Run the initialisers in `steps`. Yield (key, values) of a tensor after the last step that writes it.
 
-    wanted: keys of the tensors to yield.
+    wanted: keys (see _Substitutes) of the tensors to yield.
     """
     last = {key: index for index, step in enumerate(steps) for key in step.writes}
     order = {key: index for index, key in enumerate(substitutes.tensors)}

@@ -21,16 +21,19 @@ from infinity.pages.parameter_page import ParameterPage
 
 
 class Pager(Protocol):
-    """The interface of the runtime that paged parameters call."""
+    """What paged parameters call in their runtime. `infinity.model.pager.Pager` implements it."""
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result."""
+        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result.
+
+        places: the places of the paged parameters among the arguments.
+        """
 
     def copy(self, place: Place) -> torch.Tensor:
-        """A copy of the parameter's values in new memory."""
+        """Return a copy of the parameter's values in new memory."""
 
     def lend_data(self, place: Place) -> torch.Tensor:
-        """The value of `p.data`: a view of the parameter that has its own version counter.
+        """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
 
         The runtime notices edits through this view, too.
         """
@@ -39,7 +42,7 @@ class Pager(Protocol):
         """Carry out `p.data = value` by copying `value` into the parameter's page."""
 
     def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient divided by the loss scale."""
+        """Return `gradient` divided by the loss scale."""
 
     def has_gradient(self, place: Place) -> bool:
         """Whether the parameter has a gradient in a gradient page."""
@@ -50,12 +53,12 @@ class Pager(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """The place of a parameter: the pager, the page that has its values, and its index in the page's unit."""
+    """Where a parameter's values are: the page that holds them, and the pager that fetches this page."""
 
     pager: Pager
     page: ParameterPage
     index: int
-    """Index of the parameter in its unit."""
+    """Index of the parameter in the `UnitLayout.parameters` of the page's unit."""
 
     @property
     def name(self) -> str:
@@ -179,14 +182,14 @@ def adopt(parameter: nn.Parameter, place: Place) -> None:
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd keeps for the tensor; None without one. Gradient pages are not looked at."""
+    """Return the gradient in the tensor's `.grad` slot, or None. Gradient pages are not looked at."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         return gradient
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that autograd keeps for the tensor, and remove it there; None without one."""
+    """Empty the tensor's `.grad` slot, and return the gradient that was in it, or None."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         _TENSOR.grad.__set__(parameter, None)
@@ -269,7 +272,10 @@ def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedPa
 
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad with paged parameters among `outputs` or `inputs`; its gradients are unscaled."""
+    """Carry out torch.autograd.grad with paged parameters among `outputs` or `inputs`.
+
+    The gradients that it returns for paged parameters are divided by the loss scale.
+    """
     found = torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
     return tuple(
         each._place.pager.unscale(gradient)
@@ -280,14 +286,14 @@ def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """torch.autograd.backward with paged parameters among `tensors` or the keyword argument `inputs`."""
+    """Carry out torch.autograd.backward with paged parameters among `tensors` or the argument `inputs`."""
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _edges(kwargs["inputs"])
     torch.autograd.backward(_roots(tensors), *args, **kwargs)
 
 
 def _backward(parameter: PagedParameter, *args: Any, **kwargs: Any) -> None:
-    """Tensor.backward of a paged parameter."""
+    """Carry out `parameter.backward(*args, **kwargs)` for a paged parameter."""
     _roots(parameter)[0].backward(*args, **kwargs)
 
 

@@ -45,10 +45,11 @@ class Pager:
         health: Health,
         heap: HeapGuard,
     ) -> None:
-        """addresses: address of the memory where a page is resident -> the page. edits: writes edits of
-        parameters home. gradients: the gradient pages; None for inference. scale: the loss scale of the
-        gradients that arrive at parameters. health: raises an error once the runtime is closed or lost.
-        heap: counts the bytes of saved activations.
+        """pages: the parameter pages, by index of the unit. addresses: address of the memory where a page is
+        resident -> the page. prefetch_engine: brings pages where the model computes, and evicts them. edits:
+        writes to the pages' homes what user code changes in parameters. gradients: the gradient pages; None
+        for inference. scale: the loss scale of the gradients that arrive at parameters. health: raises an
+        error once the runtime is closed or lost. heap: counts the bytes of saved activations.
         """
         self.pages = pages
         self.addresses = addresses
@@ -148,7 +149,7 @@ class Pager:
                 self.prefetch_engine.let_go(units)
 
     def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
-        """A copy of a parameter's values, with the parameter's shape and strides.
+        """Return a copy of a parameter's values, with the parameter's shape and strides.
 
         device: where the copy is made; None: on the parameter's device. Raises BudgetError if a CUDA device
         has no room for the copy.
@@ -172,7 +173,7 @@ class Pager:
                 return copy.copy_(view)
 
     def lend_data(self, place: Place) -> torch.Tensor:
-        """The value of `p.data`: a view of the parameter that has its own version counter.
+        """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
 
         In a call of state_dict, the value is a copy in RAM instead.
         """
@@ -200,7 +201,7 @@ class Pager:
                 self.edits.replaced(page, place.index)
 
     def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient divided by the loss scale."""
+        """Return `gradient` divided by the loss scale."""
         return gradient / self.scale.value if self.scale.dynamic else gradient
 
     def has_gradient(self, place: Place) -> bool:
@@ -211,10 +212,10 @@ class Pager:
             self._gradients.drop(place.page.index, place.index)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
-        """Return the result of an operation, and keep an alias of each view of a page in this result.
+        """Return `result`, an operation's result, and keep an alias of each view of a page that is in it.
 
-        The alias (a loan) shows later edits through the view. In a call of state_dict, a copy of the
-        parameter in RAM is returned instead of a view.
+        By the alias (a loan) the runtime notices later edits through the view. In a call of state_dict, a
+        copy of the parameter in RAM is returned instead of a view.
         """
         for place in places:
             base = place.page.residency
@@ -232,7 +233,7 @@ class Pager:
         return result
 
     def forget(self) -> None:
-        """Drop all aliases of views that user code has, and all addresses of pages."""
+        """Drop all aliases of views that user code holds (see `_lend`), and the entries of `addresses`."""
         self.edits.forget()
         self.addresses.clear()
 

@@ -25,7 +25,7 @@ _NAN_BYTE = 0xFF
 """A byte of eight one bits. Repeated, it reads as NaN in all IEEE-like types, bfloat16 and OCP float8 too."""
 
 _CPU_CHUNK = 1 << 20
-"""Bytes of the smallest repeated chunk of RAM on the CPU; larger chunks are multiples of this size."""
+"""Bytes of the repeated chunk of RAM on the CPU. For a long range of addresses it is a multiple of this."""
 
 _MOST_MAPPINGS = 4096
 """The most mappings of one chunk of memory; a longer range of addresses gets a larger chunk instead.
@@ -67,7 +67,7 @@ class Placeholders:
         """Bytes of memory that the storage takes, which is the size of the repeated chunk."""
 
     def of(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A placeholder tensor of this shape, these strides (in elements, none negative) and this dtype.
+        """Make a placeholder tensor of this shape, these strides (in elements, none negative) and this dtype.
 
         In floating-point types its elements read as NaN; in other types all their bits are one. The elements
         may span at most `largest` bytes.
@@ -90,9 +90,9 @@ def _chunk_bytes(largest: int, granule: int) -> int:
 class CpuMapping:
     """A range of addresses over which one memory file (memfd) of bytes 0xff is mapped again and again.
 
-    largest: the least bytes of the range. The mappings are private. Attributes: `chunk`, the bytes of the
-    file; `nbytes`, the bytes of the range, a multiple of `chunk`; `release`, the function that unmaps the
-    range.
+    largest: bytes of addresses that the range must have at least. The mappings are private (MAP_PRIVATE).
+    Attributes: `address`, where the range begins; `chunk`, the bytes of the file; `nbytes`, the bytes of the
+    range, a multiple of `chunk`; `release`, the function that unmaps the range.
     """
 
     def __init__(self, largest: int) -> None:
@@ -156,9 +156,10 @@ def _mapped(address: int | None, nbytes: int) -> int:
 class DeviceMapping:
     """A range of addresses over which one allocation of device memory is mapped again and again.
 
-    largest: the least bytes of the range. The memory is filled with bytes 0xff. Attributes: `chunk`, the
-    bytes of the allocation; `nbytes`, the bytes of the range, a multiple of `chunk`; `release`, the function
-    that unmaps the range, to be called when no queued work uses the range any more.
+    largest: bytes of addresses that the range must have at least. The memory is filled with bytes 0xff.
+    Attributes: `address`, where the range begins; `chunk`, the bytes of the allocation; `nbytes`, the bytes
+    of the range, a multiple of `chunk`; `release`, the function that unmaps the range, to be called when no
+    queued work uses the range any more.
     """
 
     def __init__(self, driver: Driver, largest: int) -> None:
@@ -178,7 +179,10 @@ class DeviceMapping:
 
 
 def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapping:
-    """Make a mapping on a device. Its memory is freed when the last reference to the mapping is gone."""
+    """Make a DeviceMapping of at least `largest` bytes of addresses on `device`, and wait for its fill.
+
+    The device memory is freed when the last reference to the mapping is gone.
+    """
     with current(device):
         # Earlier failures are raised here, so that they are not blamed on the mapping.
         driver.synchronize()

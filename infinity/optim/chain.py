@@ -48,7 +48,7 @@ class Chain:
 
     def __init__(self, update: ChunkUpdate, store: Store, health: Health) -> None:
         self.update = update
-        """The computation of the chunk's new parameters and states."""
+        """Computes the chunk's new parameters and optimizer states."""
         self.page = update.page
         self.unit = update.page.index
         self.chunk_index = update.chunk_index
@@ -57,21 +57,17 @@ class Chain:
         """Whether all memory of the chain is at home in host RAM, so that the chain never needs staging."""
         self.state = ChainState.IDLE
         self.decision: Decision | None = None
-        """The update that was decided; None if no update is decided. The gate is open while not None."""
+        """What the update is to compute; None until that is decided. The gate is open while not None."""
         self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
-        """The running update, while COMPUTING; else None."""
+        """While COMPUTING, the ticket by which to wait for the running update; else None."""
         self.copy: Transfer = ARRIVED
-        """The copy of new parameters to a device with its own memory, while WRITING. ARRIVED, a transfer
-        that has ended, if there is no such copy.
-        """
+        """The copy of new parameters to the device while WRITING; without one ARRIVED, an ended transfer."""
         self._store = store
         self._health = health
         self._state_page = update.state_page
         self._gradient_page = update.gradient_page
         self._has_copy = not store.device.shares_host and self.page.home.tier is not Tier.DEVICE
-        """Whether the parameter page, when resident, is a copy of the home in device memory. New parameters
-        are then copied there too.
-        """
+        """Whether a resident page is a copy in device memory, to which new parameters are copied as well."""
         self._start = self.page.layout.chunk_start(self.chunk_index)
         self._state_offset = self._state_page.offset(self.chunk_index)
         self.parameter_bytes = round_up(self.chunk.count * update.dtype.itemsize, PAGE_ALIGNMENT)
@@ -82,27 +78,24 @@ class Chain:
         """Bytes of the chunk's part of the optimizer page."""
         self._reads: list[Transfer] = []
         self._parameter = self._gradient = self._states = NOTHING
-        """The memory of the update: the slice of the parameter page, the chunk's gradient and its states,
-        each uint8. NOTHING while the memory is not known.
-        """
+        """The update's inputs in RAM, each uint8. NOTHING stands for one that has no place in RAM yet."""
         self._kept = NOTHING
-        """The gradient in RAM when the gate opened; NOTHING if the gradient was not in RAM. The tensor
-        stays here even if zero_grad() forgets the gradient.
-        """
+        """The gradient if it was in RAM when the gate opened, kept even after zero_grad(); else NOTHING."""
         self._room = NOTHING
-        """Staging, uint8, into which the parameter slice is read, but only when the gate opens."""
+        """Staging, uint8, into which the parameter slice will be read when the gate opens."""
         self._version = 0
         """`StatePage.version` of the states that were read before the gate opened."""
         self.was_ahead = False
         """Whether the states were read before the gate opened."""
         self._at_home: Memory | None = None
-        """The chain's memory at home, after the first update, if the chain never needs staging; else None."""
+        """The inputs in their pages' homes, if `rests` and after the first update; else None."""
 
     def present(self) -> Present | None:
-        """The parameter page's bytes where the model computes, if they are in host RAM but not at home;
-        else None.
+        """Return the copy of the parameter page that the model uses, if it is in host RAM or arrives there.
 
-        Another thread may drop the last view of these bytes at any moment, which frees them. So a caller
+        None if there is no such copy, and if the model uses the page's home itself.
+
+        Another thread may drop the last view of the copy at any moment, which frees its bytes. So a caller
         that asks for staging according to this result must keep the result until the chain has the staging.
         """
         if self.page.home.in_place or not self._store.device.shares_host:
@@ -121,13 +114,13 @@ class Chain:
 
     @property
     def needed_ahead(self) -> int:
-        """Bytes of staging that the chain needs to read its states before the gate opens."""
+        """Bytes of staging for `read_ahead`: the states, and room for the parameter slice if that is read."""
         apart = not (self._store.device.shares_host or self.page.home.in_place)
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 
     @property
     def in_place(self) -> bool:
-        """Whether all inputs of a DUE chain are in host RAM already."""
+        """Whether a DUE chain has its gradient in host RAM, and its parameters and states at home there."""
         if self.rests:
             return True
         return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
@@ -153,7 +146,7 @@ class Chain:
 
     @property
     def being_written(self) -> bool:
-        """Whether a read of the states would have to wait for a write in flight."""
+        """Whether an earlier write of the optimizer states is in flight, for which a read has to wait."""
         start = self._state_offset
         return self._state_page.home.busy(start, start + self.state_bytes, writing=False)
 
@@ -231,10 +224,7 @@ class Chain:
         self._to(ChainState.READING)
 
     def arrive(self) -> None:
-        """Note that the reads of the states have ended while the gate is closed: READING -> GATED.
-
-        The reads may have succeeded or failed.
-        """
+        """Note that the reads have ended or failed while the gate is closed: READING -> GATED."""
         assert self.decision is None
         self._to(ChainState.GATED)
 
@@ -260,17 +250,14 @@ class Chain:
         self._to(ChainState.DUE)
 
     def revoke(self) -> None:
-        """Give up staging that is needed elsewhere, with the gate closed: READING or GATED -> IDLE."""
+        """Wait for the reads and give up the staging, with the gate closed: READING or GATED -> IDLE."""
         assert self.decision is None
         self.end()
         self._let_go()
         self._to(ChainState.IDLE)
 
     def forget_gradient(self) -> None:
-        """Drop the gradient of a DUE chain.
-
-        The gradient was written home, and will be read again from there.
-        """
+        """Drop the gradient of a DUE chain, once it was written home. It will be read from there."""
         assert self.state is ChainState.DUE
         self._gradient = self._kept = NOTHING
 
@@ -278,7 +265,8 @@ class Chain:
         """Submit the update to the update threads: READING -> COMPUTING.
 
         A chain that never needs staging goes DUE -> COMPUTING. All reads have succeeded before. awaited:
-        whether the caller is about to wait for the update. Raises the gradient ring's failure.
+        whether the caller is about to wait for the update. Raises the error by which the gradient was lost
+        on its way down from a device.
         """
         if self.rests:
             self._take_at_home()
@@ -293,10 +281,7 @@ class Chain:
         return self.ticket
 
     def write(self) -> None:
-        """Begin to write the results home: COMPUTING -> WRITING.
-
-        If StorageError is raised, the chain is LOST.
-        """
+        """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the chain is LOST."""
         store, page = self._store, self.page
         try:
             if not self._state_page.home.in_place and self._states.nbytes:
@@ -316,16 +301,17 @@ class Chain:
         self._to(ChainState.WRITING)
 
     def finish(self) -> Transfer:
-        """Make the chain ready for its next update: WRITING -> IDLE. Returns the copy to the device.
+        """Make the chain ready for its next update: WRITING -> IDLE.
 
-        The caller orders later computation after that copy, which may still be under way.
+        Returns the copy of the new parameters to the device, which may still be under way. The caller orders
+        later computation after it.
         """
         copy, self.copy = self.copy, ARRIVED
         self._to(ChainState.IDLE)
         return copy
 
     def abandon(self) -> None:
-        """Drop the update, in any state, once nothing uses the chain's memory any more: any state -> IDLE.
+        """Wait until nothing uses the chain's memory, then drop the update: any state -> IDLE.
 
         Waits for reads, computation and the copy to the device. Failures of reads are ignored.
         """
@@ -358,7 +344,7 @@ class Chain:
         self.state = ChainState.LOST
 
     def _still_right(self, present: Present | None) -> bool:
-        """Whether the states that were read ahead are current, and the chain needs no further staging."""
+        """Whether the states that were read ahead are still current, and no further staging is needed."""
         if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
             return False
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None
@@ -382,10 +368,7 @@ class Chain:
         return memory
 
     def _take_at_home(self) -> None:
-        """Use the memory at home, for a chain that never needs staging.
-
-        Raises the gradient ring's failure.
-        """
+        """Wait for the gradient, and use the inputs in their homes. Raises what `compute` raises."""
         self._gradient_page.settle(self.chunk_index)
         if self._at_home is None:
             offset = self._gradient_page.offset(self.chunk_index)
@@ -405,7 +388,7 @@ class Chain:
             self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
 
     def _let_go(self) -> None:
-        """Drop all references to memory except the reference to the gradient that was kept at `open`."""
+        """Drop all references to the inputs' memory except that to the gradient, if `open` kept it."""
         self._reads = []
         self._parameter = self._states = self._room = NOTHING
         self._gradient = self._kept

@@ -1,4 +1,4 @@
-"""Chain state: how far the update of one chunk has come, and which state may follow which."""
+"""Chain state: how far the update of one chunk (a chain) has come, and which state may follow which."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import enum
 
 
 class ChainState(enum.Enum):
-    """The state of a chain, and the staging that the chain holds in this state."""
+    """The state of a chain, and the staging (buffers in host RAM) that the chain holds in this state.
+
+    The gate of a chain is open once it is decided what its update computes.
+    """
 
     IDLE = "idle"
-    """There is nothing to do. The chain holds no staging."""
+    """No update is decided, and nothing is being read. The chain holds no staging."""
     DUE = "due"
-    """The gate is open, and the chain waits for staging. It holds no staging except that of its gradient."""
+    """The gate is open. The chain waits for staging, or for its turn. Only its gradient may be in staging."""
     READING = "reading"
-    """Bytes that are not in RAM are being read. From now on the chain holds all the staging it needs."""
+    """Inputs that are not in RAM are being read. From now on the chain holds all the staging it needs."""
     GATED = "gated"
-    """The states have arrived, and the gate is still closed."""
+    """The optimizer states have been read into staging, and the gate is still closed."""
     COMPUTING = "computing"
     """The update's kernel is queued or runs."""
     WRITING = "writing"
-    """The results are on their way home. The transfers hold the staging until they are done."""
+    """The results are being written home. The writes hold the staging until they are done."""
     LOST = "lost"
-    """A write failed: the only copy of the chunk's new bytes is gone."""
+    """A write failed: the only copy of the chunk's new parameters or states is gone."""
 
     __hash__ = object.__hash__
     """Hash by identity, which is faster than Enum's own hash."""
@@ -36,4 +39,4 @@ NEXT = {
     ChainState.WRITING: (ChainState.IDLE, ChainState.LOST),
     ChainState.LOST: (ChainState.IDLE,),
 }
-"""State -> the states that may follow. When the runtime ends, any state may also be followed by IDLE."""
+"""State of a chain -> the states that may follow. When the runtime ends, IDLE may follow any state."""

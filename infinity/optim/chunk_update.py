@@ -13,13 +13,13 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
 Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(a chunk's slice of the parameter page, the chunk's gradient, the chunk's states), each uint8 in RAM."""
+"""(a chunk's slice of the parameter page, its gradient, its optimizer states), each uint8 in host RAM."""
 
 
 class ChunkUpdate:
-    """The work of the update threads on one chunk.
+    """Submits the updates of one chunk to the update threads.
 
-    The first update is described to the threads in full. Later updates give only what changes.
+    The first update is described to the threads in full. Later calls pass only what differs from the first.
     """
 
     def __init__(
@@ -38,23 +38,23 @@ class ChunkUpdate:
         self.dtype = page.layout.regions[self.chunk.region].dtype
         """Dtype of the chunk's parameters."""
         self.rests = all([home.in_place for home in (page.home, gradients.home, self.state_page.home)])
-        """Whether all memory of the chunk is at home in host RAM."""
+        """Whether the homes of the chunk's parameter, gradient and optimizer pages are all in host RAM."""
         self.numel = 0
-        """Number of elements that the latest update changes."""
+        """Number of parameter elements that the latest update changes."""
         self._states = states
         self._threads = threads
         self._form: cpu_adam.UpdateForm | None = None
-        """The description of the first update, which later updates reuse; None before the first update."""
+        """The description of the first update, which later updates reuse; None before that."""
         self._addresses: Sequence[int] | None = None
-        """Addresses of the chunk's arrays after the first update, if the arrays never move; else None."""
+        """Addresses of the parameters, gradient and states, after the first update if `rests`; else None."""
 
     def submit(
         self, decision: Decision, memory: Memory, *, awaited: bool
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit an update of the chunk to the update threads.
 
-        decision: the update to compute. memory: the chunk's memory. awaited: whether the caller is about to
-        wait for the update.
+        decision: what the update is to compute. memory: the bytes that the update reads and changes; they
+        stay in use until the returned ticket is done. awaited: whether the caller is about to wait for it.
         """
         if self.chunk_index in decision.fresh:
             self._states.fill(self.state_page, self.chunk_index, memory[2])
@@ -92,16 +92,16 @@ class ChunkUpdate:
         return ticket
 
     def forget_addresses(self) -> None:
-        """Forget the addresses of the chunk's arrays, because the pages leave their homes."""
+        """Forget where the chunk's parameters, gradient and states are, because their pages leave home."""
         self._addresses = None
 
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]
     ) -> cpu_adam.Update:
-        """The full description of an update.
+        """Return the full description of an update.
 
-        segments: (start, count, hyper, index, seed) of each piece that the update changes; see
-        cpu_adam.Segment.
+        segments: for each parameter in the chunk that the update changes, the fields of a cpu_adam.Segment:
+        (start, count, hyper, index, seed).
         """
         parameter, gradient, state = memory
         arrays = self.state_page.arrays(self.chunk_index, state)
@@ -115,7 +115,7 @@ class ChunkUpdate:
         )
 
     def _follow_edits(self, decision: Decision, memory: Memory) -> None:
-        """Set the masters of edited parameters to the parameters' present values."""
+        """Set the fp32 masters of parameters that user code has edited to the parameters' new values."""
         parameter, arrays = memory[0], self.state_page.arrays(self.chunk_index, memory[2])
         for piece in self.chunk.pieces:
             if piece.parameter in decision.edited:
