@@ -30,7 +30,9 @@ from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Lane, Transfer
 
 _OVERDUE = -60.0
-"""Seconds from the request of a demanded page to its deadline; negative, so the deadline is in the past."""
+"""Seconds from the request of a demanded page to the I/O deadline of its reads. The number is negative, so
+that the deadline is in the past.
+"""
 _APART, _MOST = 1e-3, 50
 """_APART: seconds between the deadlines of successive pages that are fetched ahead. _MOST: the most such
 intervals; all later pages share the last deadline. The product, 0.05 seconds, is half of the `write_slack`
@@ -86,10 +88,12 @@ class Arrival:
         return Edge.HOST_TO_DEVICE
 
     def advance(self, *, block: bool) -> bool:
-        """Begin the second hop of every buffer that was read, and read more while transit buffers are free.
+        """Begin all transfers of the page that can begin now, and return whether a transit buffer came
+        free.
 
-        block: wait until the oldest buffer has made both hops. Returns whether a transit buffer came free.
-        If a transfer fails, True is returned and the error is kept for `finish` to raise.
+        Every transit buffer that the disk has filled is copied to the device, and free transit buffers read
+        more of the page. block: wait until the oldest transit buffer has been filled and copied. If a
+        transfer fails, True is returned and the error is kept for `finish` to raise.
         """
         try:
             return self._advance(block)
