@@ -33,8 +33,9 @@ free memory of the device (of RAM for the CPU) if that quarter is less.
 """
 
 _COLD_BYTES = 64 << 20
-"""Bytes of memory from which successive runs take their operands and results in turn. The memory is so
-large that an operand is in no cache when it is read, as in a real step.
+"""Bytes of the memory from which successive runs take operands in turn. The latest results are held up to
+the same number of bytes. The number is so large that an operand is in no cache when it is read, as in a
+real step.
 """
 
 _ROUNDS = 4
@@ -233,9 +234,9 @@ class Roofline:
         return max(operation.flops / self.flops, operation.nbytes / self.bytes)
 
     def learned(self, timed: Mapping[Operation, float], counts: Mapping[Operation, int]) -> Roofline:
-        """Return a roofline with the rates that timed operations have reached: `flops` from operations that
-        have floating-point operations counted, `bytes` from all others. A rate stays as it is if no such
-        operation was timed.
+        """Return a roofline with the rates that timed operations have reached: `flops` from operations
+        whose `flops` are above 0, `bytes` from all others. A rate stays as it is if no such operation was
+        timed.
 
         timed: seconds of one run of each timed operation. counts: number of times that a step runs each
         operation.

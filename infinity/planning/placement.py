@@ -68,7 +68,9 @@ class Placement:
     chunk_elements: int
     homes: Homes
     chain_bytes: int
-    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
+    """Bytes of the largest chain (update of one chunk): the chunk's parameters, gradients and optimizer
+    states.
+    """
     staging_bytes: int
     transit_buffer_bytes: int
     transit_bytes: int

@@ -47,7 +47,9 @@ class Plan:
     instance the gradient page of a frozen unit.
     """
     chain_bytes: int
-    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
+    """Bytes of the largest chain (update of one chunk): the chunk's parameters, gradients and optimizer
+    states.
+    """
     staging_bytes: int
     """Bytes of staging, the host RAM in which the CPU updates chunks and sums their gradients. Parameters,
     gradients and optimizer states that do not rest in host RAM are brought to staging for this.

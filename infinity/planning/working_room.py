@@ -51,7 +51,7 @@ class WorkingRoom:
     """
 
     def staging(self, host: int, chain: int, unit: int) -> int:
-        """Bytes of staging in a host tier of `host` bytes.
+        """Bytes of staging, the host RAM in which chunks are updated, in a host tier of `host` bytes.
 
         chain: bytes of the largest chain, the update of one chunk. unit: bytes of all chains of the largest
         unit together. Staging has room for all these chains where the host tier is large enough.

@@ -4,7 +4,7 @@
 The disk takes requests in the order of their deadlines. A demanded page gets a deadline in the past, so its
 reads go before all queued requests, even before reads of pages that were fetched ahead long ago. Pages that
 are fetched ahead have deadlines in the order of their use. A write that is requested at the same moment has a
-later deadline, because no caller waits for a write. Every piece of a page is requested with the page's
+later deadline, because no caller waits for a write. A page is read in pieces, and all reads get the page's
 deadline. A request that is already queued keeps its deadline when the page becomes more urgent.
 
 [Note: two hops]
@@ -91,9 +91,9 @@ class Arrival:
         """Begin all transfers of the page that can begin now, and return whether a transit buffer came
         free.
 
-        Every transit buffer that the disk has filled is copied to the device, and free transit buffers read
-        more of the page. block: wait until the oldest transit buffer has been filled and copied. If a
-        transfer fails, True is returned and the error is kept for `finish` to raise.
+        Every transit buffer that the disk has filled is copied to the device, and more of the page is read
+        into free transit buffers. block: wait until the oldest transit buffer has been filled and copied.
+        If a transfer fails, True is returned and the error is kept for `finish` to raise.
         """
         try:
             return self._advance(block)

@@ -187,12 +187,14 @@ class PrefetchEngine:
             self.land(unit)
 
     def step_done(self) -> None:
-        """End the step: set the trace back to its start, and begin to fetch pages for the next step."""
+        """End the step in the trace, and begin to fetch pages for the next step."""
         self.next_step()
         self.look_ahead()
 
     def next_step(self) -> list[int]:
-        """Set the trace back to its start; returns the units in the order of their expected first use."""
+        """End the step in the trace; returns the units in the order of their expected first use in the next
+        step.
+        """
         self.trace.step_done()
         self._current = ()
         return list(dict.fromkeys(access.unit for access in self.trace.learned))
