@@ -38,10 +38,12 @@ class Runtime(Closing):
         self._components = parts
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
-        """The object that orders gradients of micro-batches; None before the first call of `accumulate`."""
+        """The object that runs micro-batches for `accumulate`; None before the first call of `accumulate`."""
         self._optimizer: PagedOptimizer | None = None
         self.training_step: TrainingStep | None = None
-        """The part of the runtime that `runtime.optimizer` calls; None for inference."""
+        """The object that takes gradients and updates parameters, for `runtime.optimizer`; None for
+        inference.
+        """
         self._hooks = ModuleHooks(
             parts.model,
             parts.pager,
@@ -111,7 +113,7 @@ class Runtime(Closing):
 
     @contextmanager
     def timeline(self, to: str | os.PathLike[str] | Timeline) -> Iterator[Timeline]:
-        """Context in which the runtime's work is recorded as a timeline for Perfetto; yields the Timeline.
+        """A context manager within which the runtime's work is recorded for Perfetto; yields the Timeline.
 
         to: the path of the file to write, or a Timeline. `Timeline.annotate(loss=...)` adds figures to the
         last step. infinity/telemetry/timeline.py says what a timeline shows. Raises StorageError or
@@ -132,15 +134,16 @@ class Runtime(Closing):
         together: int | None = None,
         recompute: bool = False,
     ) -> list[torch.Tensor]:
-        """Run forward and backward of all micro-batches together, page by page; returns the detached losses.
+        """Run forward and backward of all micro-batches together, page by page; returns the detached
+        losses.
 
-        The gradients have the same bits as after `for batch in batches: loss_fn(batch).backward()`, but each
-        page is fetched once for all micro-batches. loss_fn: function that takes a batch, calls the model and
-        returns the scalar loss, already divided by the number of micro-batches. together: the most
-        micro-batches that run together; None: as many as the budget has room for. The activations of these
-        micro-batches are in memory at the same time. recompute: each repeated block of the model keeps only
-        its inputs, and runs again in backward. infinity.accumulation.vertical.Accumulator.run describes
-        details and warnings.
+        The gradients have the same bits as after `for batch in batches: loss_fn(batch).backward()`, but
+        each page is fetched once for all micro-batches. loss_fn: function that takes a batch, calls the
+        model and returns the scalar loss, already divided by the number of micro-batches. together: the
+        most micro-batches that run together; None: as many as the budget has room for. The activations of
+        these micro-batches are in memory at the same time. recompute: whether each repeated module of the
+        model, such as a decoder layer, keeps only its inputs and runs again in backward.
+        infinity.accumulation.vertical.Accumulator.run describes details and warnings.
         """
         training_step, parts = self._training(), self._components
         with parts.pager.lock:
@@ -163,19 +166,22 @@ class Runtime(Closing):
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """A copy in host RAM of a parameter's gradient, unscaled and clipped; None if there is no gradient.
+        """Return a copy, in host RAM, of a parameter's gradient; None if there is no gradient.
 
-        The copy has the parameter's shape and strides, and the dtype in which gradients are accumulated
+        The loss scale is divided out, and the factor of an earlier `clip_grad_norm_` is applied. The copy
+        has the parameter's shape and strides, and the dtype in which gradients are accumulated
         (`Precision.accumulate`).
         """
         return self._training().gradient(parameter)
 
     @contextmanager
     def full_parameters(self, module: nn.Module) -> Iterator[None]:
-        """Context in which all parameters of `module` are resident, to be read or edited in place.
+        """A context manager within which all parameters of `module` are resident, to be read or edited in
+        place.
 
-        Edits change the fp32 masters, too. Raises BudgetError if the parameters do not fit together; its
-        `needed` is a budget in bytes that is enough.
+        Edits also change the fp32 masters, the exact values from which the optimizer updates the
+        parameters. Raises BudgetError if the parameters do not fit together; its `needed` is a budget in
+        bytes that is enough.
         """
         units = {
             parameter._place.page.index
@@ -202,8 +208,9 @@ class Runtime(Closing):
     def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
         """Write the model to the directory `path` as safetensors files in Hugging Face's layout.
 
-        dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters. shard: the
-        most bytes of tensors in a file. infinity.checkpoint.export.export describes files and errors.
+        dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters, the exact
+        values from which the optimizer updates the parameters. shard: the most bytes of tensors in a file.
+        infinity.checkpoint.export.export describes files and errors.
         """
         parts, compute = self._components, self._components.plan.precision.compute_dtype
         with parts.pager.lock:
@@ -257,7 +264,9 @@ class Runtime(Closing):
     # --- helpers ---------------------------------------------------------------------------------------
 
     def _check_capacity(self, nbytes: int) -> None:
-        """Raises BudgetError if a copy of `nbytes` bytes does not fit in free RAM."""
+        """Check that a copy of `nbytes` bytes, to be made for user code, fits in free RAM. Raises
+        BudgetError if not.
+        """
         self._refuse()
         usable = machine.memory().usable
         if nbytes > usable:

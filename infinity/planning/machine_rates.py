@@ -20,22 +20,24 @@ from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 
 _DISK_BYTES = 1 << 30
-"""The most bytes of all paths' probe files together. Small probe files give wrong rates: on a virtual disk,
-32 MiB were written at burst speed. A file that is smaller than the bytes that a probe moves is read several
+"""The most bytes of all probe files together. A probe file is the file that the measurement of one
+directory's disk writes and reads. Small probe files give wrong rates: on a virtual disk, 32 MiB were
+written at burst speed. A file that is smaller than the bytes that the measurement moves is read several
 times, perhaps from a cache inside the disk.
 """
 _DISK_SHARE = 8
-"""A path's budget divided by this number limits the bytes of the path's probe file. If the quotient is less
-than 128 MiB, the limit is 128 MiB.
+"""A single directory's probe file takes at most the directory's budget divided by this number, or 128 MiB
+if that is more. With several directories, this limit is divided by their number. No probe file takes more
+than the budget.
 """
 _DISK_LEAST = 128 << 20
 _FILL_SECONDS = 1.0
-"""Approximate seconds for writing the probe files of all paths once. If a disk is slower, its probe file
-becomes smaller.
+"""Approximate seconds for writing the probe files of all directories before the measurement. If a disk
+cannot write its file in its share of this time, the file stays shorter.
 """
 _DISK_SECONDS = 0.6
-"""Approximate seconds of the read, write and mixed probes of all paths together. The time for writing the
-probe files first is not included.
+"""Approximate seconds for measuring the rates of reads, of writes and of both mixed, on all directories
+together. The time for writing the probe files first is not included.
 """
 _DISK_EXPIRES = 300.0
 """Seconds for which a disk's cached rates are valid. The rates of a disk change, because other processes
@@ -53,12 +55,14 @@ def measure_rates(
     *,
     clock: Callable[[], float] = time.time,
 ) -> MachineRates:
-    """The rates of this machine's disks, memory, link and device.
+    """Return the rates of this machine's disks, memory, link and device: from the cache, or else measured
+    now.
 
     nvme: bytes that may be used, by directory. compute_dtype: the dtype of the matrix products to time.
-    clock: returns the present time in seconds. Rates that are not in the cache are probed, which takes
+    clock: returns the present time in seconds. Rates that are not in the cache are measured, which takes
     about 2 s altogether, and stored in the cache. A disk's rates are valid for five minutes, all other
-    rates until the cache file is removed. Raises StorageError for a directory that cannot be written.
+    rates until the cache file is removed. The rates of several disks are added. Raises StorageError for a
+    directory that cannot be written.
     """
     figures = _Cache(clock)
     disks = [
@@ -92,7 +96,7 @@ def keep(
     link: float | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Store rates that were measured elsewhere, in bytes per second, in the cache.
+    """Store rates that `infinity tune` has measured, in bytes per second, in the cache of `measure_rates`.
 
     disks: for each directory, the rates "read", "write" and "mixed". stream: the rate of host RAM. link:
     the rate of the link to the current CUDA device. clock: returns the present time in seconds. For host
@@ -120,8 +124,8 @@ def _link_name(device: torch.device) -> str:
 
 
 class _Cache:
-    """The cache file of this host's rates. If the file cannot be read or written, rates are measured again;
-    no error is raised.
+    """The measured rates of this host, and the file in the user's cache that holds them. If the file cannot
+    be read or written, rates are measured again; no error is raised.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -133,8 +137,8 @@ class _Cache:
     def get(
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
     ) -> dict[str, float]:
-        """The cached rates under the name `what`. If none are cached, or if the cached rates are at least
-        `expires` seconds old, `probe` measures new rates.
+        """Return the rates that are stored under the name `what`. If there are none, or if they are at
+        least `expires` seconds old, call `probe` to measure new rates, and store these.
         """
         found = self._figures.get(_key(what))
         if found is None or (expires is not None and self._age(found) >= expires):
@@ -142,16 +146,16 @@ class _Cache:
         return found
 
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
-        """Store rates under the name `what`, as measured now. Returns the rates with the time of
-        measurement.
+        """Store rates under the name `what`, with the present time as the time of measurement. Returns the
+        rates together with this time, which has the key "at".
         """
         self._changed = True
         found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found
 
     def save(self) -> None:
-        """Write the file if rates were stored since the file was read. Rates of disks that have expired are
-        left out.
+        """Write the cache file if rates were stored since this object was made. Rates of disks that have
+        expired are left out.
         """
         if self._changed:
             disk = _key(_disk_name(os.sep))

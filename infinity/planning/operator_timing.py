@@ -28,18 +28,19 @@ TIME_LIMIT = 2.0
 """The default time limit of `seconds_of`: seconds for running operations and for making their operands."""
 
 MOST_BYTES = 1 << 30
-"""The most bytes that operands and results of timed operations take together. If a quarter of the free
-memory is less, that quarter is the limit.
+"""The most bytes that operands and results of timed operations take together. The limit is a quarter of the
+free memory of the device (of RAM for the CPU) if that quarter is less.
 """
 
 _COLD_BYTES = 64 << 20
-"""Bytes of memory from which successive runs take their operands and results in turn. The memory is so
-large that an operand is in no cache when it is read, as in a real step.
+"""Bytes of the memory from which successive runs take operands in turn. The latest results are held up to
+the same number of bytes. The number is so large that an operand is in no cache when it is read, as in a
+real step.
 """
 
 _ROUNDS = 4
-"""The most rounds over all operations. The first round is a warm-up; it counts only if no other round ran
-all operations.
+"""The most rounds. In each round every operation is run and timed. The first round is a warm-up; it counts
+only if no other round ran all operations.
 """
 
 _QUEUED_SECONDS = 0.006
@@ -149,15 +150,15 @@ class Operation:
         return takes_any or not any(each.is_integral for each in self.operands)
 
     def arguments(self, memory: Memory) -> tuple[Any, Any]:
-        """Positional and keyword arguments for a run, with real tensors from `memory`."""
+        """Return the positional and keyword arguments for one run. Their tensors are taken from `memory`."""
         leaves = [memory.tensor(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return args, kwargs
 
 
 class Memory:
-    """Memory from which operands are taken one after the other. When the end is reached, operands are taken
-    from the beginning again.
+    """Memory from which the tensors among operations' arguments are taken one after the other. When the end
+    is reached, tensors are taken from the beginning again.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -174,16 +175,16 @@ class Memory:
         self._others = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._next = 0
         self._first: int | None = 0
-        """Offset in bytes of the first operand handed out since the last `renew`. None if operands have
-        been handed out from the beginning again since then.
+        """Offset in bytes of the first tensor that was taken since the last `renew`. None if tensors have
+        been taken from the beginning again since then.
         """
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A tensor as `spec` describes it, with random elements if its dtype is floating or complex, else
-        with zeros.
+        """Take memory for a tensor as `spec` describes it, and return the tensor. Its elements are random
+        if its dtype is floating or complex, else zeros.
 
-        The tensor shares no memory with tensors handed out shortly before. The same memory is handed out
-        again only after about `nbytes` further bytes.
+        The tensor shares no memory with tensors that were taken shortly before. The same memory is taken
+        again only after about `self.nbytes` further bytes have been taken.
         """
         if self._next + spec.nbytes > self.nbytes:
             self._next, self._first = 0, None
@@ -195,7 +196,7 @@ class Memory:
         return here if spec.device == self.device else here.to(spec.device)
 
     def renew(self, *, written: bool) -> None:
-        """Restore the contents of the memory that was handed out since the last call of `renew`.
+        """Restore the contents of the memory that tensors have taken since the last call of `renew`.
 
         written: whether an operation may have written to this memory. If not, there is nothing to restore.
         """
@@ -227,12 +228,15 @@ class Roofline:
     """Bytes per second of operands and results."""
 
     def seconds(self, operation: Operation) -> float:
-        """The estimated seconds of one run: of compute or of memory access, whichever takes longer."""
+        """The estimated seconds of one run of an operation: the time for its arithmetic or the time for its
+        memory accesses, whichever is longer.
+        """
         return max(operation.flops / self.flops, operation.nbytes / self.bytes)
 
     def learned(self, timed: Mapping[Operation, float], counts: Mapping[Operation, int]) -> Roofline:
-        """A roofline with the rates that timed operations have reached. A rate stays as it is if no timed
-        operation gives a new rate.
+        """Return a roofline with the rates that timed operations have reached: `flops` from operations
+        whose `flops` are above 0, `bytes` from all others. A rate stays as it is if no such operation was
+        timed.
 
         timed: seconds of one run of each timed operation. counts: number of times that a step runs each
         operation.
@@ -262,11 +266,12 @@ def seconds_of(
 ) -> Seconds:
     """Measure the seconds of all operations of a step, run one after the other on `device`.
 
-    Each distinct operation is run in several rounds. The result is the total of the fastest round and the
-    total of the slowest round. roofline: estimates the seconds of operations that are not run. The
-    operations with the largest estimates run first, and the rates of timed operations replace the
-    roofline's rates where possible. limit: seconds for all rounds together; a run that has begun is
-    finished. The caller's random number generators, gradient mode and autocast settings do not change.
+    Each distinct operation is run in several rounds. `least` and `most` of the result are the seconds of a
+    step by the times of the fastest and of the slowest round. roofline: estimates the seconds of operations
+    that are not run. The operations with the largest estimates run first, and the rates of timed operations
+    replace the roofline's rates where possible. limit: seconds for all rounds together; a run that has
+    begun is finished. The caller's random number generators, gradient mode and autocast settings do not
+    change.
     """
     order = sorted(operations, key=lambda each: -roofline.seconds(each) * operations[each])
     room = _room(device)
@@ -296,8 +301,8 @@ def _total(operations: Operations, timed: Mapping[Operation, float], roofline: R
 
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """A context for running operations. Inside, autograd and autocast are off and `device` is the current
-    device; at the end the states of the random number generators are restored.
+    """A context manager within which operations can be run. Inside, autograd and autocast are off and
+    `device` is the current device; at the end the states of the random number generators are restored.
     """
     with contextlib.ExitStack() as inside:
         inside.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
@@ -309,9 +314,11 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict[Operation, float]]:
-    """Run all operations in several rounds, and return the seconds of one run of each operation, by round.
+    """Run all operations in several rounds. Returns one dict for each round: the seconds of one run, by
+    operation.
 
-    Operations that fail are missing in the result. end: the time at which to stop, in seconds of
+    Operations that fail are missing in the result. order: the operations, in the order in which each round
+    runs them. memory: the source of their operands. end: the time at which to stop, in seconds of
     time.perf_counter(). Operations that the last round does not reach before `end` are missing from that
     round.
 
@@ -339,8 +346,8 @@ def _rounds(order: Sequence[Operation], memory: Memory, end: float) -> list[dict
 
 
 class _Kept:
-    """A queue of the latest results. Holding results for some time makes the allocator give new results
-    memory that earlier results used, as in every step after the first.
+    """A queue that holds the latest results of operations. A result that leaves the queue frees its memory,
+    and the allocator uses this memory again for a new result, as in every step after the first.
     """
 
     def __init__(self, most: int) -> None:
@@ -357,7 +364,9 @@ class _Kept:
 
 
 def _run(operation: Operation, times: int, memory: Memory, kept: _Kept) -> float:
-    """Seconds that `times` runs of an operation take together. Each run has operands of its own."""
+    """Run an operation `times` times, and return the seconds of all runs together. Each run takes operands
+    of its own from `memory`. The results are added to `kept`.
+    """
     arguments = [operation.arguments(memory) for _ in range(times)]
     _finish(memory.device)
     start = time.perf_counter()

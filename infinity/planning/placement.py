@@ -29,10 +29,11 @@ def line_of(accumulation: int | None) -> tuple[Kind, ...]:
     """The order in which the kinds of pages get room. The first kind gets room in the tiers nearest to
     compute.
 
-    accumulation: number of micro-batches in a step; None if unknown. If there is one micro-batch, optimizer
-    states come before gradients. A byte of states is read and written once in a step, both during the next
-    forward. A byte of gradients is written during the backward and read once. The byte is read and written
-    once more for every further micro-batch.
+    accumulation: number of micro-batches in a step; None if unknown. Parameters come first. If there is one
+    micro-batch, optimizer states come before gradients: both the read and the write of a byte of states
+    fall into the next forward, whereas a byte of gradients is written during the backward and read in the
+    next forward. Every further micro-batch reads and writes each byte of gradients once more, so gradients
+    then come before optimizer states.
     """
     if accumulation == 1:
         return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
@@ -67,7 +68,9 @@ class Placement:
     chunk_elements: int
     homes: Homes
     chain_bytes: int
-    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
+    """Bytes of the largest chain (update of one chunk): the chunk's parameters, gradients and optimizer
+    states.
+    """
     staging_bytes: int
     transit_buffer_bytes: int
     transit_bytes: int

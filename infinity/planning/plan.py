@@ -47,10 +47,12 @@ class Plan:
     instance the gradient page of a frozen unit.
     """
     chain_bytes: int
-    """Most bytes that one chunk's update takes: the chunk's parameters, gradients and optimizer states."""
+    """Bytes of the largest chain (update of one chunk): the chunk's parameters, gradients and optimizer
+    states.
+    """
     staging_bytes: int
-    """Bytes of staging: host RAM for updating chunks, and for summing gradients, whose pages rest
-    elsewhere.
+    """Bytes of staging, the host RAM in which the CPU updates chunks and sums their gradients. Parameters,
+    gradients and optimizer states that do not rest in host RAM are brought to staging for this.
     """
     transit_buffer_bytes: int
     """Bytes of one transit buffer. Transit buffers are host RAM through which pages pass on their way to
@@ -71,7 +73,9 @@ class Plan:
     combinations this is the one with the least device memory and host RAM in total.
     """
     activations: int | None
-    """Bytes of memory at the peak of a step, without parameters and gradients; None if unknown."""
+    """Peak bytes of activations and of all other tensors that the operations of a step allocate; None if
+    unknown. See `FakeStep.activations` in infinity/planning/fake_step.py.
+    """
     reserved: int
     """Bytes kept free for activations, the model's buffers and `headroom`. These bytes are part of the host
     budget if `unified`, else of the device budget.
@@ -157,7 +161,7 @@ class Plan:
 
     @functools.cached_property
     def mirror_bytes(self) -> int:
-        """Bytes of the copies of the `mirrored` units' parameters that stay on the device."""
+        """Bytes of device memory for the copies of the `mirrored` units' parameters."""
         return sum(self.page_bytes(unit, Kind.PARAMETER) for unit in self.mirrored)
 
     @property
@@ -263,8 +267,8 @@ class Plan:
         ]
 
     def shortfall(self, activations: int) -> int:
-        """Bytes that the budget of the tier that computes lacks if activations take `activations` bytes; 0
-        if the activations fit.
+        """Bytes that are missing from a budget if activations take `activations` bytes; 0 if the
+        activations fit. The budget is that of the tier in which the model computes.
         """
         if self.unified:
             free = self.budgets[Tier.HOST] - self.host_bytes
@@ -291,8 +295,8 @@ class Plan:
         return f"{render(self.rows())}\n{line}\n{share}{beside}smallest budgets that would do: {smallest}"
 
     def _share(self) -> str:
-        """The line of text that says for which share of the gradients the device runs updates. Empty if the
-        device updates no unit.
+        """The line of the plan's text with the share of all gradient bytes that belongs to units that the
+        device updates. Empty if the device updates no unit.
         """
         if not self.updated_on_device:
             return ""

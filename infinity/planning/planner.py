@@ -33,7 +33,7 @@ from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
 
 _UNKNOWN_SHARE = 4
-"""Divisor of a CUDA budget. The quotient is kept free of pages if the bytes of activations are unknown."""
+"""If the bytes of activations are unknown, a CUDA budget divided by this number is kept free of pages."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,11 @@ class _Draft:
         )
 
     def _with_updates_on_device(self, plan: Plan, room: Room, planned: Callable[..., Plan]) -> Plan:
-        """A plan in which the device updates whole units, if that saves time; else `plan`.
+        """Return a plan in which the device updates whole units, if that saves time; else return `plan`.
 
-        room: the room for pages and working buffers; part of the device's room becomes the workspace of the
-        updates on the device. planned: makes a plan from a placement.
+        plan: the plan without updates on the device. room: the bytes that pages and working buffers may
+        take; part of the device's bytes become the workspace of the updates on the device. planned: makes a
+        plan from a placement.
         """
         assert room.device is not None
         trained = [parameter.numel for parameter in self.surveyed.parameters if parameter.trainable]

@@ -33,10 +33,11 @@ class Reserve:
     def of(
         activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
     ) -> Reserve:
-        """The reserve for a model with these bytes of activations (None if unknown) and of buffers.
+        """Make the Reserve for a model.
 
-        unknown: the value of `kept_out_of` to use if `activations` is None. headroom: the headroom of the
-        device that computes.
+        activations: bytes of activations; None if unknown. buffers: bytes of the model's buffers. unknown:
+        the value of `kept_out_of` to use if `activations` is None. headroom: the headroom of the device
+        that computes.
         """
         live = (activations or 0) + buffers
         beside = headroom.beside(live)

@@ -19,14 +19,14 @@ _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Lengths of chunks, in elements, in the order in which the search tries them."""
 
 _LONG_CHUNK = 1 << 22
-"""Elements of a long chunk. Long chunks are for devices with memory of their own, where a step waits for
-each of the Python calls that a chunk needs. 7B parameters have some 1,700 long chunks; 50 calls for each
-chunk take a hundredth of a step.
+"""Elements of a long chunk. Long chunks are for devices with memory of their own. There a chunk's update
+takes some 50 Python calls, and the step waits for each of them. 7B parameters have some 1,700 long chunks,
+whose calls take a hundredth of a step.
 """
 
 _LONG_SHARE = 64
-"""Long chunks are tried if the updates of two long chunks take at most the host's room divided by this
-number.
+"""The search tries long chunks if the updates of two of them take at most the bytes of host RAM, divided by
+this number.
 """
 
 _LARGEST_UNIT = 1 << 30
@@ -35,8 +35,9 @@ _FEWEST_UNITS = 8
 
 
 class Search:
-    """The ways to divide a model into units and chunks, from the most useful to the smallest. The sizes of
-    pages and buffers are computed only once for each way.
+    """Searches for a placement among the ways to divide a model into units and chunks. Large units are
+    tried before small units, and long chunks before short chunks. The sizes of pages and buffers are
+    computed only once for each way.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Search:
         self._measured: dict[tuple[int, int], Candidate] = {}
 
     def place(self, room: Room) -> Placement | None:
-        """The first placement that fits `room`, or None.
+        """Find the first placement that fits `room`; returns None if no placement fits.
 
-        Placements are tried in the order of WORKING_ROOMS. With equal working room, large units come before
-        small units, and long chunks before short chunks.
+        Placements are tried in the order of WORKING_ROOMS (infinity/planning/working_room.py). With equal
+        working room, large units come before small units, and long chunks before short chunks.
         """
         for level in WORKING_ROOMS:
             for candidate in self._useful(room):
@@ -90,8 +91,9 @@ class Search:
         return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
-        """The budgets, in bytes by tier, that are together enough for the model with the least memory in
-        total. If any of these budgets were smaller, no placement would fit.
+        """The smallest budgets, in bytes by tier, that together are enough for the model. Of all such
+        combinations this is the one with the fewest bytes of device memory and host RAM together. If any of
+        these budgets were smaller, no placement would fit.
 
         unified: whether device and host are the same RAM. nvme: whether pages may rest on NVMe.
         """
@@ -115,8 +117,9 @@ class Search:
         return enough if needed is None else needed
 
     def _useful(self, room: Room) -> Iterator[Candidate]:
-        """All candidates that `place` tries. In each grouping, long chunks come first if the host tier has
-        room for them.
+        """All candidates that `place` tries. A candidate is one way to divide the model into units and
+        chunks (infinity/planning/candidate.py). For each way to form units, long chunks come first if the
+        host tier has room for them.
         """
         for grouping in range(len(self._groupings)):
             if self._long > self._chunks[0]:
@@ -127,8 +130,8 @@ class Search:
                 yield self._candidate(grouping, chunk)
 
     def _candidates(self) -> Iterator[Candidate]:
-        """All candidates except those with long chunks. Long chunks never fit where shorter chunks do not
-        fit.
+        """All candidates (ways to divide the model) except those with long chunks. Where shorter chunks do
+        not fit, long chunks do not fit either.
         """
         for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
             yield self._candidate(grouping, chunk)
@@ -160,15 +163,15 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """The distinct chunk lengths to try, in elements, the longest first. No length is much larger than the
-    number of trained elements.
+    """The distinct chunk lengths to try, in elements, the longest first. The number of elements of all
+    trained parameters, rounded up to whole blocks of BLOCK elements, is the upper limit.
     """
     return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """The smaller of `length` and the number of elements of all trained parameters, rounded up to whole
-    blocks.
+    """The smaller of `length` and the number of elements of all trained parameters, rounded up to a
+    multiple of BLOCK. A longer chunk would never be filled.
     """
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))

@@ -53,13 +53,13 @@ def updated_there(homes: Homes) -> frozenset[int]:
 
 
 def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) -> Homes:
-    """The homes after gradients and states on the device are exchanged for gradients and states of whole
-    units.
+    """Exchange the gradients and optimizer states on the device for those of whole units, and return the
+    new homes.
 
     The new gradients and states take at most the room on the device that the old gradients and states had.
     Parameters and pages on NVMe do not move. sizes: bytes of every page, by kind and unit. host_free: bytes
-    of host RAM that no page takes. If host RAM has no room for the pages that would leave the device, all
-    homes stay as they are. See [Note: whole units].
+    of host RAM that no page takes. If host RAM has no room for the pages that would leave the device, the
+    homes are returned unchanged. See [Note: whole units].
     """
     kinds = (Kind.GRADIENT, Kind.OPTIMIZER)
     near = [(unit, kind) for unit, home in enumerate(homes) for kind in kinds if home[kind] is Tier.DEVICE]

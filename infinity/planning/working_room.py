@@ -1,11 +1,12 @@
 """Working room: the memory that a placement keeps for pages that are being moved or updated. Pure.
 
-At best, staging has room for all chains (updates of chunks) of the largest unit, but takes at most a
-quarter of the host tier and at least two chains. The tier that computes has room for the pages that are at
-home there. At best it has room for 12 further parameter pages, if these take at most a quarter of the tier.
-If not, it has room for 3 further pages, if these take at most half of the tier. Where even that does not
-fit, there is room for two chains and three or two pages, or else for one chain and three, two or one pages.
-Placements without NVMe are tried first, with room for three, two or one pages.
+Staging is the host RAM in which the CPU updates chunks whose pages rest elsewhere, and a chain is the
+update of one chunk. At best, staging has room for all chains of the largest unit, but takes at most a
+quarter of the host tier and at least the bytes of two chains. In the tier that computes, parameter pages
+that are not at home there need room in addition. At best there is room for 12 such pages, if these take at
+most a quarter of the tier. If not, there is room for 3 such pages, if these take at most half of the tier.
+Where even that does not fit, there is room for two chains and three or two pages, or else for one chain and
+three, two or one pages. Placements without NVMe are tried first, with room for three, two or one pages.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE = 4
-"""Staging takes at most the host budget divided by this number, but always at least the bytes of two chains
-(updates of chunks).
+"""Staging, the host RAM in which chunks are updated, takes at most the host budget divided by this number,
+but always at least the bytes of two chains (updates of chunks).
 """
 
 _RING_SHARE = 64
-"""The ring, through which gradients leave the device, takes at most the device budget divided by this
-number, but always at least two blocks.
+"""The ring, a buffer through which gradients leave the device, takes at most the device budget divided by
+this number, but always at least two of the blocks that `WorkingRoom.ring` describes.
 """
 
 _LARGEST_RING = 64 << 20
@@ -38,7 +39,7 @@ class WorkingRoom:
     """
     chains: int | None = None
     """Number of chains (updates of chunks), each of the largest size, that staging has room for. If None,
-    `staging` chooses the bytes by the size of the host tier.
+    the method `staging` chooses the bytes by the size of the host tier.
     """
     transit_buffers: int = 8
     """Number of buffers in host RAM through which pages pass from NVMe to a device with memory of its own."""
@@ -50,7 +51,7 @@ class WorkingRoom:
     """
 
     def staging(self, host: int, chain: int, unit: int) -> int:
-        """Bytes of staging in a host tier of `host` bytes.
+        """Bytes of staging, the host RAM in which chunks are updated, in a host tier of `host` bytes.
 
         chain: bytes of the largest chain, the update of one chunk. unit: bytes of all chains of the largest
         unit together. Staging has room for all these chains where the host tier is large enough.
@@ -60,9 +61,10 @@ class WorkingRoom:
         return max(2 * chain, min(host // _SHARE // 4096 * 4096, unit))
 
     def ring(self, device: int, block: int) -> int:
-        """Bytes of the ring, through which gradients leave the device, in a device tier of `device` bytes.
+        """Bytes of the ring, the buffer through which gradients leave the device, in a device tier of
+        `device` bytes.
 
-        block: bytes of the blocks that the ring consists of. The ring has at least two blocks.
+        block: bytes of the equal parts that the ring consists of. The ring has at least two of them.
         """
         if self.transit_buffers == 1:
             return 2 * block

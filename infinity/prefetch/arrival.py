@@ -4,7 +4,7 @@
 The disk takes requests in the order of their deadlines. A demanded page gets a deadline in the past, so its
 reads go before all queued requests, even before reads of pages that were fetched ahead long ago. Pages that
 are fetched ahead have deadlines in the order of their use. A write that is requested at the same moment has a
-later deadline, because no caller waits for a write. Every piece of a page is requested with the page's
+later deadline, because no caller waits for a write. A page is read in pieces, and all reads get the page's
 deadline. A request that is already queued keeps its deadline when the page becomes more urgent.
 
 [Note: two hops]
@@ -30,7 +30,9 @@ from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Lane, Transfer
 
 _OVERDUE = -60.0
-"""Seconds from the request of a demanded page to its deadline; negative, so the deadline is in the past."""
+"""Seconds from the request of a demanded page to the I/O deadline of its reads. The number is negative, so
+that the deadline is in the past.
+"""
 _APART, _MOST = 1e-3, 50
 """_APART: seconds between the deadlines of successive pages that are fetched ahead. _MOST: the most such
 intervals; all later pages share the last deadline. The product, 0.05 seconds, is half of the `write_slack`
@@ -86,9 +88,11 @@ class Arrival:
         return Edge.HOST_TO_DEVICE
 
     def advance(self, *, block: bool) -> bool:
-        """Begin the second hop of every buffer that was read, and read more while transit buffers are free.
+        """Begin all transfers of the page that can begin now, and return whether a transit buffer came
+        free.
 
-        block: wait until the oldest buffer has made both hops. Returns whether a transit buffer came free.
+        Every transit buffer that the disk has filled is copied to the device, and more of the page is read
+        into free transit buffers. block: wait until the oldest transit buffer has been filled and copied.
         If a transfer fails, True is returned and the error is kept for `finish` to raise.
         """
         try:

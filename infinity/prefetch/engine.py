@@ -81,7 +81,8 @@ class NoUpdates:
 class PrefetchEngine:
     """Decides which parameter pages are resident, and moves pages from their homes to the device.
 
-    Its methods are called under the runtime's lock.
+    PRESENT, ARRIVING and AWAY are the values of Presence: the page is in device memory, on its way, or at
+    home only. Methods are called under the runtime's lock.
     """
 
     def __init__(
@@ -108,20 +109,22 @@ class PrefetchEngine:
         """
         self._arrivals: dict[int, Arrival] = {}
         self._held: dict[int, int] = {}
-        """Unit -> number of calls of `hold` that `let_go` has not ended yet."""
+        """For each unit, the number of calls of `hold` that `let_go` has not ended yet."""
         self._current: tuple[int, ...] = ()
-        """The units of the step's last demand, followed by its AccessKind; empty before the first demand."""
+        """The units of the step's last demand, then the demand's AccessKind; empty before the first demand.
+        """
         self._deferred = False
         """Whether a page was not fetched ahead because its home was not up to date at the last attempt."""
         self.updates = updates
         self._edits = edits
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
-        """Make the pages of all `units` PRESENT at the same time, and begin to fetch the next pages.
+        """Bring the pages of all `units` to the device, wait for them, and begin to fetch the next pages.
 
-        kind: the purpose of the use, for the trace. Raises BudgetError if the pages do not fit together; its
-        `needed` is a budget in bytes that is enough. Raises StorageError if a page cannot be read. A page
-        that has no room or cannot be read is AWAY afterwards.
+        All these pages are PRESENT at the same time. kind: the purpose of the use, for the trace. Raises
+        BudgetError if the pages do not fit together; its `needed` is a budget in bytes that is enough.
+        Raises StorageError if a page cannot be read. A page that has no room or cannot be read is AWAY
+        afterwards.
         """
         if self._current == (*units, kind) and self.present(units):
             if self._deferred:
@@ -152,11 +155,12 @@ class PrefetchEngine:
             self._note_use(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
-        """Make the pages of all `units` PRESENT at the same time, and evict them last until `let_go`.
+        """Bring the pages of all `units` to the device as `demand` does, and evict them last until
+        `let_go`.
 
-        A held page leaves only if another demand has no room otherwise. Edits of it are written home then,
-        and the next operation on it brings it back. kind: the purpose of the use, for the trace. Raises the
-        errors of `demand`.
+        A held page leaves only if another demand has no room otherwise. Edits that user code made to the
+        page are then written home, and the next operation on the page brings it back. kind: the purpose of
+        the use, for the trace. Raises the errors of `demand`.
         """
         self.demand(units, kind)
         for unit in units:
@@ -183,12 +187,14 @@ class PrefetchEngine:
             self.land(unit)
 
     def step_done(self) -> None:
-        """End the step: set the trace back to its start, and begin to fetch pages for the next step."""
+        """End the step in the trace, and begin to fetch pages for the next step."""
         self.next_step()
         self.look_ahead()
 
     def next_step(self) -> list[int]:
-        """Set the trace back to its start; returns the units in the order of their expected first use."""
+        """End the step in the trace; returns the units in the order of their expected first use in the next
+        step.
+        """
         self.trace.step_done()
         self._current = ()
         return list(dict.fromkeys(access.unit for access in self.trace.learned))
@@ -210,9 +216,9 @@ class PrefetchEngine:
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
         """Start to fetch the page of a unit that is AWAY, evicting other pages if there is no room.
 
-        The page is ARRIVING afterwards. It is PRESENT at once if views still keep its earlier device memory
-        alive, which is then used again. pinned: units to evict last. ahead: for a page that is fetched ahead,
-        the number of fetches that are more urgent; None: the page was demanded.
+        The page is ARRIVING afterwards. If views still keep the page's earlier device memory alive, this
+        memory is used again, and the page is PRESENT at once. pinned: units to evict last. ahead: for a
+        page that is fetched ahead, the number of fetches that are more urgent; None: the page was demanded.
         """
         page = self.pages[unit]
         if self.store.device.shares_host:
@@ -326,7 +332,8 @@ class PrefetchEngine:
         """Lease device memory for the unit's page, making room step by step.
 
         The pages that the schedule chooses are evicted first, then all other pages that are not pinned, at
-        last the pinned pages. Raises BudgetError if there is no room even then.
+        last the pinned pages. pinned: units to evict last. Raises BudgetError if there is no room even
+        then.
         """
         pool, nbytes = self.store.resident, self.pages[unit].nbytes
         if pool.largest_free < nbytes:

@@ -13,10 +13,10 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 LOOKAHEAD = 256
-"""The most coming uses among which `schedule` looks for units to fetch."""
+"""The largest number of coming uses among which `schedule` looks for units to fetch."""
 
 HORIZON = 1024
-"""The most coming uses that are searched for the next use of a unit.
+"""The largest number of coming uses among which the next use of a unit is searched.
 
 A unit whose next use is later counts as never used.
 """
@@ -41,7 +41,8 @@ def schedule(
     *,
     reserve: int = 0,
 ) -> Schedule:
-    """The units to fetch for the coming uses, as many as fit, and the units to evict for these fetches.
+    """Choose the units to fetch for the coming uses, as many as fit, and the units to evict for these
+    fetches.
 
     upcoming: units in the order of their use, beginning with the current unit. A unit may occur several
     times; the iterable is consumed as far as needed. sizes: bytes of each unit's page; 0 for a permanent
@@ -50,9 +51,9 @@ def schedule(
     may take together. reserve: bytes of `capacity` to leave free.
 
     The units to fetch are the missing units in the longest prefix of `upcoming` that fits beside the pinned
-    units. No unit of this prefix is evicted. If no unit is missing, nothing is evicted. With sets or
-    dictionaries for `resident` and `pinned`, the time is linear in the length of `resident` and in the
-    number of uses that are searched, at most HORIZON + LOOKAHEAD.
+    units. The prefix has at most LOOKAHEAD uses, and none of its units is evicted. If no unit is missing,
+    nothing is evicted. With sets or dictionaries for `resident` and `pinned`, the time is linear in the
+    length of `resident` and in the number of uses that are searched, at most HORIZON + LOOKAHEAD.
     """
     uses = iter(upcoming)
     limit = capacity - reserve
@@ -86,11 +87,11 @@ def victims(
     resident: Collection[int],
     pinned: Collection[int],
 ) -> tuple[int, ...]:
-    """The units to evict, in order, to free `needed` bytes for a unit that is needed now.
+    """Choose the units to evict, in order, to free `needed` bytes for a unit that is needed now.
 
-    Units that do not occur in `upcoming` come first, in the order of `resident`. Then come the units that do
-    occur, furthest next use first. If the units that may be evicted have fewer bytes than `needed`, all of
-    them are returned. upcoming, sizes, resident, pinned: as in `schedule`.
+    Units that do not occur in `upcoming` come first, in the order of `resident`. Then come the units that
+    do occur, furthest next use first. If the units that may be evicted have fewer bytes than `needed`, all
+    of them are returned. upcoming, sizes, resident, pinned: as in `schedule`.
     """
     if needed <= 0:
         return ()
@@ -111,9 +112,10 @@ def _furthest_first(units: Iterable[int], uses: Iterator[int]) -> Iterator[int]:
 
 
 def _free(needed: int, candidates: Iterator[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first `candidates` that together free `needed` bytes.
+    """The first units of `candidates` whose pages together free `needed` bytes.
 
-    A candidate is left out again if the other chosen candidates free enough bytes without it.
+    A unit is left out again if the other chosen units free enough bytes without it. sizes: bytes of each
+    unit's page.
     """
     chosen: list[int] = []
     excess = -needed

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 MOST_ACCESSES = 1 << 18
-"""Number of recorded accesses at which the trace ends the step by itself.
+"""The most accesses that are recorded in one step. The next access begins a new step of the trace.
 
 This bounds the memory that the trace takes in a loop that never calls `step`.
 """
@@ -31,7 +31,7 @@ class AccessKind(IntEnum):
 
 
 class Access(NamedTuple):
-    """One use of one unit, with the purpose of the use."""
+    """One use of one unit: the unit's index and the purpose of the use."""
 
     unit: int
     kind: AccessKind
@@ -58,7 +58,8 @@ class _Sequence:
         self.trains = self.trains or access.kind != AccessKind.FORWARD
 
     def find(self, access: Access, start: int) -> int | None:
-        """The first position of `access` at or after index `start`, wrapping around to the first of all.
+        """The first position of `access` at or after index `start`, or else the first position before
+        `start`.
 
         None if the access does not occur.
         """
@@ -67,8 +68,8 @@ class _Sequence:
     def find_after(self, previous: Access | None, access: Access, start: int) -> int | None:
         """The first position at or after index `start` at which `access` directly follows `previous`.
 
-        The search wraps around to the first of all positions. previous: None looks for an access that begins
-        the step. Returns None if the two accesses never follow each other.
+        If there is none, the first such position before `start` is returned. previous: None looks for an
+        access that begins the step. Returns None if the two accesses never follow each other.
         """
         return _at_or_after(self._places_after.get((previous, access)), start)
 
@@ -123,9 +124,9 @@ class Trace:
     def step_done(self) -> None:
         """End the step: the recorded order becomes the learned order, which is followed from its start.
 
-        A recording without any backward or update, such as an evaluation between steps, does not replace a
-        learned order that has one. The forwards in the learned order predict evaluations as well. An empty
-        recording replaces nothing.
+        If the learned order contains a backward or an update, a recording without either, such as an
+        evaluation between steps, does not replace it. The forwards in the learned order predict evaluations
+        as well. An empty recording replaces nothing.
         """
         if self._recorded.entries and (self._recorded.trains or not self._learned.trains):
             self._learned = self._recorded
@@ -134,7 +135,7 @@ class Trace:
         self._skipped.clear()
 
     def upcoming(self, limit: int) -> Iterator[Access]:
-        """The accesses that are expected next, continued into the next step.
+        """The accesses that are expected next. After the end of the learned order they go on at its start.
 
         There are at most `limit` accesses, and at most as many as the learned order has.
         """

@@ -48,7 +48,9 @@ class JsonFile(Generic[Content]):
             self.ignored = "it has another form"
 
     def save(self, content: Any) -> bool:
-        """Replace the file with `content` as JSON, in one step. Returns False where the system refuses."""
+        """Replace the file with `content` as JSON, in one step. Returns whether the operating system
+        allowed it.
+        """
         return write_bytes(self.path, json.dumps(content, indent=1).encode())
 
 
@@ -63,7 +65,7 @@ def read_bytes(path: Path) -> bytes | None:
 def write_bytes(path: Path, content: bytes) -> bool:
     """Replace a file in one step, so that no reader sees a partial file.
 
-    Returns False where the system refuses.
+    Returns whether the operating system allowed it; no error is raised.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:

@@ -1,4 +1,4 @@
-"""Directories on disks: checking that they can hold pages, their free bytes, and preallocation of files."""
+"""Directories on disks: checks that they can hold pages, their free bytes, and preallocation of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.system import machine
 
 
 def check_directory(directory: str | os.PathLike[str]) -> Path:
-    """The real path of `directory`, after a check that it can hold pages.
+    """Check that `directory` can hold pages, and return its path without symbolic links.
 
     Raises StorageError for a directory that is missing, cannot be reached, or is in RAM. Raises ConfigError
     for a value that cannot be a path.
@@ -48,10 +48,10 @@ def free_bytes(path: str | os.PathLike[str] | int) -> int:
 
 
 def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> None:
-    """Take the room for `nbytes` bytes of an open file, so that a full disk shows before any write.
+    """Take room on disk for `nbytes` bytes of an open file now, so that no later write meets a full disk.
 
-    path: is named in errors. Raises StorageFull where the file system does not have that much room,
-    StorageError for every other error.
+    path: the file's path or directory, to be named in errors. Raises StorageFull if the file system does
+    not have that much room, StorageError for every other error.
     """
     available = free_bytes(descriptor)
     if nbytes > available:
@@ -67,7 +67,8 @@ def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> N
 
 
 def nameless_file(directory: str) -> int:
-    """Make a file without a name in `directory` and return its descriptor. Raises StorageError.
+    """Make a file without a name in `directory` and return its descriptor. Raises StorageError if this
+    fails.
 
     Where the file system cannot make such a file (O_TMPFILE), a file with a name is made, and the name is
     removed at once.

@@ -16,7 +16,7 @@ from infinity.system import machine
 from infinity.system.cache import JsonFile
 
 FORMAT = 1
-"""Number of the format of the profile's file. A file of another format is ignored."""
+"""The version of the format of `Profile`'s file. A file of another version is ignored."""
 
 _LARGEST_BLOCK = 1 << 30
 _DEEPEST = 4096
@@ -47,7 +47,8 @@ DEFAULT = IoSettings("auto", 4 << 20, 32)
 class DiskProfile:
     """What `infinity tune` found for one disk.
 
-    The rates `read`, `write` and `mixed` are bytes per second with `settings`.
+    `read`, `write` and `mixed` are bytes per second with `settings`; for `mixed`, half of the bytes are
+    read and half are written.
     """
 
     settings: IoSettings
@@ -67,8 +68,8 @@ class StripeProfile:
     """What `infinity tune` found for several disks that are used together."""
 
     shares: tuple[float, ...]
-    """The fraction of the bytes that each disk holds. `infinity.tiers.striping.choose_striping` takes these
-    as speeds.
+    """For each disk, the fraction of all bytes that the disk holds. These fractions can be given as the
+    `speeds` of `infinity.tiers.striping.choose_striping`.
     """
     mixed: float
     """Bytes per second of all disks together, when half of the bytes are read and half are written."""
@@ -89,8 +90,8 @@ def now() -> str:
 
 
 _Findings = tuple[dict[str, Any], dict[str, Any]]
-"""The content of the profile's file: entries of single disks, and entries of several disks together, by
-key.
+"""The two dicts in `Profile`'s file: entries of single disks by `disk_key`, and entries of sets of disks by
+`_key_of_all`.
 """
 
 
@@ -112,14 +113,17 @@ class Profile:
             self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
     def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
-        """The findings for the disk under an existing directory; None where the disk was not tuned."""
+        """What `infinity tune` found for the disk under an existing directory; None if the disk was not
+        tuned.
+        """
         entry = self._disks.get(disk_key(directory))
         return None if entry is None else _disk_profile(entry)
 
     def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
-        """The findings for the disks under these directories together; None where there are none.
+        """What `infinity tune` found for the disks under these directories, used together; None if they
+        were not tuned together.
 
-        The shares are in the order of `directories`.
+        The result's shares are in the order of `directories`.
         """
         key, order = _key_of_all(directories)
         if key not in self._stripes:
@@ -131,30 +135,28 @@ class Profile:
         return replace(found, shares=tuple(shares))
 
     def keep_disk(self, directory: str | os.PathLike[str], found: DiskProfile) -> None:
-        """Replace the findings for the disk under `directory`, in memory.
-
-        `save` writes all findings to the file.
+        """Set what was found for the disk under `directory`, in memory only; `save` writes everything to
+        the file.
         """
         self._disks[disk_key(directory)] = asdict(found)
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
-        """Replace the findings for several disks together, in memory.
-
-        `save` writes all findings to the file.
+        """Set what was found for several disks that are used together, in memory only. `save` writes
+        everything to the file.
         """
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
     def save(self) -> bool:
-        """Replace the file in one step. Returns False where the system refuses."""
+        """Replace the file in one step. Returns whether the operating system allowed it."""
         return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
 
 def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
-    """The I/O settings for an existing directory: the tuned settings, or else the default settings.
+    """The I/O settings for an existing directory: those that `infinity tune` found, or else `DEFAULT`.
 
-    Where the environment variable INFINITY_AIO names a backend, tuned settings with another backend are not
-    used. A profile that cannot be used is ignored with a warning.
+    If the environment variable INFINITY_AIO names another backend than the tuned settings, `DEFAULT` is
+    returned. A file of tuned settings that cannot be used is ignored with a warning.
     """
     profile = Profile()
     if profile.note is not None:
@@ -214,9 +216,10 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """The key of a set of disks, and the indices of the directories in the key's order.
+    """The text that identifies a set of disks in `Profile`'s file, and the order of the disks in this text.
 
-    The key is the same for every order of the directories. The indices are positions in `directories`.
+    The text is the same for every order of the directories. The order is a list of indices of
+    `directories`.
     """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP_UNLIMITED = 1 << 60
-"""The number of bytes from which a limit of cgroup v1 means "no limit". The kernel writes a number near
-2**63 then.
+"""A limit of cgroup v1 of at least this many bytes means "no limit". The kernel writes a number near 2**63
+then.
 """
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -34,12 +34,12 @@ class MemoryFacts:
     available: int
     """Bytes that can be allocated without swapping (MemAvailable in /proc/meminfo)."""
     cgroup_limit: int | None
-    """Memory limit in bytes, None for no limit. Of this process's cgroup and its ancestors, the one with
-    the fewest bytes left counts.
+    """The memory limit in bytes of this process's cgroup or of one of its ancestors; None for no limit. If
+    several of them have limits, this is the limit of the one with the fewest bytes left.
     """
     cgroup_left: int | None
-    """Bytes that `cgroup_limit` leaves, None for no limit. Inactive page cache counts as left, because the
-    kernel can reclaim it.
+    """Bytes that processes of the same cgroup can still take before `cgroup_limit` is reached; None for no
+    limit. Inactive page cache counts as free, because the kernel can reclaim it.
     """
 
     @property
@@ -112,7 +112,8 @@ def resident_bytes() -> int:
 
 
 def restart_peak() -> None:
-    """Make the kernel count `ProcessMemory.peak` from now on.
+    """Make the kernel forget the peak of this process's resident bytes, so that `ProcessMemory.peak` starts
+    anew.
 
     Where the kernel does not allow this, nothing changes.
     """
@@ -137,7 +138,7 @@ def cpu() -> CpuFacts:
 
 
 def memlock_limit() -> int | None:
-    """Bytes of memory that this process may lock; None for no limit.
+    """Bytes of memory that this process may lock in RAM (mlock); None for no limit.
 
     A process with the capability CAP_IPC_LOCK has no limit either.
     """
@@ -238,7 +239,9 @@ def _read_int(path: Path | str) -> int | None:
 
 
 def _memory_limit(directory: Path) -> tuple[int, int] | None:
-    """(limit, bytes left under the limit) of the cgroup with this directory; None for no limit."""
+    """The memory limit of the cgroup with this directory, and the bytes left under the limit; None for no
+    limit.
+    """
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

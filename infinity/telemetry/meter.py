@@ -162,10 +162,12 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
-        """Count a transfer as `moved` does, and count the duration of the request as a stall.
+        """Count a transfer as `moved` does, and count the request's duration as a stall of the training
+        thread.
 
-        seconds: the duration of the request, which ended now. The stall belongs to the training thread. Its
-        reason is Wait.COPY, or Wait.FAULT within `faulting`. Within `stalling`, no second stall is counted.
+        seconds: the time that the thread spent in the call that requested the transfer and returned just
+        now. The reason of the stall is Wait.COPY, or Wait.FAULT within `faulting`. Within `stalling`, no
+        second stall is counted.
         """
         state = self._thread
         with self._lock:
@@ -294,7 +296,7 @@ class Meter:
             recorder.stepped(number, last)
 
     def snapshot(self) -> Stats:
-        """The measurements of the run up to now, including the unfinished step."""
+        """Return the measurements of the run up to now, including those of the unfinished step."""
         with self._lock:
             total = _Tally()
             total.add(self._finished)
@@ -308,6 +310,8 @@ class Meter:
 
 
 def _until_now(seconds: float) -> tuple[int, int]:
-    """The interval of `seconds` that ends now, as (start, end) in nanoseconds of time.perf_counter_ns()."""
+    """The interval that ends now and lasts `seconds`, as (start, end) in nanoseconds of
+    time.perf_counter_ns().
+    """
     now = time.perf_counter_ns()
     return now - round(seconds * 1e9), now

@@ -36,7 +36,7 @@ class Wait(Enum):
     ROOM = "staging"
     """The thread waits for memory that a write or a copy under way still uses."""
     COPY = "copy"
-    """A copy between host and device.
+    """The thread waits for a copy between host and device, or is busy with it.
 
     The thread makes the copy, queues the copy on a CUDA stream, or waits for gradients to reach the host.
     """
@@ -55,8 +55,8 @@ class Phase(Enum):
     BACKWARD = "backward"
     """The backward pass.
 
-    The phase begins with the first use of a saved page or the first gradient, and ends with autograd's
-    callback at the end of the pass.
+    The phase begins with the first gradient, or earlier with the first use of a parameter page whose view
+    autograd has saved. It ends with autograd's callback at the end of the pass.
     """
     STEP = "step"
     """The call of `optimizer.step()`."""
@@ -91,10 +91,12 @@ class Stats:
     """The measurements of every edge, including edges without transfers."""
 
     accesses: int
-    """Number of accesses to units by the model."""
+    """Number of times that an operation or module demanded the parameters of a unit. A repeat of the demand
+    before it is not counted.
+    """
 
     misses: int
-    """Number of accesses to units that were neither resident nor on their way."""
+    """Number of `accesses` at which the unit's parameters were neither resident nor on their way."""
 
     steps: int
     """Number of finished steps, including skipped steps."""
