@@ -50,7 +50,7 @@ def cuda_driver(device: int) -> Driver:
 
 @dataclass(frozen=True)
 class Emulation:
-    """A driver and a compute stream by which the CPU is treated as a device with memory of its own."""
+    """A test driver and its compute stream, with which the CPU is treated as a device with its own memory."""
 
     driver: Driver
     compute: Stream
@@ -64,7 +64,8 @@ _emulation = threading.local()
 def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
     """A context in which this thread treats the CPU as a device of `driver`, to test the order of copies.
 
-    compute: the stream that represents torch's work on the CPU.
+    driver: a driver of the tests, whose "device memory" is RAM. compute: the stream that represents torch's
+    work on the CPU.
     """
     before = emulation()
     _emulation.now = Emulation(driver, compute)
