@@ -210,8 +210,8 @@ class TrainingStep:
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         """Take the gradient that autograd has computed for a parameter, and add it to the stored gradient.
 
-        accumulator: the object that first orders the gradients of micro-batches; None: add the gradient at
-        once.
+        accumulator: takes the gradient instead during runtime.accumulate, and adds the gradients in the order
+        of the micro-batches; None: add the gradient at once.
         """
         gradient = take_gradient(parameter)
         place = self._place(parameter)

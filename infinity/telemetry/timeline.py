@@ -99,7 +99,7 @@ class Timeline(Closing):
         self._spans: list[tuple[str, str, int, int, Args]] = []
         """Spans that are not written yet, each as (row, name, start, end, args).
 
-        Converting spans to text takes longer than storing them, so that many are converted at a time.
+        Spans are converted to text when they are written, many at a time, because that takes long.
         """
         self._lanes = {row: Lanes() for row in _ROWS}
         self._rows: set[int] = set()

@@ -134,9 +134,9 @@ def available_ram() -> int:
 
 
 def arena_link() -> tuple[LinkSpeed, Registration]:
-    """Measure the speed of copies between an arena and the current CUDA device.
+    """Measure the speed of copies between a temporary arena and the current CUDA device.
 
-    Returns the speed and the result of registering the arena.
+    Returns (speed, whether CUDA has registered the arena).
     """
     with (
         HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,

@@ -66,8 +66,8 @@ class Order(enum.Enum):
     to the device.
     """
     HOST_ASKS = "host asks"
-    """As `HOST_WAITS`, but the host asks without blocking whether the copy is done, and reads or reuses the
-    bytes only if it is.
+    """The host asks, without blocking, whether a copy is done. Only if it is, the host reads bytes that came
+    from the device, or reuses bytes that went to the device.
     """
     DRAIN = "drain"
     """An update in place in RAM comes after all copies to the device that read the bytes which the update
@@ -132,11 +132,10 @@ class CopyStreams:
         A copy into bytes whose `last_return` is at most this number need not wait.
         """
         self._under_way: deque[EventTransfer] = deque()
-        """Copies to the host that may be under way, oldest first. Their entries here keep their sources
-        alive.
+        """Copies to the host that may be under way, oldest first, kept here so that their sources stay alive.
 
-        A source may be memory of torch's allocator, such as a fresh gradient's. Torch would hand it out again
-        before the copy has read it.
+        A source may be memory of torch's allocator, such as a fresh gradient's. If it were freed, torch would
+        hand it out again before the copy has read it.
         """
         self._queueing_down = threading.Lock()
         """Guards `_under_way`, because several threads start copies to the host."""

@@ -14,8 +14,9 @@ Progress = Callable[[str], None]
 """A function that is called before each trial, with a text that names the settings of the trial."""
 
 _LATENCY = 0.064
-"""Settings with more bytes in flight than the disk moves in this many seconds are not tried. A disk without
-other users needs far fewer bytes in flight (Little's law), but a deeper queue gets more of a shared disk.
+"""Settings with more bytes in flight than the disk moves in this many seconds are not tried, unless these are
+fewer than `_LEAST_IN_FLIGHT` bytes. A disk without other users needs far fewer bytes in flight (Little's
+law), but a deeper queue gets more of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -92,7 +93,8 @@ def sweep_disk(
 
     file: the test file. backends: names of the I/O backends that work there. All combinations of the backends
     with the block sizes and queue depths of `effort` are tried. seconds: seconds for all trials.
-    bytes_in_flight: the most bytes in flight that are tried. progress: called before each trial. Raises StorageError and StorageFull if I/O fails.
+    bytes_in_flight: the most bytes in flight that are tried. progress: called before each trial. Raises
+    StorageError and StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)

@@ -1,5 +1,5 @@
-"""Tests of runtime.accumulate: gradients have the same bits as in a plain loop over the micro-batches, and each
-page comes up once for all micro-batches of a step.
+"""Tests of runtime.accumulate: gradients have the same bits as in a plain loop over the micro-batches, and
+each page comes up once for all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -184,11 +184,12 @@ def test_random_numbers_before_the_first_block_are_the_plain_loops(tmp_path: Pat
 
 
 def crossed(of: Entry, directory: Path, edge: Edge, count: int, *, vertical: bool, **options: Any) -> int:
-    """Run a model's forwards and backwards twice, and return the bytes that the second time moved over `edge`.
+    """Run all micro-batches twice, and return the bytes that the second time moved over `edge`.
 
     The first time the engine records in which order pages are used, and the second time it prefetches them.
-    edge: a direction between two tiers. count: number of micro-batches each time. vertical: True takes them
-    through runtime.accumulate, False through the plain loop.
+    edge: a direction between two tiers. count: number of micro-batches. vertical: True takes them through
+    runtime.accumulate, False through the plain loop. options: home and device_factor say where pages are and
+    how much device memory there is; all others are passed to runtime.accumulate.
     """
     model = without_dropout(of.make())
     home, factor = options.pop("home", "nvme"), options.pop("device_factor", 1)
@@ -227,7 +228,8 @@ def test_parameters_cross_once_for_all_micro_batches(name: str, edge: Edge, tmp_
 def test_parameters_alone_come_from_the_disk_once(tmp_path: Path) -> None:
     """With frozen blocks, four micro-batches read at most 1.1 times as many bytes from the disk as one.
 
-    Only norm and head are trained, so no gradients of blocks are moved, only parameters.
+    In the plain loop they read more than 3.5 times as many. Only norm and head are trained, so only
+    parameters of blocks are moved, and no gradients of blocks.
     """
 
     def frozen() -> nn.Module:
