@@ -1,7 +1,7 @@
 """Anchor: a moment whose time on the host is known, and at which the device recorded an event.
 
-CUDA tells only how long after another event an event happened. Added to the anchor's time on the host, this
-gives the time on the host at which a later event happened.
+CUDA gives no time of an event, only the time between two events. The time between the anchor's event and a
+later event, added to the anchor's time on the host, gives the later event's time on the host.
 """
 
 from __future__ import annotations

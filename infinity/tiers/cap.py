@@ -120,8 +120,8 @@ def _watch() -> None:
 def _out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
     """Warn, in the thread that asked torch for memory, that a request of `asked` bytes is beyond the limit.
 
-    Torch calls it. device: the index. allocated, free: unused. Nothing is raised here, because an exception
-    would replace torch's OutOfMemoryError.
+    Torch calls this function. device: the CUDA device's index. allocated, free: numbers from torch that are
+    not used. Nothing is raised here, because an exception would replace torch's OutOfMemoryError.
     """
     found = _devices.get(device)
     if found is None or not found.shares:

@@ -2,8 +2,9 @@
 
 The table is filled from the CUDA driver's library, or from another library that exports the same names.
 Tests load a library whose memory is RAM and whose streams lag on purpose (csrc/test_driver/). That library
-checks that accesses are ordered and that nothing is left behind. Every wait releases the GIL, and the
-result of every call is checked. A signal (Ctrl-C) ends every wait except `Driver.synchronize`.
+checks that accesses to memory are ordered, and lists memory that is still allocated or registered at the end.
+Every wait releases the GIL, and the result of every call is checked. A signal (Ctrl-C) ends every wait except
+`Driver.synchronize`.
 """
 
 from __future__ import annotations
