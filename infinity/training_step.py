@@ -1,6 +1,6 @@
 """Training step: takes gradients from autograd, updates parameters, and reads and writes optimizer states.
 
-`runtime.optimizer` calls it.
+The calls of `runtime.optimizer` and the hooks of gradients end here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ from infinity.tiers import Tier
 
 
 class TrainingStep:
-    """The part of a runtime that only training needs; it implements OptimizerCore for `runtime.optimizer`."""
+    """The part of a runtime that only training needs.
+
+    It implements the protocol OptimizerCore (infinity/optim/paged_optimizer.py), by which `runtime.optimizer`
+    updates parameters and reads and writes their states.
+    """
 
     def __init__(self, parts: Components, check_capacity: Callable[[int], None]) -> None:
-        """check_capacity: raises BudgetError if a copy of this many bytes does not fit in RAM."""
+        """parts: the runtime's components. check_capacity: called before optimizer states are copied for the
+        user, with their number of bytes; raises BudgetError if the copies do not fit in RAM.
+        """
         assert parts.gradients is not None and parts.states is not None and parts.updater is not None
         self.check_capacity = check_capacity
         self._components = parts
@@ -44,10 +50,10 @@ class TrainingStep:
         self._backward = -1
         self._last_step = time.perf_counter()
         self._knows_activations = parts.plan.activations is not None or parts.plan.device.type != "cpu"
-        """Whether the first step's activations need no check against the budget.
+        """False until the first step has checked that activations fit the budget, if this check is needed.
 
-        True if the plan knew the activations, and on CUDA, where a limit of torch's allocator enforces the
-        budget. Otherwise the check sets it to True.
+        It is not needed if the plan knew the activations, nor on CUDA, where a limit of torch's allocator
+        enforces the budget.
         """
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
@@ -84,7 +90,10 @@ class TrainingStep:
         return norm
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of a parameter's gradient in RAM, unscaled and clipped; None if there is no gradient."""
+        """Copy a parameter's gradient to RAM and return the copy; None if there is no gradient.
+
+        The copy is divided by the loss scale, and clipped if `clip` was called.
+        """
         place = self._place(parameter)
         with self._pager.lock:
             self._refuse()
@@ -94,7 +103,7 @@ class TrainingStep:
         """Update every parameter that has a gradient.
 
         Raises ConfigError if no parameter has a gradient. If a gradient is infinite or NaN, the update is
-        skipped with a dynamic loss scale; otherwise NonFiniteGradient is raised.
+        skipped where the loss scale is dynamic, and NonFiniteGradient is raised where it is not.
         """
         parts, gradients = self._components, self._gradients
         with self._pager.lock:
@@ -142,7 +151,7 @@ class TrainingStep:
                 self._eager.clear()
 
     def has_state(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter has an optimizer state that `read_state` would return; reads no page."""
+        """Whether `read_state` would return a state and not {}. Does no I/O to find out."""
         place = self._place(parameter)
         states = self._states
         page = states.pages.get(place.page.index)
@@ -156,9 +165,10 @@ class TrainingStep:
         )
 
     def read_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies on the CPU of the parameter's optimizer state, by name; {} if it was never updated.
+        """Copy the tensors of a parameter's optimizer state to RAM and return them by name.
 
-        OptimizerCore says which names a state has.
+        Returns {} if the parameter has no state, as before its first update. OptimizerCore says which names a
+        state has.
         """
         place, states = self._place(parameter), self._states
         with self._pager.lock:
@@ -190,8 +200,8 @@ class TrainingStep:
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
         """Add a new gradient to the stored gradient of a parameter.
 
-        unit: the unit's index. parameter: the parameter's index in the unit. With eager updates, the last
-        gradient of a unit in a step begins the unit's update.
+        unit: the unit's index. parameter: the parameter's index in the unit. With eager updates, the unit's
+        update begins here once the unit has all its gradients of the step.
         """
         self._updater.accumulate(unit, parameter, gradient)
         if self._eager is not None:
@@ -200,8 +210,8 @@ class TrainingStep:
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         """Take the gradient that autograd has computed for a parameter, and add it to the stored gradient.
 
-        accumulator: the object that first orders the gradients of micro-batches; None: add the gradient at
-        once.
+        accumulator: takes the gradient instead during runtime.accumulate, and adds the gradients in the order
+        of the micro-batches; None: add the gradient at once.
         """
         gradient = take_gradient(parameter)
         place = self._place(parameter)
@@ -270,7 +280,7 @@ class TrainingStep:
 
     @contextmanager
     def _all_or_poisoned(self) -> Iterator[None]:
-        """Context of an update. If the update fails, the runtime refuses every further use.
+        """A context in which an update runs. If the update fails, the runtime refuses every further use.
 
         A failed update can be neither undone nor repeated.
         """
@@ -287,7 +297,7 @@ class TrainingStep:
             raise
 
     def _group_of(self, groups: Sequence[Mapping[str, Any]]) -> GroupOf:
-        """A function from (unit, parameter) to the parameter's param group, or to None if it is in no group.
+        """Return a function from (unit, parameter) to the parameter's param group, or to None if it has none.
 
         groups: the param groups of the user's optimizer, or copies of these groups.
         """
@@ -299,7 +309,10 @@ class TrainingStep:
         return group_of
 
     def _values(self, place: Place) -> torch.Tensor:
-        """A copy in RAM of a parameter's values, (numel,) in memory order, in the dtype of the page."""
+        """Copy a parameter's values to RAM and return them, with all edits that the user has made in place.
+
+        The result has shape (numel,), in the order of the parameter's memory and in the dtype of its page.
+        """
         page = place.page
         self._edits.write_back(page)
         layout = page.layout.parameters[place.index]

@@ -4,9 +4,10 @@ The timeline has these rows, from the top:
 
 - step: a span for each step, with the step's measurements, and an instant event at the step's end
 - compute: the training thread while it neither waits nor works on an update, named by its phase
-- waits: the training thread while it waits for an edge (with the reason), works on an update or waits for one
+- waits: the training thread while it waits for a transfer (with the reason) or for an update, or works on one
 - update: a span for each chunk's update, from begin to end, with the number of parameter elements
-- each edge: a span for each transfer, from the request to the arrival of the last byte, with the bytes moved
+- one for each edge, that is, each direction between two tiers such as NVMe to host: a span for each transfer,
+  from the request to the arrival of the last byte, with the bytes moved
 
 The rows compute and waits show time of the host. On CUDA, compute is the time in which kernels are queued,
 not the time in which they run.
@@ -38,10 +39,10 @@ from infinity.telemetry.trace_event import Args, EventFile, Lanes, Value, instan
 from infinity.tiers.link import Timing, Transfer
 
 _THREADS_ROWS = ("update", *(edge.value for edge in Edge))
-"""Names of the rows of work that is done beside the training thread: updates, and transfers of each edge."""
+"""Names of the rows of work that runs beside the training thread: updates, and the transfers of each edge."""
 _ROWS = ("step", "compute", "waits", *_THREADS_ROWS)
 _MOST_LANES = 1000
-"""Greatest number of lanes of a row. Every lane has its own row number in the file."""
+"""The most lanes ([Note: lanes]) that each name in `_ROWS` can have. Every lane has its own row number."""
 _FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
 _BUFFERED = 4096
 """Number of unwritten events at which all events are written to the file, even in the middle of a step."""
@@ -58,7 +59,7 @@ class _UnderWay(NamedTuple):
     name: str
     args: Args
     timing: Timing | None
-    """The handle that gives the begin and the end; None if the transfer had ended when reported."""
+    """Gives the times of begin and end. None if the transfer had already ended when it was reported."""
 
 
 class _Boundary(NamedTuple):
@@ -90,15 +91,15 @@ class Timeline(Closing):
         None before the first recording.
         """
         self._phase: Phase | None = None
-        """The current phase of the training thread; None while nothing is recorded."""
+        """What the training thread is in, such as the forward pass; None while nothing is recorded."""
         self._mark = 0
-        """The time, in nanoseconds of time.perf_counter_ns(), until which the training thread has spans."""
+        """The time up to which spans of the training thread have been made, by time.perf_counter_ns()."""
         self._step_began = 0
         self._boundary: _Boundary | None = None
         self._spans: list[tuple[str, str, int, int, Args]] = []
         """Spans that are not written yet, each as (row, name, start, end, args).
 
-        Converting spans to text takes longer than storing them, so that many are converted at a time.
+        Spans are converted to text when they are written, many at a time, because that takes long.
         """
         self._lanes = {row: Lanes() for row in _ROWS}
         self._rows: set[int] = set()
@@ -205,13 +206,13 @@ class Timeline(Closing):
                 self._note()
 
     def _note(self) -> None:
-        """Count an event, and write all events to the file if there are _BUFFERED events."""
+        """Count one more unwritten event, and write all to the file once _BUFFERED events are unwritten."""
         self._noted += 1
         if self._noted >= _BUFFERED:
             self._write()
 
     def _take_ended(self) -> None:
-        """Make spans of the finished entries of `_under_way`.
+        """Turn finished transfers and updates in `_under_way` into spans, and drop them from `_under_way`.
 
         Each row's entries are taken in the order of their requests, up to the first unfinished entry.
         """
@@ -266,7 +267,7 @@ class Timeline(Closing):
 
 
 def _figures(step: Stats) -> dict[str, Value]:
-    """The figures that the timeline shows with a step: times in seconds, and the bytes of each edge."""
+    """The figures that the timeline shows with a step: times in seconds, and bytes moved over each edge."""
     return {
         "limited by": step.limited_by or "",
         "seconds": step.seconds,

@@ -106,7 +106,7 @@ def instant(row: int, name: str, at: int, args: Args) -> str:
 
 
 def row_name(row: int, name: str) -> list[str]:
-    """The JSON of the two metadata events that name a row and place the row among the others.
+    """The JSON of the two metadata events that name a row and set the row's position in the viewer.
 
     row: the number of the row, by which the viewer sorts rows.
     """
@@ -141,9 +141,9 @@ def _quoted(text: str) -> str:
 
 
 class Lanes:
-    """The rows, called lanes, of spans of one kind.
+    """The rows, called lanes, in which spans of one kind (such as the transfers of one edge) are shown.
 
-    Spans in one row must not overlap, so that overlapping spans are placed in different lanes.
+    Spans in one row must not overlap, so overlapping spans are placed in different lanes.
     """
 
     def __init__(self) -> None:

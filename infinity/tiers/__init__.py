@@ -1,5 +1,5 @@
-"""Tiers: the places where pages live (device memory, host RAM, slab files on NVMe), and leases on their
-bytes.
+"""Tiers: the places where pages live (device memory, host RAM, slab files on NVMe). Each tier lends its bytes
+in leases.
 """
 
 from infinity.tiers.arena import HostArena

@@ -1,5 +1,7 @@
-"""Anchor: a moment known on the host's clock and on the device's, from which the times of device events
-follow.
+"""Anchor: a moment whose time on the host is known, and at which the device recorded an event.
+
+CUDA gives no time of an event, only the time between two events. The time between the anchor's event and a
+later event, added to the anchor's time on the host, gives the later event's time on the host.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ milliseconds as a float32, which after ten seconds is still precise to about one
 
 
 class Anchor:
-    """A moment whose time on the host's clock is known, and at which the device recorded an event."""
+    """A moment at which the device recorded an event, with its time by time.perf_counter_ns(), `at`."""
 
     def __init__(self, idle: Stream) -> None:
-        """Record the anchor now.
+        """Record an event on `idle` now, wait for it, and note the time.
 
-        idle: a stream without work, so that the device records the event at once.
+        idle: a CUDA stream without work, so that the device records the event at once.
         """
         self._event = idle.record(timing=True)
         self._event.synchronize()
@@ -42,7 +44,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class EventTiming:
-    """The times at which a copy began and ended, from two events that surround the copy on its stream.
+    """The times at which a copy began and ended, from two events around the copy on its CUDA stream.
 
     Implements the protocol infinity.tiers.link.Timing.
     """

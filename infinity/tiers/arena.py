@@ -1,5 +1,5 @@
-"""The host tier: one arena of RAM that DMA, the optimizer update on the CPU and direct I/O use without
-copies.
+"""The host tier: one arena of RAM, whose bytes DMA, the optimizer update on the CPU and direct I/O use where
+they are, without bounce buffers.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class HugePageProbe:
 def probe_huge_pages() -> HugePageProbe:
     """Measure whether huge pages speed up passes over 64 MiB of memory. Takes 0.4 s, once per process.
 
-    Passes with base pages and with huge pages alternate. `helps` is False if the median speed-up is below
-    0.98. Equal speed counts as help, because huge pages have two more advantages. A disk takes larger
-    requests from memory in fewer pieces (twice the bandwidth, docs/lab-notes.md), and registering memory
-    pins 512 times fewer pages. The first touch of the memory is not timed: on a virtual machine its
-    duration depends on how the host finds memory, and can vary by a factor of tens.
+    Passes with base pages and with huge pages alternate. The result's `helps` is False if the median speed-up
+    is below 0.98. Equal speed counts as help, because huge pages have two more advantages. A disk request
+    from huge pages has fewer segments (twice the bandwidth, docs/lab-notes.md), and registering memory pins
+    512 times fewer pages. The first touch of the memory is not timed: on a virtual machine its duration
+    depends on how the host finds memory, and can vary by a factor of tens.
     """
     mode = machine.transparent_huge_pages()
     if mode in ("never", "absent"):
@@ -75,7 +75,7 @@ def _time_passes(huge: bool) -> float:
 
 @dataclass(frozen=True)
 class Registration:
-    """Whether CUDA has registered (page-locked) an arena for direct access, and a text with the reason."""
+    """Whether CUDA has registered (page-locked) an arena for direct access, and a text that says why not."""
 
     done: bool
     reason: str
@@ -134,9 +134,9 @@ def available_ram() -> int:
 
 
 def arena_link() -> tuple[LinkSpeed, Registration]:
-    """Measure the speed of copies between an arena and the current CUDA device.
+    """Measure the speed of copies between a temporary arena and the current CUDA device.
 
-    Returns the speed and the result of registering the arena.
+    Returns (speed, whether CUDA has registered the arena).
     """
     with (
         HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,

@@ -1,8 +1,8 @@
 """The cap: a limit on the bytes that torch's allocator may reserve on a CUDA device where runtimes have
 budgets.
 
-One limit is enough to keep the budgets, because pages (which are one tensor of torch's), activations and
-workspaces all come from torch's allocator. The limit is the sum of the budgets of all runtimes, plus the
+One limit is enough to keep the budgets, because torch's allocator has all three: the memory of the pages (one
+large tensor), activations and workspaces. The limit is the sum of the budgets of all runtimes, plus the
 bytes that this process had on the device before the first runtime. Beyond the limit torch raises
 OutOfMemoryError in the code that asks for memory, often the model's own forward. This package cannot add
 advice to that error, so it gives the advice in a warning.
@@ -29,10 +29,10 @@ class Share:
     """One runtime's share of a device's memory."""
 
     budget: int
-    """Bytes that pages and all other memory of torch's allocator may take."""
+    """Bytes that the pages, and everything else that torch allocates, may take together."""
     pages: int
-    """Bytes of the budget that are taken from the start for pages, and for the buffers through which pages
-    move.
+    """Bytes of the budget that are allocated when the runtime opens, for pages and for the buffers through
+    which pages move.
     """
 
 
@@ -59,10 +59,10 @@ def advice(asked: int, share: Share) -> str:
 
 
 class _Device:
-    """The shares of one device.
+    """The shares of all runtimes on one device, from which `set` sets the limit of torch's allocator.
 
-    The attribute `others` is the number of bytes that this process had on the device before the first
-    share.
+    The attribute `others` is the number of bytes that this process had on the device before the first of
+    these runtimes opened.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +120,8 @@ def _watch() -> None:
 def _out_of_memory(device: int, asked: int, allocated: int, free: int) -> None:
     """Warn, in the thread that asked torch for memory, that a request of `asked` bytes is beyond the limit.
 
-    Nothing is raised here, because an exception would replace torch's OutOfMemoryError.
+    Torch calls this function. device: the CUDA device's index. allocated, free: numbers from torch that are
+    not used. Nothing is raised here, because an exception would replace torch's OutOfMemoryError.
     """
     found = _devices.get(device)
     if found is None or not found.shares:

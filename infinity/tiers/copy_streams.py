@@ -8,10 +8,14 @@ gives the reason. `CopyStreams._wait` and `_ask` are the only places where a que
 event, or asks whether an event has happened. `uses` tells a driver with a checker which bytes compute and
 the host use, so that the checker finds any two uses that no event orders (tests/test_copy_order.py).
 
-A lease knows the pool's count of returned leases at the time when any of the lease's bytes last came back
-(`Lease.last_return`). `mark` records an event on compute together with the pool's present count. A copy up
-into leased bytes waits for the first mark whose count is at least the lease's `last_return`. It does not
-wait for all work that compute has queued.
+Compute may still use device bytes whose lease was returned: the lease returns when the host drops its last
+view of the bytes, and by then the kernels that use them are queued, but not done. A copy up into bytes that
+are leased anew must wait for these kernels, but not for all that compute has queued since. Two numbers tell
+how far to wait. The pool numbers the returns of leases (1, 2, 3, ...), and a new lease knows the number of
+the latest return of any of its bytes (`Lease.last_return`). From time to time `mark` records an event on
+compute, and stores it with the number of returns so far. When this event happens, compute is done with the
+bytes of all leases returned up to then. A copy up waits for the event of the first mark whose number is at
+least `last_return`.
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ class Order(enum.Enum):
     ARRIVAL = "arrival"
     """A kernel comes after the copies to the device that bring the bytes which the kernel uses."""
     LAST_USE = "last use"
-    """A copy to the device into bytes that were lent before comes after the last kernel that uses these
-    bytes.
+    """A copy to the device into bytes that were leased before comes after the last kernel that uses the bytes
+    under an earlier lease.
     """
     FOLLOWING = "following"
     """A copy to the device that overwrites parameters in place with the result of an update comes after all
@@ -62,8 +66,8 @@ class Order(enum.Enum):
     to the device.
     """
     HOST_ASKS = "host asks"
-    """The host asks whether a copy is done, and only if it is, reads bytes that came from the device, or
-    reuses bytes that went to the device.
+    """The host asks, without blocking, whether a copy is done. Only if it is, the host reads bytes that came
+    from the device, or reuses bytes that went to the device.
     """
     DRAIN = "drain"
     """An update in place in RAM comes after all copies to the device that read the bytes which the update
@@ -72,9 +76,9 @@ class Order(enum.Enum):
 
 
 class EventTransfer:
-    """A copy on a stream, which is done when an event recorded behind the copy has happened.
+    """A copy on a CUDA stream. It is done when an event that was recorded behind it has happened.
 
-    Until then this object keeps the memory of the source and of the target alive.
+    This object keeps the source and the target of the copy alive until `done` or `wait` has found it done.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class CopyStreams:
     direct = False
 
     def __init__(self, driver: Driver, compute: Callable[[], Stream]) -> None:
-        """Make the streams for copies.
+        """Make the streams for copies, and let their first copies wait for work already queued on compute.
 
         driver: the device's driver. compute: returns the stream on which the calling thread's kernels are
         queued.
@@ -117,22 +121,26 @@ class CopyStreams:
         self._up = {Lane.PREFETCH: driver.stream(), Lane.URGENT: driver.stream(priority=1)}
         self._down = driver.stream()
         self._marks: deque[tuple[int, Event]] = deque()
-        """Marks that the compute stream is not known to have reached. A mark is the pool's count of
-        returned leases, and an event.
+        """(number, event) of each mark that the compute stream is not known to have reached, oldest first.
+
+        The number is that of the leases that had been returned to the pool of resident pages; see
+        [Note: streams and leases].
         """
         self._over = 0
-        """The pool's count of returned leases at the last mark that the compute stream is known to have
-        reached.
+        """The number of the latest mark that the compute stream is known to have reached; 0 before any.
+
+        A copy into bytes whose `last_return` is at most this number need not wait.
         """
         self._under_way: deque[EventTransfer] = deque()
-        """Copies to the host that may be under way, oldest first. The list keeps the copies' source memory
-        alive. Torch's allocator may own this memory, as it owns the memory of a fresh gradient, and would
-        hand it out again too early.
+        """Copies to the host that may be under way, oldest first, kept here so that their sources stay alive.
+
+        A source may be memory of torch's allocator, such as a fresh gradient's. If it were freed, torch would
+        hand it out again before the copy has read it.
         """
         self._queueing_down = threading.Lock()
         """Guards `_under_way`, because several threads start copies to the host."""
         self._idle: Stream | None = None
-        """The stream on which anchors are recorded; None while copies are not timed."""
+        """An idle stream, on which an `Anchor` is recorded; None while copies are not timed."""
         self._anchor: Anchor | None = None
         self._let_copies_up_wait(Order.OPENING)
 
@@ -193,7 +201,7 @@ class CopyStreams:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context in which each copy is timed, by two events around the copy on its stream."""
+        """A context in which each copy is timed, by two events around the copy on its CUDA stream."""
         self._idle = self._driver.stream()
         try:
             yield
@@ -233,9 +241,10 @@ class CopyStreams:
             self._wait(order, stream.record(), None)
 
     def _last_use(self, last_return: int) -> Event:
-        """The event after which kernels no longer use bytes of the pool's `last_return`th returned lease.
+        """The event after which no kernel uses bytes under any of the first `last_return` returned leases.
 
-        This is the event of the first mark that covers this lease, or a new event where no mark does.
+        This is the event of the first mark whose number is at least `last_return`. If there is none, an event
+        is recorded now.
         """
         marked = next((event for returns, event in self._marks if returns >= last_return), None)
         return self.record() if marked is None else marked
@@ -252,7 +261,7 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """A recent anchor; None where copies are not timed.
+        """Return an anchor that is at most ten seconds old, recorded now if need be; None if not `timed`.
 
         The context `timed` may end meanwhile in another thread, so `_idle` and `_anchor` are read only
         once.
@@ -266,7 +275,7 @@ class CopyStreams:
 
 
 class _Current:
-    """A callable that returns the stream on which torch's kernels are queued in the calling thread."""
+    """A callable that returns the CUDA stream on which torch queues kernels of the calling thread."""
 
     def __init__(self, driver: Driver, device: torch.device) -> None:
         self._driver = driver
@@ -282,7 +291,10 @@ class _Current:
 
 
 def open_link(device: torch.device) -> DeviceLink:
-    """The link to `device`, which is a CUDA device, or the CPU with a device tier in RAM.
+    """Open the link to `device`, and return it.
+
+    It is a `CopyStreams` for a CUDA device, and for the CPU inside `infinity.tiers.driver.emulated`. It is a
+    `CpuLink` for the CPU otherwise.
 
     Raises DeviceError where a call of the device's driver fails.
     """

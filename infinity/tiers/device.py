@@ -22,10 +22,10 @@ which is loaded when the kernels first run, and for other processes.
 
 
 def left_of(free: int, cached: int) -> int:
-    """Bytes of a CUDA device that this process can take, less a safety margin, in whole 4 KiB.
+    """Bytes of a CUDA device that this process can take, less a safety margin, rounded down to 4 KiB.
 
-    free: free bytes as CUDA counts them. cached: bytes of empty segments that torch's allocator holds. A
-    pure function.
+    free: free bytes of the device, as CUDA counts them. cached: bytes of empty segments that torch's
+    allocator holds. A pure function.
     """
     found = free + cached
     return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
@@ -118,7 +118,7 @@ DeviceTier = CudaTier | CpuDeviceTier | UnifiedTier
 
 
 def open_device(device: torch.device | str, budget: int | None, host: HostArena) -> DeviceTier:
-    """The device tier for `device` with a budget of `budget` bytes.
+    """Open the device tier of `device` with a budget of `budget` bytes, and return the tier.
 
     budget: on a CUDA device, None means all free bytes less a safety margin. On the CPU, None means unified
     memory, where the tier shares the memory of `host`. Raises BudgetError where the bytes cannot be had,

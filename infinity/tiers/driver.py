@@ -2,8 +2,9 @@
 
 The table is filled from the CUDA driver's library, or from another library that exports the same names.
 Tests load a library whose memory is RAM and whose streams lag on purpose (csrc/test_driver/). That library
-checks that accesses are ordered and that nothing is left behind. Every wait releases the GIL, and the
-result of every call is checked. A signal (Ctrl-C) ends every wait except `Driver.synchronize`.
+checks that accesses to memory are ordered, and lists memory that is still allocated or registered at the end.
+Every wait releases the GIL, and the result of every call is checked. A signal (Ctrl-C) ends every wait except
+`Driver.synchronize`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def cuda_driver(device: int) -> Driver:
 
 @dataclass(frozen=True)
 class Emulation:
-    """A driver and a compute stream by which the CPU is treated as a device with memory of its own."""
+    """A test driver and its compute stream, with which the CPU is treated as a device with its own memory."""
 
     driver: Driver
     compute: Stream
@@ -64,7 +65,8 @@ _emulation = threading.local()
 def emulated(driver: Driver, compute: Stream) -> Iterator[None]:
     """A context in which this thread treats the CPU as a device of `driver`, to test the order of copies.
 
-    compute: the stream that represents torch's work on the CPU.
+    driver: a driver of the tests, whose "device memory" is RAM. compute: the stream that represents torch's
+    work on the CPU.
     """
     before = emulation()
     _emulation.now = Emulation(driver, compute)

@@ -19,7 +19,7 @@ After = Event | Sequence[Event] | None
 
 
 class Lane(enum.Enum):
-    """The two streams for copies from the host to the device."""
+    """The two CUDA streams for copies from the host to the device."""
 
     PREFETCH = "prefetch"
     """The stream for copies of pages, which usually start long before their pages are used."""
@@ -69,7 +69,7 @@ class Transfer(Protocol):
 class Arrived:
     """A transfer that had already ended when the call that started it returned.
 
-    The object is its own timing. began, ended: nanoseconds of time.perf_counter_ns().
+    `timing` is the object itself. began, ended: nanoseconds of time.perf_counter_ns().
     """
 
     def __init__(self, began: int = 0, ended: int = 0) -> None:
@@ -101,8 +101,9 @@ class DeviceLink(Protocol):
     direct: bool
     """Whether code on the CPU can access the device's memory."""
     checked: bool
-    """Whether the device's driver has a checker of the order of memory accesses. `uses` reports accesses to
-    the checker.
+    """Whether the driver checks the order of memory accesses, as the driver of the tests does.
+
+    `uses` reports accesses to this checker.
     """
 
     def to_device(
@@ -111,10 +112,9 @@ class DeviceLink(Protocol):
         """Copy host bytes to the device. Both tensors are contiguous and have the same number of bytes.
 
         into: device memory. source: host memory. last_return: `Lease.last_return` of the lease over `into`.
-        From this count the link finds the kernels that the copy must wait for; see
-        [Note: streams and leases] in infinity/tiers/copy_streams.py. Give 0 for bytes that were never lent,
-        or whose last use was queued before the latest `follow_compute`. lane: the stream on which the copy
-        runs.
+        It tells the link which kernels the copy must wait for; see [Note: streams and leases] in
+        infinity/tiers/copy_streams.py. Give 0 for bytes that were never leased, and for bytes whose last use
+        was queued before the latest `follow_compute`. lane: the stream on which the copy runs.
         """
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
@@ -132,10 +132,11 @@ class DeviceLink(Protocol):
         """
 
     def mark(self, returns: int) -> None:
-        """Record that the compute stream has queued every use of the pool's first `returns` leases.
+        """Record an event on the compute stream, after all uses of bytes whose leases have been returned.
 
-        returns: the pool's count of leases that have come back (`Pool.returns`). An event is recorded on
-        the compute stream. Later copies into the bytes of these leases wait for the event.
+        returns: how many leases have been returned to the pool so far (`Pool.returns`). Every kernel that
+        uses their bytes is queued by now. A later `to_device` into such bytes waits for the event; see
+        [Note: streams and leases] in infinity/tiers/copy_streams.py.
         """
 
     def fence(self, transfer: Transfer) -> None:

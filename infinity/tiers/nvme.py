@@ -41,8 +41,9 @@ class NvmeLease:
 
     def __init__(self, spans: _tiers.SpanAllocator, offset: int, nbytes: int) -> None:
         self.offset = offset
-        """Bytes from the start of the tier, a multiple of 4096. `NvmeTier.extents` gives the places in the
-        slab files.
+        """Offset of the lease in the tier's range of bytes, a multiple of 4096.
+
+        `NvmeTier.extents` gives the places in the slab files.
         """
         self.nbytes = nbytes
         """Number of bytes in the lease, as requested."""
@@ -163,8 +164,8 @@ class NvmeTier(Closing):
     def lease(self, nbytes: int) -> NvmeLease:
         """Borrow `nbytes` contiguous bytes of the tier.
 
-        Raises BudgetError where no free range is that large. The error's `needed` is the number of bytes of
-        the smallest tier that would have had room.
+        Raises BudgetError where no free range is that large. The error's `needed` is the least number of
+        bytes that the tier would need to have room for the lease now.
         """
         if nbytes < 0:
             raise ConfigError(f"A lease of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")
@@ -257,11 +258,11 @@ class NvmeTier(Closing):
 
 
 def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequence[float]:
-    """Relative speeds of the directories `paths`, as tuned or else as measured now.
+    """Return the relative speeds of the directories `paths`, and measure them if they were not tuned.
 
-    The tuned speeds are the shares that `infinity tune` found, the measured speeds are bytes per second.
-    limits: the budget of each directory in bytes. wanted: bytes needed in all. All speeds are 1.0 where
-    they do not matter: for one directory, and where the budgets cannot hold `wanted` bytes.
+    The speeds are the shares that `infinity tune` found, or else measured bytes per second. limits: the
+    budget of each directory in bytes. wanted: bytes needed in all. All speeds are 1.0 where they do not
+    matter: for one directory, and where the budgets cannot hold `wanted` bytes.
     """
     if len(paths) == 1 or not 0 < wanted <= sum(limits):
         return [1.0] * len(paths)

@@ -34,7 +34,10 @@ is beyond any address space, and far from overflowing 64 bits.
 
 @dataclass(frozen=True)
 class PoolCounters:
-    """Counters of a pool's leases and requests. Bytes are counted in whole granules."""
+    """Counters of a pool's leases and requests.
+
+    Bytes are counted in whole granules. A granule is the unit in which the pool lends bytes, such as 4 KiB.
+    """
 
     leased: int
     """Bytes on loan now."""
@@ -57,7 +60,7 @@ class Lease:
 
     A lease does not know about streams. Work that was queued under an earlier lease of the same bytes (a
     kernel, or a copy with non_blocking=True) may still use the bytes. The holder of the lease must order
-    its first write after that work. `last_return` tells when the bytes came back.
+    its first write after that work. `last_return` helps to find that work.
     """
 
     __slots__ = ("_native",)
@@ -85,15 +88,16 @@ class Lease:
 
     @property
     def last_return(self) -> int:
-        """The pool's count of returned leases when any of these bytes last came back; 0 if none ever did.
+        """The number of the latest return of a lease of any of these bytes; 0 if none was leased before.
 
-        An event that is recorded on the device when `PoolCounters.returns` is at least this count comes
-        after all earlier use of the bytes.
+        The pool numbers returns of leases 1, 2, 3, ... If bytes were free together with neighbouring bytes,
+        the latest return of any of them counts. Uses of the bytes under earlier leases were queued on the
+        device before `Pool.returns` reached this number, so an event recorded since then comes after them.
         """
         return self._native.last_return
 
     def residency(self) -> torch.Tensor:
-        """A uint8 tensor of shape (nbytes,) over the bytes, in a new Storage that keeps the bytes on loan.
+        """Make a uint8 tensor of shape (nbytes,) over the bytes, in a new Storage that keeps them on loan.
 
         The bytes return to the pool once this lease is released and all Storages made from it are gone.
         Raises ValueError after `release`.
@@ -160,8 +164,8 @@ class Pool:
         their last holder left.
 
         Raises BudgetError where the bytes do not become free in time, and at once where the pool can never
-        hold them. The error's `needed` is the number of bytes of the smallest pool that would have had
-        room, or None where other requests were waiting before. Raises ConfigError for a negative size, a
+        hold them. The error's `needed` is the least number of bytes that the pool would need to have room
+        now, or None where other requests were already waiting. Raises ConfigError for a negative size, a
         closed pool, or a process forked from the pool's process.
         """
         if nbytes < 0:
@@ -200,7 +204,7 @@ class Pool:
         return self._native.forked
 
     def _asked(self, question: Callable[[], _Answer]) -> _Answer:
-        """The native pool's answer to `question`.
+        """Call `question`, which asks the native pool something, and return its answer.
 
         Raises ConfigError in a process forked from the pool's process.
         """

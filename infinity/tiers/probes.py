@@ -35,7 +35,7 @@ class DiskSpeed:
 class LinkSpeed:
     """Speed of copies between pinned host memory and a CUDA device in bytes per second.
 
-    Each direction is measured alone.
+    Each direction is measured while no copy runs in the other direction.
     """
 
     to_device: float

@@ -12,19 +12,20 @@ _CPU_KIND, _CUDA_KIND = 1, 2
 
 
 def adopt(address: int, nbytes: int, device: torch.device, owner: object) -> _tiers.Region:
-    """A region over memory that was allocated elsewhere.
+    """Make a region over memory that other code, such as torch, has allocated.
 
-    address: of the first byte. nbytes: bytes of the memory. device: where the memory lies, the CPU or a
-    CUDA device with its index. owner: an object that keeps the memory allocated. The region keeps this
-    object until the region's last user is gone.
+    address: the address of the first byte. nbytes: bytes of the memory. device: where the memory lies, the
+    CPU or a CUDA device with its index. owner: an object that keeps the memory allocated. The region keeps
+    this object until the region's last user is gone.
     """
     kind = _CUDA_KIND if device.type == "cuda" else _CPU_KIND
     return _tiers.adopt(address, nbytes, device_kind=kind, device_index=device.index or 0, owner=owner)
 
 
 def tensor_over(memory: _tiers.Region | _tiers.Lease) -> torch.Tensor:
-    """A uint8 tensor of shape (nbytes,) over a region or a lease, whose Storage keeps the memory alive.
+    """Make a uint8 tensor of shape (nbytes,) over the bytes of a region or a lease.
 
+    As long as the tensor's Storage lives, the region is not freed, and the lease's bytes are not lent anew.
     Raises ValueError for a lease that was released.
     """
     with torch.inference_mode(False):  # the tensor may outlive the mode and be saved for backward

@@ -66,10 +66,11 @@ def choose_striping(
 ) -> Striping:
     """The striping of a volume of `nbytes` bytes over paths with the given budgets (in bytes) and speeds.
 
-    The striping has the shortest period in which each path's share differs from `proportional_shares` by at
-    most 5% of an even share. Where no period does, the closest shares are taken. No path gets more than its
-    budget. Stripes are `stripe_bytes` long. Where budgets are so tight that whole periods of such stripes
-    do not fit, the stripes are halved until they fit.
+    The striping has the shortest period that comes close to `proportional_shares`: no path's bytes may
+    differ by more than 5% of `nbytes` divided by the number of paths. If no period comes so close, the
+    closest one is taken. No path gets more than its budget. Stripes are `stripe_bytes` long. Where budgets
+    are so tight that whole periods of such stripes do not fit, the length of stripes is halved until they
+    fit.
 
     Raises BudgetError where the budgets cannot hold `nbytes` bytes. Raises ConfigError where `nbytes` or a
     speed is not positive, or the numbers of speeds and budgets differ.

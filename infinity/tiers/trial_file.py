@@ -27,13 +27,13 @@ in a training step.
 """
 
 REQUEST_BYTES = 4 << 20
-"""Bytes of one request of a trial, as in the runtime. Most blocks are smaller, so that the engine cuts each
-request.
+"""Bytes of one request of a trial, as in the runtime. Most block sizes that are tried are smaller; the I/O
+engine then cuts each request into several blocks.
 """
 SMALLEST = 32 << 20
-"""The smallest file, in bytes, on which a measurement says something about the disk."""
+"""The smallest size of a test file, in bytes, at which a measurement says something about the disk."""
 _AHEAD = 2
-"""Number of requests that wait in the queue, in addition to the requests in flight."""
+"""Number of requests that a trial keeps waiting in the engine, in addition to those in flight on the disk."""
 _PATTERN_BYTES = 32 << 20
 
 
@@ -72,7 +72,10 @@ class Memory:
         return self.region.nbytes
 
     def part(self, offset: int, nbytes: int) -> tuple[int, int, object]:
-        """A buffer for the engine, `nbytes` bytes from byte `offset` on: (address, nbytes, owner)."""
+        """A part of this RAM in the form that the I/O engine takes as a buffer: (address, nbytes, owner).
+
+        offset: where the part starts. nbytes: bytes of the part. The owner keeps the RAM mapped.
+        """
         return self.region.address + offset, nbytes, self.region
 
 
@@ -152,8 +155,8 @@ class TestFile(Closing):
     def requests(self, file: aio.File, mode: str, nbytes: int) -> Iterator[aio.Future]:
         """Start one request of `nbytes` bytes after another, without end, and yield the requests' futures.
 
-        The requests go along the file from where the previous requests ended, so that no cache has the
-        bytes that they read.
+        mode: one of MODES. The requests go through the file from where the requests of the last call ended,
+        so that no cache has the bytes that they read. At the end of the file they begin at its start.
         """
 
         def places() -> Iterator[int]:
@@ -207,8 +210,8 @@ def issue(
 ) -> Iterator[aio.Future]:
     """Start one request of `nbytes` bytes at each offset of `places`, and yield the requests' futures.
 
-    mode: "read", "write", or "mixed" for reads and writes in turn. memory: the buffers of the requests,
-    which may share a buffer.
+    target: the file or volume to read and write. mode: "read", "write", or "mixed" for reads and writes in
+    turn. memory: holds the buffers of the requests. Several requests may use one buffer at the same time.
     """
     kinds = {"read": (target.read,), "write": (target.write,), "mixed": (target.read, target.write)}[mode]
     buffers = max(1, memory.nbytes // nbytes)  # requests may share a buffer, since its bytes do not matter
@@ -217,9 +220,10 @@ def issue(
 
 
 def measure(requests: Iterator[aio.Future], nbytes: int, window: int, seconds: float) -> Rate:
-    """Measure the rate of `requests`, of `nbytes` bytes each, for about `seconds` seconds.
+    """Measure the rate of `requests` for about `seconds` seconds.
 
-    window: number of requests that are pending at a time.
+    requests: an endless iterator that starts a request of `nbytes` bytes whenever the next future is taken
+    from it; see `issue`. window: number of requests that are pending at a time.
     """
     begun = time.perf_counter()
     pending = deque(itertools.islice(requests, window))

@@ -1,5 +1,5 @@
-"""Search by trials: finds the best settings from rates that vary, by successive halving and medians. Pure,
-except for its clock.
+"""Search by trials: finds the best settings although measured rates vary from trial to trial, by successive
+halving and medians. Pure, except that `Halving` asks how much time has passed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ deviation. 1.2533 turns the standard error of the mean into the standard error o
 _MOST_THREADS = 16
 """The most threads that the backend "threads" has. A deeper queue gets no more threads."""
 _FIRST_PASS = 0.6
-"""The fraction of the total time after which the first pass over all points is cut short."""
+"""The fraction of the whole search's time after which the first pass over all points is cut short."""
 
 Point = TypeVar("Point", bound=Hashable)
 Rates = Mapping[str, float]
 """Bytes per second in one trial, by mode ("read", "write" or "mixed")."""
 Pass = Mapping[Point, Rates]
-"""The rates of each point from one pass, in which every point is tried once."""
+"""The rates of each point (candidate) from one pass, in which every point that is left is tried once."""
 
 
 def grid(
@@ -60,12 +60,12 @@ class Halving(Generic[Point]):
     Points are candidates, such as IoSettings. A pass tries each point that is left once, in random order.
     The time is divided into rounds of equal length. The first round tries all points, and each later round
     tries fewer points more often. After each round the half of the points with the better `scores` stays,
-    until `finalists` points are left. The best point of each mode and the points in `always` stay too.
+    until `finalists` points are left. The best point of each mode and the points in `always` stay as well.
     Points that the first pass has no time for are left out.
 
     trial: measures the rates of a point in every mode. seconds: seconds for all rounds. finalists: number
     of points that stay to the end. order: the random number generator that shuffles the points for each
-    pass. clock: returns the present time in seconds.
+    pass. always: points that are never dropped. clock: returns the present time in seconds.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class Halving(Generic[Point]):
             self.finalists = self._best(wanted, always)
 
     def _try_until(self, until: float) -> None:
-        """Make passes over the finalists until the next pass would end after `until`, a time of the clock.
-        At least one pass is made.
+        """Try all points of `finalists` once in each pass, until another pass would end too late.
+
+        At least one pass is made. until: the time, as `clock` gives it, by which passes should have ended.
         """
         while True:
             start = self._clock()
@@ -127,8 +128,7 @@ def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """The relative rate in `mode` of each point that is in all passes. The median point has a rate of about
-    1.
+    """The relative rate in `mode` of each point that is in all passes; about 1 for the median point.
 
     In each pass, a point's rate is divided by the median rate of the pass. The point's relative rate is the
     median of these quotients over all passes. So no point gains from a pass in which the disk happens to be
@@ -144,11 +144,10 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The score of each point: the relative speed, at most 1, at which the point moves equal bytes in every
-    mode.
+    """The score of each point: its relative speed, at most 1, if each mode moves the same number of bytes.
 
     In each mode, the point's `standing` is divided by the best standing of all points. The score is the
-    harmonic mean of these quotients over all modes.
+    harmonic mean of these quotients over all modes. Only points that are in all passes have a score.
     """
     shares: dict[Point, list[float]] = {}
     for mode in modes_of(passes):
@@ -182,12 +181,12 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
 
 
 def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
-    """Whether `one` is faster than `other` by more than TIE and the noise, if equal bytes are moved in
-    every mode.
+    """Whether `one` is faster than `other` by more than TIE and the noise.
 
-    Each pass that has both points gives the logarithm of the ratio of their speeds. The median of these
-    logarithms must exceed log(1 + TIE) by more than the median's standard error, which is computed from the
-    median absolute deviation.
+    A point's speed is that of moving the same number of bytes in every mode. Each pass that has both points
+    gives the logarithm of the ratio of their speeds. The median of these logarithms must exceed
+    log(1 + TIE) by more than the median's standard error, which is computed from the median absolute
+    deviation.
     """
     times = [
         math.log(statistics.harmonic_mean([each[one][mode] / each[other][mode] for mode in each[one]]))

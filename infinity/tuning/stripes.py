@@ -1,5 +1,5 @@
-"""Sweep of stripes: tries how to divide bytes between several disks, through a striped volume as in the
-NVMe tier.
+"""Sweep of stripes: finds what fraction of the bytes each of several disks should hold, by timing I/O on
+volumes that are striped like the NVMe tier.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from infinity.tuning.sweep import DiskSweep, Effort, Progress
 Shares = tuple[float, ...]
 
 _SAME = 0.02
-"""Two candidates count as the same if each path's shares in both differ by at most this number."""
+"""Two candidates count as the same if no path's share differs between them by more than this number."""
 _FILL = 0.9
-"""The fraction of the test files' bytes that a striped volume uses. The rest allows for rounding to whole
-periods of stripes.
+"""The fraction of the test files' bytes that a striped volume uses. The rest is needed because a volume takes
+whole periods of stripes; see `Striping`.
 """
 
 
@@ -112,8 +112,10 @@ def sweep_stripes(
 def _volume(
     files: Sequence[TestFile], disks: Sequence[DiskSweep], shares: Shares
 ) -> Iterator[tuple[Volume, int]]:
-    """A context with a volume that is striped over the files by these shares, and the bytes that the volume
-    can hold.
+    """A context with a volume that is striped over the test files in proportion to `shares`.
+
+    It gives (volume, bytes that the volume can hold). disks: the I/O settings of each file are those chosen
+    for its disk.
     """
     nbytes = int(min(file.nbytes / share for file, share in zip(files, shares, strict=True)) * _FILL)
     striping = choose_striping(nbytes, [file.nbytes for file in files], shares, REQUEST_BYTES)

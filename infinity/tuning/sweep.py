@@ -14,9 +14,9 @@ Progress = Callable[[str], None]
 """A function that is called before each trial, with a text that names the settings of the trial."""
 
 _LATENCY = 0.064
-"""Seconds of latency that limit the bytes in flight to try. The limit is this latency times the rate of the
-disk (Little's law). A disk without other users needs far fewer bytes in flight, but a deeper queue gets
-more of a shared disk.
+"""Settings with more bytes in flight than the disk moves in this many seconds are not tried, unless these are
+fewer than `_LEAST_IN_FLIGHT` bytes. A disk without other users needs far fewer bytes in flight (Little's
+law), but a deeper queue gets more of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -27,9 +27,9 @@ class Effort:
     """The settings that a sweep tries, and the time that the sweep takes."""
 
     seconds: float
-    """Seconds that all sweeps of a tuning take together."""
+    """Seconds that all sweeps of one run of `infinity tune` take together."""
     blocks: tuple[int, ...]
-    """Block sizes in bytes."""
+    """Sizes in bytes of the I/O blocks that are tried."""
     depths: tuple[int, ...]
     slice_seconds: float
     """Seconds for which one trial measures each mode: reads, writes and both mixed."""
@@ -91,9 +91,10 @@ def sweep_disk(
 ) -> DiskSweep:
     """Find the best I/O settings for the disk that a test file is on.
 
-    All combinations of these backends with the block sizes and queue depths of `effort` are tried. seconds:
-    seconds for all trials. bytes_in_flight: the most bytes in flight that are tried. progress: called
-    before each trial. Raises StorageError and StorageFull if I/O fails.
+    file: the test file. backends: names of the I/O backends that work there. All combinations of the backends
+    with the block sizes and queue depths of `effort` are tried. seconds: seconds for all trials.
+    bytes_in_flight: the most bytes in flight that are tried. progress: called before each trial. Raises
+    StorageError and StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)

@@ -30,9 +30,7 @@ from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
 _STRIPES = 0.2
-"""The fraction of the tuning's time in which stripes over several paths are tried, if there are several
-paths.
-"""
+"""The fraction of the sweeps' time that goes to stripes over several paths, if there are several paths."""
 _FILL_SECONDS = 8.0
 """The most seconds for writing all test files once."""
 
@@ -50,9 +48,9 @@ class Tuning:
     stripes: StripeSweep | None
     """The findings for several paths together; None for a single path."""
     shared: tuple[tuple[str, str], ...]
-    """Pairs of paths on the same device. Striping over the two paths of a pair gains nothing."""
+    """Pairs of paths on the same file system. Striping over the two paths of a pair gains nothing."""
     stream: float
-    """Bytes per second that the threads of the CPU's updates read and write in memory."""
+    """Memory bandwidth: bytes per second that the threads of the CPU update read and write together."""
     link: LinkSpeed | None
     """The speed of copies between host RAM and the CUDA device; None without a CUDA device."""
     seconds: float
@@ -72,14 +70,16 @@ def tune(
     size: Size | None = None,
     report: Report = lambda done, what: None,
 ) -> Tuning:
-    """Find the best I/O settings for the disks under these directories, and save them for plans and for all
-    I/O.
+    """Find the best I/O settings for the disks under the directories `paths`, and save them.
 
-    thorough: whether to try more settings for a longer time. size: bytes of each test file; by default 2
-    GiB, or half of the free bytes if that is less. A test file is written once and removed at the end, also
-    after an error. report: called before each trial with the progress. Raises ConfigError for directories
-    or sizes that cannot be used and for an unknown INFINITY_AIO. Raises StorageError or StorageFull for
-    directories that cannot hold the test file.
+    Later plans and all later I/O in these directories use the saved settings. thorough: whether to try more
+    settings for a longer time. size: bytes of each test file; by default 2 GiB, or half of the free bytes if
+    that is less. A test file is written once and removed at the end, also after an error. report: called
+    before each trial with the progress.
+
+    Raises ConfigError for directories or sizes that cannot be used, and where the environment variable
+    INFINITY_AIO names an unknown backend. Raises StorageError or StorageFull for directories that cannot hold
+    the test file.
     """
     effort, start = THOROUGH if thorough else QUICK, time.monotonic()
     sizes = _file_sizes(paths, size)

@@ -1,4 +1,4 @@
-"""Tasks of runtime.accumulate: torch's settings in a task's thread are those in the thread of its owner."""
+"""Tests of the tasks of runtime.accumulate: a task's thread gets torch's settings from its owner's thread."""
 
 import ctypes
 from collections.abc import Callable
@@ -11,9 +11,10 @@ from infinity.accumulation.task_threads import Surroundings, Task
 
 
 def of_openmp() -> Callable[[], int]:
-    """The OpenMP function that returns how many threads OpenMP would use in the calling thread.
+    """Return omp_get_max_threads, the OpenMP function that gives the calling thread's number of threads.
 
-    torch.get_num_threads() would not do, because the call sets the number that it returns.
+    torch.get_num_threads() would not show a missing setting, because the call itself sets the number in a new
+    thread. The test is skipped if torch has no OpenMP.
     """
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
     for library in mapped:
