@@ -1,4 +1,7 @@
-"""Random operations on every backend, compared with plain bytes: two files and a volume, on two engines."""
+"""Tests of random reads and writes on every backend, on two files and a striped volume over two engines.
+
+After each batch the content must equal that of a bytearray to which the same writes were applied.
+"""
 
 from __future__ import annotations
 

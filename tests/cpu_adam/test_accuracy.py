@@ -61,9 +61,10 @@ def unit_of_change(rest: torch.Tensor, source: torch.Tensor, factor: torch.Tenso
 
 
 def decayed(g: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient `g` with L2 decay added, and the largest operand of that sum.
+    """Return (g + decay, size of its largest operand), elementwise: the gradient with L2 decay added.
 
-    decay: weight decay times parameter.
+    decay: weight decay times parameter. The size is the largest of |g|, |decay| and |g + decay|, from which
+    error bounds are derived.
     """
     total = g + decay
     return total, torch.maximum(torch.maximum(g.abs(), decay.abs()), total.abs())
@@ -207,7 +208,10 @@ def inputs() -> tuple[State, torch.Tensor]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_update_is_within_8_ulp(inputs: tuple[State, torch.Tensor], rule: str) -> None:
-    """All inputs are tried for AdamW and Adam, the most used rules, and every eighth input for the others."""
+    """Every result of an update differs by at most 8 ULP from the fp64 oracle, with every instruction set.
+
+    AdamW and Adam get all inputs. To save time, the other rules get every eighth input.
+    """
     stride = 1 if rule in ("adamw", "adam") else 8
     states, g = inputs
     check_bound(
