@@ -50,7 +50,7 @@ def make_file(path: Path, content: bytes | int) -> Path:
 
 
 def memory(nbytes: int, shift: int = 0) -> memoryview:
-    """Writable memory that begins `shift` bytes after a page boundary."""
+    """Allocate `nbytes` bytes of writable memory that begin `shift` bytes after a page boundary."""
     return memoryview(mmap.mmap(-1, nbytes + shift + 1))[shift : shift + nbytes]
 
 

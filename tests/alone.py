@@ -25,8 +25,8 @@ class Machine:
         """Hold the lock while the body of the `with` statement, which runs one test, is executed.
 
         alone: whether the test is marked `alone`. If so, wait until no other worker runs a test; otherwise
-        wait until no other worker runs a test marked `alone`. While a test marked `alone` waits, other
-        workers start no test, so it cannot be kept waiting for long.
+        wait until no other worker runs a test marked `alone`. While a test marked `alone` waits, the other
+        workers end the tests that they run and start none.
         """
         fcntl.flock(self._queue, fcntl.LOCK_EX)
         try:

@@ -55,7 +55,7 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def planned_apart() -> Iterator[None]:
-    """Within the `with` statement, make plans for an emulated device that has memory of its own."""
+    """Within the `with` statement, plans are made for an emulated device that has memory of its own."""
     driver = Driver.load(str(LIBRARY))
     with emulated(driver, driver.foreign(COMPUTE)):
         yield
@@ -74,7 +74,7 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[EmulatedDevice]:
-        """Within the `with` statement, open runtimes with device="cpu" and a device budget on this device.
+        """Within the `with` statement, runtimes opened with device="cpu" and a device budget use this device.
 
         The device's checker assumes that the compute stream has used the memory of these runtimes before, as
         it may have used memory that torch's allocator hands out. Asserts at the end that the checker has

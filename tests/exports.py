@@ -58,7 +58,7 @@ def paged(
 
 
 def read(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export by name, read through its index file where it has one."""
+    """Read all tensors of an export, and return them by name. If it has an index file, that is used."""
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return load_file(directory / "model.safetensors")

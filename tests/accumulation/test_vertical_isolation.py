@@ -63,7 +63,10 @@ def test_what_modules_keep_from_a_forward_is_not_mixed_up(tmp_path: Path) -> Non
 
 
 class Detached(zoo.Tied):
-    """A model that keeps a tensor without a graph in an attribute: a number of the batch, used at the end."""
+    """A model whose forward keeps a number computed from the batch in an attribute, and uses it at its end.
+
+    The number is a tensor without an autograd graph.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
         self.scale = self.embedding(ids).detach().std()

@@ -23,7 +23,7 @@ WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 def test_the_map_is_a_format() -> None:
     """For given weights and stripe size, StripeMap places bytes exactly as listed here, in every version.
 
-    A manifest of data on disk stores the weights and the stripe size, and the map is made from them again.
+    To find the data in a volume again, it must suffice to have stored the weights and the stripe size.
     """
     stripes = aio.StripeMap([5, 2, 1], 100)
     assert stripes.period == (0, 1, 0, 0, 2, 0, 1, 0)

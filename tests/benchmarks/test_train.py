@@ -122,7 +122,10 @@ def test_contenders_in_turns_and_one_that_does_not_start(ran: dict[str, Ran]) ->
 
 
 def test_fresh_processes_and_ours_that_fails(ran: dict[str, Ran]) -> None:
-    """Each turn starts training anew, and a contender that fails does not stop the next one."""
+    """With `--processes fresh` a contender trains anew in each of its turns, so its losses repeat.
+
+    A contender that fails does not stop the next one, but the benchmark then exits with 1.
+    """
     done = ran["fresh"]
     assert done.code == 1
     report = done.report

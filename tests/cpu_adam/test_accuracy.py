@@ -7,14 +7,16 @@ operands are:
 
 - first moment: beta1 m and (1 - beta1) g;
 - second moment: beta2 v and (1 - beta2) g^2;
-- with L2 decay, g itself counts as the largest of the gradient, wd p, and the sum of both;
-- parameter: p, lr wd p, and the change, computed with the larger of the two terms of the first moment in
-  place of the first moment.
+- parameter: p, lr wd p, and the change of the parameter. The change is computed with the larger of the two
+  operands of the first moment in place of the first moment.
+
+With L2 decay the gradient is g + wd p. As an operand it is then taken to be as large as the largest of g,
+wd p and their sum.
 
 A moment or gradient can be denormal. It can also be smaller than its operands, such as a gradient that its
-L2 decay almost cancels. The unit of the change is then the change that one ULP of that moment or gradient
-makes. A state that exceeds fp32's range, or a ratio of moment to root that does, is infinite in the oracle
-too.
+L2 decay almost cancels. The error of the change is then measured in units of the change that one ULP of that
+moment or gradient makes. If a state, or a moment divided by its root, exceeds fp32's range, it is infinite
+in the oracle too.
 """
 
 from __future__ import annotations
