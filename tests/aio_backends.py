@@ -23,7 +23,10 @@ each_backend = pytest.mark.parametrize(
 
 PAGE = 4096
 BLOCK = 16384
-"""Bytes of a block of the engines under test, so few that a request of some KiB has several blocks."""
+"""Bytes of the blocks into which the engines under test cut each request.
+
+They are few, so that even a small request has several blocks.
+"""
 
 WITHOUT_TORCH = """
 import importlib.util, sys
@@ -47,7 +50,7 @@ def make_file(path: Path, content: bytes | int) -> Path:
 
 
 def memory(nbytes: int, shift: int = 0) -> memoryview:
-    """Writable memory that begins `shift` bytes after a page boundary."""
+    """Allocate `nbytes` bytes of writable memory that begin `shift` bytes after a page boundary."""
     return memoryview(mmap.mmap(-1, nbytes + shift + 1))[shift : shift + nbytes]
 
 
@@ -58,7 +61,7 @@ def filled(content: bytes, shift: int = 0) -> memoryview:
 
 
 def file_bytes(stripes: aio.StripeMap, nbytes: int) -> list[int]:
-    """The size in bytes of each file of a striped volume of `nbytes` bytes."""
+    """Return the size in bytes that each file of a striped volume needs, for a volume of `nbytes` bytes."""
     ends = [0] * len(stripes.weights)
     for file, offset, length in stripes.extents(0, nbytes):
         ends[file] = max(ends[file], offset + length)
@@ -66,14 +69,14 @@ def file_bytes(stripes: aio.StripeMap, nbytes: int) -> list[int]:
 
 
 def engine(path: Path, backend: str, **options: object) -> aio.Engine:
-    """An engine with blocks of BLOCK bytes, made for the directory or file `path`."""
+    """Make an engine for the directory or file `path`, which cuts requests into blocks of BLOCK bytes."""
     directory = path if path.is_dir() else path.parent
     return aio.Engine(directory, backend=backend, **{"block_bytes": BLOCK, "depth": 8, **options})  # type: ignore[arg-type]
 
 
 @contextmanager
 def held(faults: aio.Faults, kind: str) -> Iterator[None]:
-    """Hold the next transfer of `kind`, "read" or "write", until the block ends. Then the transfer starts."""
+    """Keep the next transfer of `kind`, "read" or "write", from starting until the `with` statement ends."""
     faults.hold(kind, 1)
     try:
         yield
@@ -82,7 +85,7 @@ def held(faults: aio.Faults, kind: str) -> Iterator[None]:
 
 
 def wait_until_held(faults: aio.Faults) -> None:
-    """Wait until the engine's thread has come to the transfer that `held` holds."""
+    """Wait until the engine's thread has come to the transfer that `held` keeps from starting."""
     end = time.monotonic() + 60
     while not faults.fired:
         assert time.monotonic() < end

@@ -1,4 +1,7 @@
-"""Tests marked `alone`, which look at the machine as a whole: no other worker runs a test beside them."""
+"""The pytest mark `alone`: while a test with this mark runs, no other worker process runs any test.
+
+Such tests look at the machine as a whole, for example at times or at memory in use.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,20 @@ from pathlib import Path
 
 
 class Machine:
-    """The machine as pytest's worker processes share it: many tests run at a time, or one test alone."""
+    """A lock between pytest's workers: ordinary tests share it, a test marked `alone` has it to itself."""
 
     def __init__(self, directory: Path) -> None:
-        """directory: a folder that all workers know. Two lock files without content are made in it."""
+        """directory: a folder that all worker processes use. Two empty lock files are made in it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._queue, self._use = (os.open(directory / name, flags, 0o600) for name in ("queue", "use"))
 
     @contextlib.contextmanager
     def used(self, *, alone: bool) -> Iterator[None]:
-        """Run the block, a test, once no other worker runs a test that is alone.
+        """Hold the lock while the body of the `with` statement, which runs one test, is executed.
 
-        alone: whether this test is alone, so that it waits until no other worker runs any test. A worker that
-        waits keeps its place in the queue, so that many short tests cannot keep a lone test waiting.
+        alone: whether the test is marked `alone`. If so, wait until no other worker runs a test; otherwise
+        wait until no other worker runs a test marked `alone`. While a test marked `alone` waits, the other
+        workers end the tests that they run and start none.
         """
         fcntl.flock(self._queue, fcntl.LOCK_EX)
         try:

@@ -100,7 +100,7 @@ def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
-    """A TinyJob: the main job with a tiny preset, a text, and a folder for its pages."""
+    """A TinyJob: options of `infinity train` with a tiny preset, a text, and a folder for its pages."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny(monkeypatch)
     return TinyJob(tmp_path)
@@ -137,7 +137,7 @@ def old_objects_are_not_collected() -> None:
 def the_same_bits_every_time(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Tests whose parameter `device` is "cuda" run deterministic kernels, and multiply in full float32."""
+    """Have tests whose parameter `device` is "cuda" run deterministic kernels and multiply without TF32."""
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or callspec.params.get("device") != "cuda":
         yield
@@ -154,7 +154,10 @@ def the_same_bits_every_time(
 
 @pytest.fixture
 def cpu_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the CPU do all updates. With updates on a GPU, last bits may differ from other placements."""
+    """Have the CPU do all updates, even of units whose pages all rest on a device.
+
+    Updates on a device are compared with the CPU's in tests/planning/test_twin_flow_training.py.
+    """
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: False)
 
 

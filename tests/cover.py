@@ -20,7 +20,7 @@ def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 def pairwise(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> list[Case]:
-    """Allowed combinations that together hold every pair of values that any allowed combination holds.
+    """Return few allowed combinations that together hold every pair of values that any allowed one holds.
 
     The same arguments give the same combinations. The search is greedy: the next combination is the one with
     the most missing pairs, and among equals the one whose values were used least.
@@ -49,7 +49,7 @@ def pairwise(
 def covered(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> pytest.MarkDecorator:
-    """Parametrise a test by all allowed combinations. Combinations that `pairwise` leaves out are slow."""
+    """Parametrise a test by all allowed combinations. Those that `pairwise` leaves out are marked `slow`."""
     quick = pairwise(factors, allowed)
     found = [
         pytest.param(

@@ -81,7 +81,7 @@ def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy of `tensor` that begins `offset` elements after an aligned address."""
+    """Copy `tensor` to memory that begins `offset` elements after an aligned address."""
     room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
     view = room[offset:]
     view.copy_(tensor)

@@ -64,7 +64,7 @@ def kernels(device: str) -> Counted:
 
 
 def workspace_bytes(chunks: Sequence[Chunk]) -> int:
-    """Bytes of workspace that updates of these chunks take beside the chunks' arrays."""
+    """Return the bytes of workspace that updates of these chunks need in addition to the chunks' arrays."""
     segments = [each for chunk in chunks for each in chunk.work.segments]
     return WorkspaceSize(
         pieces=len(segments),
@@ -74,7 +74,10 @@ def workspace_bytes(chunks: Sequence[Chunk]) -> int:
 
 
 def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
-    """(updates of the chunks, workspace). The workspace is filled with one bits, which must not matter."""
+    """Make the DeviceUpdates of these chunks, and return (updates, their workspace).
+
+    Each byte of the workspace is 0xFF at first, so that a result that depends on its content is noticed.
+    """
     nbytes = workspace_bytes(chunks)
     kernels(device).launched.clear()
     memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
@@ -90,10 +93,10 @@ def on_device(
     scale: float = 1.0,
     parameters: Sequence[Hashable] = (),
 ) -> Arrays:
-    """Copies on the CPU of the arrays after one update on the device.
+    """Copy the arrays to the device, update them there once, and return the results as copies on the CPU.
 
-    parameters: a key for each segment that says to which parameter it belongs. By default each segment is a
-    parameter of its own.
+    segments, hypers, scale: as for cpu_adam.Update. parameters: for each segment, any value that identifies
+    the parameter to which it belongs. By default each segment is a parameter of its own.
     """
     there = {name: each.to(device, copy=True) for name, each in arrays.items()}
     whose = parameters or range(len(segments))
@@ -107,7 +110,10 @@ def on_device(
 
 
 def on_cpu(arrays: Arrays, **work: Any) -> Arrays:
-    """Copies of the arrays after one update by the CPU's kernels. work: further arguments of Update."""
+    """Copy the arrays, update the copies once by the CPU's kernels, and return the copies.
+
+    work: the other arguments of cpu_adam.Update.
+    """
     there = clones(arrays)
     with ThreadPool(threads=1) as pool:
         pool.run(Update(**there, **work))
@@ -115,14 +121,14 @@ def on_cpu(arrays: Arrays, **work: Any) -> Arrays:
 
 
 def check(now: Arrays, expected: Arrays) -> None:
-    """Assert that every expected array is found in `now`, bit for bit."""
+    """Assert that `now` has every array of `expected` under the same name, bit for bit."""
     for name, each in expected.items():
         one, other = now[name].view(torch.uint8), each.view(torch.uint8)
         assert torch.equal(one, other), f"{name}: {int((one != other).sum())} bytes differ"
 
 
 def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
-    """The arguments of an Update for float32 states and a gradient, which are given by name in `plain`.
+    """Convert the float32 states and the gradient in `plain` to the tensors that cpu_adam.Update takes.
 
     form: the format of the moments, one of FORMS. master: the format of the parameters, one of MASTERS.
     """
@@ -141,7 +147,7 @@ def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
 
 
 def total(pieces: Sequence[torch.Tensor]) -> float:
-    """The sum of squares of the pieces, added in the order in which the runtime adds it on the CPU."""
+    """Return the sum of squares of a gradient in pieces, added in the order of the runtime's CPU code."""
     found = 0.0
     with ThreadPool(threads=1) as pool:
         for each in pieces:

@@ -38,7 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def updated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list to which each update of a unit on the device appends the number of its parameters."""
+    """Return a list to which each update of a unit on the device appends the number of its parameters."""
     seen: list[int] = []
     update = DeviceUnits.update
 
@@ -55,7 +55,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def part_of(model: nn.Module, directory: Path, precision: Any) -> Budget:
-    """A budget under which the device updates some units and other pages rest on the disk."""
+    """Return a budget under which the device updates at least four units and other pages rest on the disk."""
     nvme = {str(directory): ROOMY}
     arguments: dict[str, Any] = {"precision": precision, "device": "cpu"}
     whole = infinity.plan(model, adamw(model), budget=Budget(device=ROOMY, host=ROOMY), **arguments)
@@ -78,7 +78,11 @@ def opened(
     accumulation: int | None = None,
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime) with all pages on the device, or with `part` some on the device and some elsewhere."""
+    """Offload a small model with AdamW, and yield (model, runtime).
+
+    part: whether only some pages rest on the device, and the others in RAM and on the disk. By default all
+    rest on the device. faults: injects faults into the runtime's I/O. The rest are options of `offload`.
+    """
     directory.mkdir(exist_ok=True)
     model = TIED.make()
     precision = infinity.Precision(compute=compute, states=states)

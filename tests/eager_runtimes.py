@@ -26,9 +26,11 @@ def opened(
     more: int = 64 << 20,
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """(model, runtime) with parameters in bf16.
+    """Offload a small model in bf16 with AdamW, yield (model, runtime), and assert that no file is left.
 
-    more: bytes of host budget beyond the smallest. With the default all pages rest in RAM.
+    update, accumulation: as for `offload`; accumulation counts only where `update` is "eager". more: bytes of
+    host budget beyond the smallest that will do. With the default all pages rest in RAM. faults: injects
+    faults into the runtime's I/O.
     """
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -53,5 +55,5 @@ def opened(
 
 
 def spent(runtime: Any) -> list[int]:
-    """Units whose gradients eager updates have consumed."""
+    """Return the indices of the units whose gradients eager updates have used up in this step."""
     return [unit for unit, page in runtime._components.gradients.pages.items() if page.consumed]

@@ -25,7 +25,9 @@ from infinity.tiers.driver import Driver, Event, Stream, emulated
 LIBRARY = Path(infinity.__file__).with_name("libinfinity_test_driver.so")
 
 COMPUTE = 0
-"""The handle of the compute stream, whose work the calling thread does, as it does torch's on the CPU."""
+"""The handle of the compute stream. Its work is done by the calling thread, which also runs torch's CPU
+operations.
+"""
 
 
 @functools.cache
@@ -53,17 +55,17 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def planned_apart() -> Iterator[None]:
-    """Have plans that are made in the block be plans for an emulated device with memory of its own."""
+    """Within the `with` statement, plans are made for an emulated device that has memory of its own."""
     driver = Driver.load(str(LIBRARY))
     with emulated(driver, driver.foreign(COMPUTE)):
         yield
 
 
 class EmulatedDevice:
-    """The one device of the test driver, in its initial state. All its random choices follow `seed`.
+    """The only device of the test driver in this process. Making this object resets the device.
 
-    threads: each stream is a thread. Otherwise the streams' work is done inside of calls of the driver, in an
-    order that the seed gives.
+    seed: decides all random choices of the device. threads: whether each stream is a thread. Otherwise the
+    streams' work is done inside calls of the driver, in an order that the seed decides.
     """
 
     def __init__(self, seed: int = 0, *, threads: bool = False) -> None:
@@ -72,10 +74,11 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[EmulatedDevice]:
-        """Have runtimes that are opened in the block, on the CPU with a device budget, use this device.
+        """Within the `with` statement, runtimes opened with device="cpu" and a device budget use this device.
 
-        The checker takes it that compute has used the memory of these runtimes before, as it may have used
-        memory that torch's allocator hands out. Asserts at the end that the checker has found no violation.
+        The device's checker assumes that the compute stream has used the memory of these runtimes before, as
+        it may have used memory that torch's allocator hands out. Asserts at the end that the checker has
+        found no violation.
         """
 
         def used_before(*arguments: Any) -> DeviceTier:
@@ -90,15 +93,18 @@ class EmulatedDevice:
 
     @property
     def compute(self) -> Stream:
-        """The compute stream, whose work the calling thread does; its handle is COMPUTE."""
+        """The compute stream. Its handle is COMPUTE, and the calling thread does its work."""
         return self.driver.foreign(COMPUTE)
 
     def reset(self, seed: int, *, threads: bool = False) -> None:
-        """End all work, and forget calls, violations, held streams and injected failures."""
+        """End all work, and forget calls, violations, held streams and injected failures.
+
+        seed, threads: as for the class.
+        """
         _library().infinity_test_reset(seed, threads)
 
     def hold(self, stream: Stream) -> None:
-        """Keep a stream from beginning any work until `let_go`."""
+        """Keep a stream from beginning any work until `let_go(stream)`."""
         _library().infinity_test_hold(stream.handle, True)
 
     def let_go(self, stream: Stream) -> None:
@@ -113,15 +119,21 @@ class EmulatedDevice:
         return int(_library().infinity_test_count(call.encode()))
 
     def name(self, stream: Stream, name: str) -> None:
-        """Set the name by which messages of violations call a stream."""
+        """Set the name that `violations` uses for a stream."""
         _library().infinity_test_name(stream.handle, name.encode())
 
     def separate_threads(self) -> None:
-        """Have the checker treat threads of the host as unordered, except by `release` and `acquire`."""
+        """Have the checker regard accesses by different host threads as unordered.
+
+        Only `release` and `acquire` order them then.
+        """
         _library().infinity_test_separate_threads(True)
 
     def release(self, key: int) -> None:
-        """Order what this thread has done before whatever a thread does after it acquires `key`."""
+        """Tell the checker that this thread's accesses so far precede those of a thread after `acquire(key)`.
+
+        key: any number that identifies this pair of calls.
+        """
         _library().infinity_test_release(key)
 
     def acquire(self, key: int) -> None:
@@ -129,7 +141,10 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Hide waits in the block from the checker. The waits happen, so that no bytes are harmed."""
+        """Within the `with` statement, hide waits from the checker, as if they were missing.
+
+        The waits still happen, so that no data is corrupted.
+        """
         _library().infinity_test_blind(True)
         try:
             yield
@@ -138,7 +153,7 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def without(self, order: Order) -> Iterator[None]:
-        """Hide from the checker all waits of this order that links make in the block."""
+        """Within the `with` statement, hide from the checker all waits of CopyStreams for this Order."""
         wait, ask = CopyStreams._wait, CopyStreams._ask
 
         def waits(self_: CopyStreams, which: Order, event: Event, waiter: Stream | None) -> None:
@@ -154,16 +169,19 @@ class EmulatedDevice:
 
     @property
     def violations(self) -> list[str]:
-        """Messages about wrong uses of memory since the last reset.
+        """Messages about wrong accesses to memory since the last reset.
 
-        A use is wrong if no wait orders it with another use of the same bytes and one of the two writes, or
-        if the memory is a stand-in, which is mapped in place of a page that is away.
+        Two accesses to the same bytes are wrong if at least one of them writes and no wait orders them. An
+        access to memory that is mapped in place of an evicted page is always wrong.
         """
         return _lines("violations")
 
     @property
     def left(self) -> list[str]:
-        """What was registered, reserved or allocated since the last reset and still is, garbage excluded."""
+        """Memory that was registered, reserved or allocated since the last reset and is not given back yet.
+
+        Collects garbage first, so that unreachable objects do not count.
+        """
         if _lines("left"):
             gc.collect()
         return _lines("left")

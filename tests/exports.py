@@ -39,7 +39,11 @@ def paged(
     faults: Faults | None = None,
     **options: Any,
 ) -> Iterator[Any]:
-    """The runtime of the model with its pages at `home`. optimizer: None for inference."""
+    """Offload the model with its pages at `home`, and yield the runtime. Pages lie in `swap` beside `out`.
+
+    home: one of HOMES in tests/homes.py. compute, keep: fields of Precision. optimizer: the optimizer's
+    class, or None for inference. faults: injects faults into the runtime's I/O. options: of `offload`.
+    """
     made = None if optimizer is None else optimizer(model.parameters(), lr=0.05)
     precision = infinity.Precision(compute=compute, keep=keep)
     swap = out.parent / "swap"
@@ -54,7 +58,7 @@ def paged(
 
 
 def read(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export by name, read through its index file where it has one."""
+    """Read all tensors of an export, and return them by name. If it has an index file, that is used."""
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return load_file(directory / "model.safetensors")
@@ -65,9 +69,9 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """The tensors that an export with dtype="compute" should have: the model's values, contiguous, by name.
+    """Return, by name, the contiguous tensors that an export of this model with dtype="compute" must hold.
 
-    A tied parameter has the first of its names.
+    They are the values that the model computes with. A tied parameter has the first of its names.
     """
     found = {name: buffer.detach().clone() for name, buffer in persistent(model).items()}
     first = {id(each): name for name, each in model.named_parameters()}
@@ -94,9 +98,10 @@ def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """Every parameter by name, as the runtime itself reads it.
+    """Return every parameter by name, as the runtime itself reads it.
 
-    Trainable parameters are given by their fp32 masters, frozen ones by their values, in float32 if floating.
+    A trainable parameter is returned as its fp32 master. A frozen one is returned in float32 if it is of a
+    floating dtype, and otherwise as it is.
     """
     states, found = runtime._components.states, {}
     for name, each in model.named_parameters():

@@ -50,7 +50,7 @@ def watchdog() -> Iterator[None]:
 
 @dataclass
 class Trained:
-    """The outcome of a training."""
+    """The outcome of `train`: losses, final states, and what failed."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,10 @@ class Trained:
 
 @contextlib.contextmanager
 def opened(home: str, compute: str, directory: Path, faults: Faults) -> Iterator[tuple[Any, Any]]:
-    """(model, runtime). Asserts at the end that no file, descriptor or thread of the runtime is left."""
+    """Offload a small model with AdamW and its pages at `home`, and yield (model, runtime).
+
+    Closes the runtime at the end, and asserts that no file, descriptor or thread of it is left.
+    """
     start_torch_threads()
     before = resources()
     model = entry("tied").make()
@@ -187,7 +190,10 @@ def clean(home: str, compute: str) -> Trained:
 
 
 def places(calls: int, spread: int | None) -> list[int]:
-    """Numbers, from 1, of the calls to fail: all `calls`, or `spread` of them from the first to the last."""
+    """Choose which of `calls` I/O calls shall fail, and return their numbers, counted from 1.
+
+    spread: how many to choose, at equal distances from the first call to the last; None: all.
+    """
     if spread is None or calls <= spread:
         return list(range(1, calls + 1))
     return sorted({1 + round(at * (calls - 1) / (spread - 1)) for at in range(spread)})

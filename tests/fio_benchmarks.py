@@ -22,9 +22,10 @@ def _file(name: str) -> Path:
 
 
 def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
-    """(JSON report, engines) of a quick run of a benchmark. Asserts that it leaves nothing in `directory`.
+    """Run a benchmark with quick settings, and return (JSON report, engines).
 
-    name: the name of a file in benchmarks/. engines: names of the I/O backends that were compared.
+    Asserts that the benchmark leaves nothing in `directory`. name: the name of a file in benchmarks/.
+    engines: names of the I/O backends that were compared.
     """
     working = [report.name for report in aio.probe(directory).backends[:2] if report.ok]
     if not working:
@@ -41,9 +42,9 @@ def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
 
 
 def exit_code_without_fio(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code of a benchmark that finds no fio. name: the name of a file in benchmarks/.
+    """Run a benchmark where fio cannot be found, and return the exit code.
 
-    The benchmark runs in this process, so that a test can capture its output.
+    The benchmark runs in this process, so that a test can capture its output. name: a file in benchmarks/.
     """
     monkeypatch.setenv("PATH", str(directory))
     monkeypatch.syspath_prepend(str(_file(name).parent))

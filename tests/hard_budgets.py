@@ -49,7 +49,7 @@ def offload(model: nn.Module, sizes: dict[Tier, int], directory: Path) -> Any:
 
 
 def smallest(model: nn.Module, place: str, directory: Path) -> dict[Tier, int]:
-    """The smallest budget of each tier in bytes, as the plan of the model says."""
+    """Plan the model's training, and return the smallest budget in bytes that will do for each tier."""
     budget = roomy(place, directory)
     found = infinity.plan(model, adamw(model), budget=budget, precision=FP32, device="cpu").smallest
     return dict(found)

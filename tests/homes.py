@@ -69,12 +69,13 @@ def budget_for(
     device: str | torch.device = "cpu",
     accumulation: int | None = None,
 ) -> Any:
-    """The infinity.Budget under which every page of the model rests at `home`, with least working room.
+    """Return an infinity.Budget under which every page of the model rests at `home`.
 
-    home: one of HOMES, or "mirrored". "mixed" has room for half of the parameter pages on the device and half
-    of the other pages in RAM, and the disk takes the rest. "mirrored" is the layout of ZeRO-Offload:
-    parameters on the device and in RAM, gradients and states in RAM. accumulation: the number of backwards a
-    step that will be declared to `offload`, or None.
+    A tier where no page shall rest gets the smallest budget that will do. home: one of HOMES, or "mirrored".
+    "mixed" has room for half of the parameter pages on the device and half of the other pages in RAM, and
+    the disk takes the rest. "mirrored" is the layout of ZeRO-Offload: parameters on the device and in RAM,
+    gradients and states in RAM. accumulation: the number of backwards a step that will be declared to
+    `offload`, or None.
     """
     nvme = {str(directory): ROOMY}
     if home == "unified":

@@ -1,4 +1,4 @@
-"""A machine for tests of copies: an emulated device, a stream for kernels, and memory that kernels use."""
+"""Helpers for tests of copies: an emulated device, and kernels on its compute stream that use memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Machine:
         self.compute.synchronize()
 
     def tried(self, transfer: Transfer) -> bool:
-        """Whether a transfer is done after all work that is not held up has had time to end."""
+        """Give all work that is not held up time to end, and return whether the transfer has ended."""
         return any(transfer.done() for _ in range(500))
 
 

@@ -18,7 +18,7 @@ TINY = DecoderConfig(width=16, layers=2, heads=2, hidden=32)
 
 
 def preset_of(config: DecoderConfig = TINY) -> LanguageModel:
-    """The LanguageModel of a preset with this configuration. Its decoder is on the CPU and has values."""
+    """Make the LanguageModel of a preset with this configuration, with random weights on the CPU."""
     PRESETS["tiny"] = Preset(config, 1e-2)
     try:
         made = language_model("tiny")
@@ -30,7 +30,7 @@ def preset_of(config: DecoderConfig = TINY) -> LanguageModel:
 
 
 def text_of(folder: Path, contents: Sequence[bytes]) -> Text:
-    """A Text that consists of one file in `folder` for each of `contents`, in that order."""
+    """Write each of `contents` to a file of its own in `folder`, and return the Text of these files."""
     paths = [folder / f"{number}.txt" for number in range(len(contents))]
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)

@@ -1,4 +1,7 @@
-"""Micro-batches taken through a plain loop and through runtime.accumulate, and the check that both agree."""
+"""Helpers that train with runtime.accumulate and with the plain loop, and check that both agree.
+
+The plain loop runs forward and backward of one micro-batch after the other.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ Found = tuple[list[Tensor], dict[str, Tensor | None]]
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The same model with all dropout set to 0, so that nothing in training mode is random."""
+    """Set all dropout of the model to 0, so that nothing in training mode is random, and return the model."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -59,11 +62,11 @@ def found_by(
     count: int = MICRO_BATCHES,
     **options: Any,
 ) -> Found:
-    """(losses of all steps, gradients of the last step) of a training of the zoo's model `of` with a runtime.
+    """Train a model of tests/zoo.py, offloaded, and return (losses of all steps, gradients of the last step).
 
-    vertical: take micro-batches through runtime.accumulate, to which `options` go, and not through the plain
-    loop. loss_of: a loss in place of the entry's. count: micro-batches a step. device_factor: the factor by
-    which the device budget exceeds the smallest.
+    of: the model with its batches and loss. vertical: whether to use runtime.accumulate, which gets
+    `options`, and not the plain loop. loss_of: a loss in place of that of `of`. count: micro-batches a step.
+    device_factor: the device budget as a multiple of the smallest.
     """
     model = without_dropout(of.make(device))
     with opened(model, directory, home=home, compute=compute, device_factor=device_factor) as runtime:
@@ -86,7 +89,10 @@ def found_by(
 
 
 def assert_same(of: Entry, directory: Path, **options: Any) -> None:
-    """Assert that runtime.accumulate gives the losses and gradients of the plain loop, to the bit."""
+    """Assert that runtime.accumulate gives the losses and gradients of the plain loop, to the bit.
+
+    options: those of `found_by`; `together` and `recompute` go to runtime.accumulate only.
+    """
     kept = {name: options[name] for name in options if name not in ("together", "recompute")}
     expected = found_by(of, directory, vertical=False, **kept)
     got = found_by(of, directory, vertical=True, **options)

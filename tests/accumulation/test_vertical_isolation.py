@@ -1,4 +1,7 @@
-"""runtime.accumulate: micro-batches run on threads of their own, are not mixed up, and end together."""
+"""Tests of runtime.accumulate, which runs each micro-batch on a thread of its own.
+
+Micro-batches must not see each other's tensors, and an error in one must end all of them.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ def test_what_modules_keep_from_a_forward_is_not_mixed_up(tmp_path: Path) -> Non
 
 
 class Detached(zoo.Tied):
-    """A model that keeps a tensor without a graph in an attribute: a number of the batch, used at the end."""
+    """A model whose forward keeps a number computed from the batch in an attribute, and uses it at its end.
+
+    The number is a tensor without an autograd graph.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
         self.scale = self.embedding(ids).detach().std()
@@ -102,7 +108,11 @@ def test_tensors_that_a_hook_hands_on_are_not_mixed_up(tmp_path: Path) -> None:
 
 
 def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_path: Path) -> None:
-    """Micro-batches share a tensor, which is found late, because only the second micro-batch uses it."""
+    """A loss that uses another micro-batch's tensor raises ConfigError, and the next step is right.
+
+    Only the second micro-batch uses such a tensor, so accumulate() finds it when it is too late to start
+    again: a backward has begun.
+    """
     seen: dict[str, Tensor] = {}
     model = zoo.entry("tied").make()
     model.blocks[0].register_forward_hook(lambda *each: seen.update(found=each[2]))
@@ -130,9 +140,11 @@ def test_a_mixture_found_too_late_is_an_error_and_the_next_step_is_right(tmp_pat
 
 
 def failing(where: str, act: Callable[[], None]) -> Callable[[nn.Module, Any], Tensor]:
-    """A loss function that calls `act` during the micro-batch in the function's list `marked`.
+    """Return a loss function that calls `act` during one micro-batch and otherwise only computes the loss.
 
-    where: "before" the model's forward, in a block's "forward", "after" the model's, or in the "backward".
+    The caller appends that micro-batch to the returned function's attribute `marked`, which is an empty list.
+    where: when `act` is called: "before" or "after" the model's forward, in the "forward" of one of the
+    model's blocks, or in the "backward".
     """
 
     def loss_of(model: Any, batch: Any) -> Tensor:
@@ -276,10 +288,10 @@ def test_a_mode_that_sees_one_thread_gets_the_plain_loop(mode: Any, tmp_path: Pa
 
 
 def test_a_checkpoint_around_a_part_draws_the_numbers_that_it_drew(tmp_path: Path) -> None:
-    """A model with a checkpoint around a part gets the plain loop.
+    """If checkpoint() of torch recomputes a part of the model, micro-batches run one after the other.
 
-    If a micro-batch stopped inside the checkpoint, another would draw random numbers meanwhile, and the
-    recomputed dropout masks would differ.
+    If micro-batches took turns and one was halted inside of the part, another would draw random numbers
+    meanwhile, and the recomputed dropout masks would differ from those of the forward.
     """
 
     def loss_of(model: Any, batch: Any) -> Tensor:

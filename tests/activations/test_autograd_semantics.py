@@ -1,4 +1,7 @@
-"""Autograd with pages elsewhere: whatever users may do gives the plain model's bits, or the same error."""
+"""Tests of autograd on a model whose pages rest on NVMe or in RAM.
+
+Whatever users do with autograd gives the bits that the plain model gives, or raises the same error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The heap guard: it gives holes in the C library's heap back where the process's memory exceeds a limit."""
+"""Tests of the heap guard, which calls malloc_trim when the process's resident memory exceeds a limit.
+
+The call gives free memory inside the C library's heap back to the kernel.
+"""
 
 import ctypes
 
@@ -18,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets the bytes of resident memory at each call of malloc_trim."""
+    """Replace malloc_trim, and return a list to which each call appends the resident memory in bytes."""
     found: list[int] = []
 
     class Library:

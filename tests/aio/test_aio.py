@@ -1,4 +1,7 @@
-"""Bytes and files on every backend, as callers of infinity.aio see them where nothing fails."""
+"""Tests of reads and writes by infinity.aio on every backend, where the kernel reports no error.
+
+They cover the bytes themselves, buffers, the page cache, wrong use, and what closing leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def test_any_size_offset_and_address(backend: str, shift: int, tmp_path: Path) -
 
 @each_backend
 def test_neighbours_in_flight_share_pages(backend: str, tmp_path: Path) -> None:
-    """Neighbouring writes that share pages, all in flight at once, undo no bytes of each other."""
+    """Writes in flight to adjacent ranges that share a 4 KiB page of the file undo no bytes of each other."""
     rng = random.Random(5)
     size = 64 * PAGE + 100
     path = make_file(tmp_path / "file", size)

@@ -1,4 +1,4 @@
-"""I/O engines: their options, the choice of a backend, and memory that they register."""
+"""Tests of I/O engines: their options, the choice of a backend, and buffers registered with the kernel."""
 
 from __future__ import annotations
 

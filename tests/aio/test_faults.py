@@ -1,4 +1,7 @@
-"""Error paths of every backend, by injecting what the kernel may answer to any block of any request."""
+"""Tests of what every I/O backend does when a system call fails, is short or is late.
+
+An engine cuts a request into blocks, and a fault can be injected into the transfer of any block.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ GIVES_UP_AFTER = 12  # tries, as in csrc/aio/loop.cpp
 
 
 class Setup:
-    """An engine and a file of random bytes, with a Faults object that injects faults into the engine."""
+    """An engine that is open on a file of random bytes, and the Faults object that injects faults into it."""
 
     def __init__(self, tmp_path: Path, backend: str, **options: object) -> None:
         self.content = os.urandom(SIZE)
@@ -45,7 +48,7 @@ class Setup:
         return self.file.write(self.source, 0) if kind == "write" else self.file.sync()
 
     def check_works(self) -> None:
-        """Assert that the engine and the file work once faults are cleared."""
+        """Clear all faults, and assert that the engine then writes and reads the file correctly."""
         self.faults.clear()
         self.file.write(self.source, 0).wait()
         self.file.sync().wait()
@@ -154,7 +157,10 @@ def test_all_transfers_short(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_nothing_moves(backend: str, tmp_path: Path) -> None:
-    """A read of 0 bytes has met the end of the file. A write of 0 bytes is tried again, and at last fails."""
+    """If the kernel transfers 0 bytes, a read fails as at the end of the file, and a write is tried again.
+
+    A write that transfers nothing at every try fails with EIO.
+    """
     with Setup(tmp_path, backend) as setup:
         setup.faults.shorten("read", 3, 0)
         with pytest.raises(StorageError, match="shorter than expected"):
@@ -171,7 +177,10 @@ def test_nothing_moves(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_file_that_wants_more_alignment_than_it_says(backend: str, tmp_path: Path) -> None:
-    """A direct transfer that fails with EINVAL goes through the page cache, and counts as buffered."""
+    """A transfer with O_DIRECT that fails with EINVAL is repeated through the page cache.
+
+    Its bytes are counted in `stats.buffered_bytes`. If the repetition fails too, the request fails.
+    """
     with Setup(tmp_path, backend) as setup:
         if not setup.file.direct:
             pytest.skip("no O_DIRECT in the temporary directory")

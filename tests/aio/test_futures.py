@@ -1,4 +1,7 @@
-"""Futures on every backend: results and times, the order in which they land, and what they keep alive."""
+"""Tests of futures on every backend: results, times, the order in which requests end, and lifetimes.
+
+A future keeps its buffer alive until the kernel no longer needs it.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ def test_times_keep_no_buffer(backend: str, tmp_path: Path) -> None:
 
 
 def ended(future: aio.Future) -> int:
-    """The time in ns at which the request landed, whenever the caller looks."""
+    """Return the time in ns at which the I/O request ended. It is the same whenever the caller asks."""
     times = future.timing.times()
     assert times is not None
     return times[1]
@@ -100,7 +103,11 @@ def ended(future: aio.Future) -> int:
 
 @each_backend
 def test_reads_go_ahead_of_writes(backend: str, tmp_path: Path) -> None:
-    """Requests that are queued while the first block is held end in the order of their deadlines."""
+    """Queued requests end in the order of their deadlines, by which the engine orders requests.
+
+    By default a write has a later deadline than a read. All requests are queued while the first write's
+    first block is kept from starting.
+    """
     path = make_file(tmp_path / "file", 64 * PAGE)
     faults = aio.Faults()
     with engine(path, backend, depth=1, block_bytes=PAGE, faults=faults, write_slack=60) as e:
@@ -141,7 +148,7 @@ def test_a_large_request_has_all_its_blocks_in_flight(backend: str, tmp_path: Pa
 
 
 class Owner:
-    """An object that stands for the owner of a buffer."""
+    """An object that a test passes as a buffer's owner, to see how long the engine keeps it alive."""
 
 
 @each_backend

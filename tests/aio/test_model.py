@@ -1,4 +1,7 @@
-"""Random operations on every backend, compared with plain bytes: two files and a volume, on two engines."""
+"""Tests of random reads and writes on every backend, on two files and a striped volume over two engines.
+
+After each batch the content must equal that of a bytearray to which the same writes were applied.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Target:
 
 
 def ranges(rng: random.Random) -> Iterator[tuple[int, int]]:
-    """Disjoint ranges (begin, end) of bytes in random order, for operations that are in flight together."""
+    """Yield disjoint ranges (begin, end) of bytes in random order, for operations in flight together."""
     unit = rng.choice((1, 1, 512, PAGE))
     span = rng.choice((200, 2000, 10000, SIZE // 4))
     cuts, at = [], rng.randrange(SIZE // 2) // unit * unit
@@ -51,7 +54,7 @@ def ranges(rng: random.Random) -> Iterator[tuple[int, int]]:
 
 
 def batch(rng: random.Random, target: Target) -> int:
-    """Have random operations in flight together, and then compare all that was read with `target.model`.
+    """Start random reads and writes, wait for all, and compare what was read with `target.model`.
 
     Returns the number of operations.
     """

@@ -1,4 +1,4 @@
-"""The I/O engine with several threads, signals, forks, and the end of the interpreter."""
+"""Tests of the I/O engine under threads, signals, forks, close() and the end of the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The libaio backend against independent bindings: `libaio` on PyPI, over the system's libaio.so.1."""
+"""Tests of the libaio backend against another implementation: each reads what the other wrote.
+
+The other one is the package `libaio` on PyPI, which binds the system's libaio.so.1.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ BLOCK = 64 << 10
 
 
 def reference_transfer(mode: Any, path: Path, memory: mmap.mmap, pieces: list[tuple[int, int]]) -> None:
-    """Transfer all pieces (offset, length) at once by the reference bindings, with O_DIRECT where possible.
+    """Transfer pieces of the file `path` through the package `libaio`, and wait until all have ended.
 
-    mode: the direction, AIOBLOCK_MODE_READ or AIOBLOCK_MODE_WRITE. memory: holds the whole file's bytes.
+    mode: AIOBLOCK_MODE_READ or AIOBLOCK_MODE_WRITE. memory: as large as the file; each piece has the same
+    offset in both. pieces: (offset, length) of each piece. O_DIRECT is used where the file system allows it.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
@@ -89,7 +93,10 @@ def test_we_read_what_the_reference_wrote(file: aio.File) -> None:
 
 
 def test_both_at_once_on_neighbouring_places(file: aio.File) -> None:
-    """Both implementations write half of the interleaved pieces, and read the half that the other wrote."""
+    """Our engine and the package `libaio` each write every other piece of one file at the same time.
+
+    Then each reads the pieces that the other one wrote, and all bytes must be right.
+    """
     content = mmap.mmap(-1, SIZE)
     content[:] = os.urandom(SIZE)
     whole = memoryview(content)

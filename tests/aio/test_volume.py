@@ -1,4 +1,8 @@
-"""Striping: StripeMap is a format that manifests store, and a volume acts like one file to its callers."""
+"""Tests of StripeMap, which says where each byte of a striped volume lies, and of volumes.
+
+The map must never change, or data written by an earlier version could not be read. A volume over several
+files acts like one file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 def test_the_map_is_a_format() -> None:
-    """The map has exactly these values, because a manifest stores only weights and stripe size."""
+    """For given weights and stripe size, StripeMap places bytes exactly as listed here, in every version.
+
+    To find the data in a volume again, it must suffice to have stored the weights and the stripe size.
+    """
     stripes = aio.StripeMap([5, 2, 1], 100)
     assert stripes.period == (0, 1, 0, 0, 2, 0, 1, 0)
     assert stripes.weights == (5, 2, 1)

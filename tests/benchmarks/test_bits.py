@@ -1,4 +1,7 @@
-"""Tests that benchmarks/bits.py trains its cases and reports bits that differ from another checkout's."""
+"""Tests of benchmarks/bits.py, which trains small models and compares the bits of the results.
+
+It compares this checkout of the package with another one, and names the cases whose bits differ.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,10 @@ def checkout(directory: Path, more: str = "") -> Path:
 
 
 def compared(bits: ModuleType, directory: Path, against: Path, *names: str) -> int:
-    """Compare the bits of the named cases with those of the package in `against`, and return the exit code.
+    """Run benchmarks/bits.py with `--against`, and return its exit code: 1 if any bits differ, else 0.
 
-    directory: where the cases keep their pages. The package in `against` runs in a process of its own.
+    directory: where pages are kept while the models train. against: the directory of the other copy of the
+    package. names: the cases to train and to compare.
     """
     steps = ["--steps", "2", "--directory", str(directory)]
     return int(bits.main([*steps, "--against", str(against), "--case", *names]))
@@ -96,10 +100,11 @@ def test_a_directory_without_the_package(bits: ModuleType, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["homes.py", "parity.py", "zoo.py", "../benchmarks/bits.py"])
 def test_packages_of_older_commits_have_what_every_case_imports(name: str) -> None:
-    """The names that a file imports from the package at module level all exist in older commits.
+    """All names that the file `name` imports from the package at module level are in OLDEST.
 
-    Imports inside functions are exempt, because comparisons on the CPU do not call these functions, or
-    because the failure to import is reported.
+    So the benchmark's cases can train with packages of older commits, which have these names. Imports inside
+    functions are exempt, because comparisons on the CPU do not call these functions, or because the failure
+    to import is reported.
     """
     found = set()
     for statement in ast.parse((Path(__file__).parents[1] / name).read_text()).body:
@@ -121,9 +126,10 @@ def test_cases_are_told_apart_and_have_every_home(bits: ModuleType) -> None:
 def test_digests_are_of_what_the_case_says(
     bits: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A case's digest depends on the format of the states and not on the tier where pages rest.
+    """A case's digest, the hash of all bits of a training, depends on the format of the states.
 
-    Only the case named "device updates" makes the device update parameters.
+    It does not depend on the tier where pages rest. Only cases named "device updates" make the device update
+    parameters.
     """
     updated: list[int] = []
     update = DeviceUnits.update

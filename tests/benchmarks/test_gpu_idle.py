@@ -1,4 +1,8 @@
-"""Tests of benchmarks/gpu_idle.py: unions of intervals, reading of traces, and a step without a GPU."""
+"""Tests of benchmarks/gpu_idle.py, which reports how much of a training step a GPU is idle.
+
+They cover the arithmetic of busy intervals, reading torch profiler traces, a step on a machine without a GPU,
+and the initial values of the benchmark's model.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +117,11 @@ def test_a_pattern_meets_itself_in_no_matrix(width: int) -> None:
 
 
 def test_a_pattern_fills_a_model_like_its_own_initialiser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices have the initialiser's distribution and no two equal rows. Every run gives the same values."""
+    """fill_by_pattern gives matrices the mean and the deviation that the model's initialiser gives them.
+
+    Vectors get the initialiser's values. No two rows of a matrix are equal, and every run gives the same
+    values.
+    """
     monkeypatch.setattr(pattern, "_LENGTH", 4001)  # shorter than a matrix, as for large models
     found, again = patterned(), patterned()
     torch.manual_seed(0)

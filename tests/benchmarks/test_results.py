@@ -48,7 +48,7 @@ def numbers(data: Any, *, below: tuple[str, ...] = ()) -> Iterator[float]:
 
 
 def stated(figure: dict[str, Any], *keys: str) -> list[str]:
-    """The numbers in the text of a figure, from the values of the given keys."""
+    """Return all numbers, as text, that `figure` of a result file has in its texts under the given keys."""
     return NUMBER.findall(" ".join(figure[key] or "" for key in keys))
 
 
@@ -59,10 +59,10 @@ def is_one_of(text: str, values: set[float]) -> bool:
 
 
 def of_turns(data: dict[str, Any], contender: str) -> dict[str, str | None]:
-    """The text of a figure for one contender in the data of benchmarks/train.py.
+    """Return the texts that a result file must show for one contender, made from benchmarks/train.py's data.
 
-    It has the median step time and peak RSS of the contender and of the peer, and the median, minimum and
-    maximum of their ratio.
+    They are the median step time and the peak RSS of the peer ("peer") and of the contender ("ours"), the
+    median of the ratios between both ("ratio"), and the least and the largest ratio ("spread").
     """
 
     def cell(name: str) -> str:

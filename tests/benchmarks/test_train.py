@@ -122,7 +122,10 @@ def test_contenders_in_turns_and_one_that_does_not_start(ran: dict[str, Ran]) ->
 
 
 def test_fresh_processes_and_ours_that_fails(ran: dict[str, Ran]) -> None:
-    """Each turn starts training anew, and a contender that fails does not stop the next one."""
+    """With `--processes fresh` a contender trains anew in each of its turns, so its losses repeat.
+
+    A contender that fails does not stop the next one, but the benchmark then exits with 1.
+    """
     done = ran["fresh"]
     assert done.code == 1
     report = done.report
@@ -244,7 +247,7 @@ def test_processes_are_kept_if_their_peaks_fit_in_memory_with_what_compute_takes
 
 
 class Canned:
-    """A fake of a contender's process. Every turn has the same result. A turn after the end is an error."""
+    """A fake of a contender's process: every turn() returns the same result, and fails after finish()."""
 
     def __init__(self, turn: dict[str, Any]) -> None:
         self._turn, self.name, self.timeout, self._ended = turn, "canned", 1.0, False
@@ -269,7 +272,7 @@ class Canned:
 def test_an_early_end_leaves_no_process_and_no_file(warm: None, tmp_path: Path) -> None:
     """A benchmark that gets SIGINT, SIGTERM or SIGKILL leaves no child process running.
 
-    Except after SIGKILL, it also removes its files. The three benchmarks run side by side.
+    Except after SIGKILL, it also removes its files. Three benchmarks, one for each signal, run side by side.
     """
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     directories = {end: tmp_path / end.name for end in ends}

@@ -180,7 +180,7 @@ def test_a_disk_that_is_full(out: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_write_is_asked_for_its_result(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the first write fails the export, and so does an error of the last write."""
+    """The export fails if its first or its last write fails, so no write's result is ignored."""
     real = aiofiles.open
     calls: list[int] = []
     failing: list[int] = []
@@ -273,7 +273,10 @@ def test_an_interrupt_between_tensors(out: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interrupt_while_a_file_is_written(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes sends SIGINT while the caller waits for the write or is about to wait."""
+    """Ctrl-C while a file is written raises KeyboardInterrupt in export(), and nothing is left behind.
+
+    The writing thread sends the signal to the caller, which waits for the write or is about to wait.
+    """
     real = os.fsync
     caller = threading.get_ident()
     calls: list[int] = []

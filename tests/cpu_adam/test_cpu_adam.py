@@ -254,9 +254,10 @@ def test_flushing_denormals_changes_nothing() -> None:
 
 
 def reference_blocks(x: torch.Tensor) -> list[float]:
-    """The sum of squares of each block of `x`, added up in numpy in the order that the kernels must use.
+    """Return the sum of squares of each block of BLOCK elements of `x`, computed in numpy.
 
-    The order is defined by [Note: fixed lanes] in csrc/cpu_adam/formats.hpp.
+    The squares are added in the order that the kernels must use, which [Note: fixed lanes] in
+    csrc/cpu_adam/formats.hpp defines.
     """
     sums = []
     squares = x.numpy().astype(np.float64) ** 2

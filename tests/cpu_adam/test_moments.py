@@ -28,7 +28,10 @@ def pool(request: pytest.FixtureRequest) -> Any:
 
 
 def stored(plain: State, form: str) -> State:
-    """The arguments of an Update for the float32 states `plain`. Moments are rounded to nearest in `form`."""
+    """Convert the float32 states `plain` to the tensors that cpu_adam.Update takes, by argument name.
+
+    form: the format of the moments, "bf16" or "int8", to which they are rounded to nearest.
+    """
     found = {"parameter": plain["parameter"].clone()}
     for name, span in SPANS.items():
         if form == "bf16":
@@ -39,7 +42,7 @@ def stored(plain: State, form: str) -> State:
 
 
 def read(now: State, form: str) -> State:
-    """The float32 states that the arguments of an Update hold. form: the format of the moments."""
+    """Convert tensors made by `stored` back to float32 states. form: the format of the moments."""
     found = {"parameter": now["parameter"].clone()}
     for name, span in SPANS.items():
         if form == "bf16":
@@ -50,9 +53,9 @@ def read(now: State, form: str) -> State:
 
 
 def width(values: torch.Tensor, name: str, form: str) -> torch.Tensor:
-    """The distance between each finite value's two neighbours in the format `form`, as float64.
+    """Return the distance between the two numbers of the format `form` around each finite value, as float64.
 
-    name: the name of the moment.
+    name: "first_moment" or "second_moment", whose int8 codes differ.
     """
     if form == "int8":
         return code_step(values, SPANS[name])
@@ -61,7 +64,7 @@ def width(values: torch.Tensor, name: str, form: str) -> torch.Tensor:
 
 
 def ordinary(n: int, seed: int = 1) -> State:
-    """Make states and gradients as in training: heavy tails, zeros, denormals, rows of unlike sizes."""
+    """Make states and gradients as in training: heavy tails, zeros, denormals, ranges of huge values."""
     random = torch.Generator().manual_seed(seed)
     size = torch.exp(3 * torch.randn(n, generator=random)) * 1e-3
     size[n // 2 : n // 2 + 200] = 0.0
@@ -130,7 +133,10 @@ def test_an_update_is_within_its_bound_of_fp64(pool: ThreadPool, form: str) -> N
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_second_moment_is_never_less_than_half_of_what_it_should_be(pool: ThreadPool, form: str) -> None:
-    """m / sqrt(v) is at most 1.42 times its fp32 value, however large the largest element of the block is."""
+    """The change of a parameter is at most 1.42 times that with moments in fp32.
+
+    This holds although int8 moments in a block share one scale, which the block's largest element sets.
+    """
     n = 64 * 600
     grad = torch.exp(12 * torch.randn(n, generator=torch.Generator().manual_seed(0))) * 1e-8
     grad = grad.clamp(1e-18, 1e18)

@@ -1,4 +1,7 @@
-"""Placement: tests of hyperthread siblings, CPU quotas, and cores that are left to the trainer."""
+"""Tests of the choice of CPUs for update threads.
+
+They take one CPU of each core, respect the cgroup's CPU quota, and leave cores to the training itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of cpu_adam's thread pool (order, waiting, lifetime, fork, exit, placement) and of bad input."""
+"""Tests of cpu_adam's thread pool: order of work, waiting, lifetime, fork, exit, and CPUs of its threads.
+
+Wrong arguments must raise errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that the OpenMP threads of a waiting thread do the updates, with bits equal to the thread pool's."""
+"""Tests of updates by OpenMP: while a thread waits for updates, its OpenMP threads compute them.
+
+The threads of cpu_adam's pool sleep meanwhile, and the bits are the same as if they had computed.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,9 @@ from infinity.cpu_adam import Segment, ThreadPool, Update
 
 
 def woken() -> Callable[[], int]:
-    """Return a function that counts how often the pools' threads have woken up since `woken` was called.
+    """Return a function that counts how often the threads of all update pools have woken up since this call.
 
-    Threads of earlier pools may still be ending. They do not wake up any more, so they add nothing to the
-    count.
+    Threads of closed pools may still be ending. They do not wake up any more, so they add nothing.
     """
 
     def times(task: int) -> int | None:
@@ -51,7 +53,7 @@ def update_of(n: int) -> Update:
 
 @pytest.fixture
 def openmp_threads() -> Iterator[Callable[[int], None]]:
-    """A function that sets the number of threads of torch. The fixture restores the number afterwards."""
+    """Give the test a function that sets torch's number of threads, and restore the number afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -101,7 +103,7 @@ def test_a_model_trains_to_the_same_bits_whoever_does_its_updates(
     openmp_threads(2)
 
     def trained(threads: int) -> dict[str, torch.Tensor]:
-        """The parameters after three steps. threads: the number of threads of the update pool.
+        """Train three steps, and return the parameters. threads: the number of threads of the update pool.
 
         A pool of two threads leaves its updates to OpenMP's two threads. A wider pool does them itself.
         """

@@ -78,9 +78,9 @@ def _refused(self: Path, content: bytes) -> int:
 KINDS = pairwise(
     {"rule": range(len(RULES)), "formats": ((0, 0, 0), (1, 4, 2), (2, 3, 1)), "architecture": ARCHITECTURES}
 )
-"""Cases of test_nothing_is_fused_approximated_or_flushed.
+"""Kinds of updates that test_nothing_is_fused_approximated_or_flushed compiles, each for one architecture.
 
-formats: the formats of gradients, parameters and moments, as numbers.
+formats: the numbers of the formats of gradients, parameters and moments.
 """
 
 

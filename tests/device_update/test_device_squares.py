@@ -16,9 +16,10 @@ from infinity.device_update.table import Chunk
 
 
 def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, float]:
-    """The sum of squares of each parameter, as the device measures it.
+    """Have the device measure the sum of squares of each parameter's gradient, and return the sums by name.
 
-    values: each parameter's gradient in pieces of whole blocks. Each piece becomes a chunk of its own.
+    values: each gradient in pieces, each of which becomes a chunk of its own. All pieces of a gradient but
+    the last have a multiple of BLOCK elements. Asserts that two launches suffice.
     """
     chunks = []
     for name, pieces in values.items():

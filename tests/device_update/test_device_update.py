@@ -84,7 +84,7 @@ def check_bits(plain: Arrays, device: str, rule: Any, *, dtype: torch.dtype, mas
 @pytest.mark.parametrize("rule", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_update_has_the_bits_of_the_cpus(form: str, rule: str, device: str) -> None:
-    """The values are ordinary numbers, denormals, zeros of both signs, infinities and NaNs with payloads."""
+    """The device's results have the CPU's bits for all formats, also for denormals, infinities and NaNs."""
     number = _cpu_adam.fold(CASES[rule].native(), 1.0)[0]
     every = product(range(len(DTYPES)), range(len(PARAMETERS)))
     # All kinds are compiled together, since compiling one kind alone takes half as long as compiling all.
@@ -109,7 +109,10 @@ def test_edges_against_each_other_have_the_bits_of_the_cpus(rule: str, device: s
 @pytest.mark.parametrize("rule", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_ten_million_values_have_the_bits_of_the_cpus(form: str, rule: str) -> None:
-    """Ten million values are spread over all formats of parameters and gradients."""
+    """The device's results have the CPU's bits for ten million values.
+
+    The values are spread over all formats of parameters and gradients.
+    """
     kinds = list(product(GRADIENTS, MASTERS))
     given, g = adversarial(10_000_000 // len(kinds) // 2)
     n = g.numel()
@@ -122,7 +125,10 @@ def test_ten_million_values_have_the_bits_of_the_cpus(form: str, rule: str) -> N
 @each_device
 @pytest.mark.parametrize("form", FORMS)
 def test_a_parameter_in_pieces_has_the_bits_of_one(form: str, device: str) -> None:
-    """The pieces may lie in any order, and a piece may have any whole number of blocks."""
+    """A parameter that is updated as several segments gets the bits of an update in one segment.
+
+    The segments may come in any order, and each but the last has a multiple of CODE_BLOCK elements.
+    """
     n = 3 * BLOCK + 37
     plain = {"grad": floats(3, n, finite=True).clamp(-2, 2), **states(n, finite=True)}
     given = stored(plain, form, "split")
@@ -173,7 +179,10 @@ def test_parameters_without_a_turn_stay_as_they_are() -> None:
 
 
 def test_hyper_parameters_are_folded_as_for_the_cpu() -> None:
-    """Steps and scales are chosen so that the constants derived from hyper-parameters are rounded."""
+    """Constants derived from hyper-parameters, such as bias corrections, have the same bits as on the CPU.
+
+    Steps and scales are chosen so that these constants have to be rounded.
+    """
     n = 1000
     plain = {"grad": floats(3, n, finite=True).clamp(-2, 2), **states(n, finite=True)}
     for rule, scale in product(CASES.values(), (1.0, 1 / 3, -1e-9)):
@@ -196,9 +205,10 @@ def test_a_rule_without_momentum_leaves_the_buffer_alone() -> None:
 
 
 def many(count: int, hypers: int) -> tuple[Arrays, dict[str, Any]]:
-    """Return the arrays and the other arguments of an update of `count` parameters, of one block each.
+    """Return (arrays, other arguments) of an update of `count` small parameters.
 
-    The parameters use the `hypers` different sets of hyper-parameters in turn.
+    Each parameter has at most CODE_BLOCK elements. hypers: the number of different sets of hyper-parameters,
+    which the parameters use in turn.
     """
     n = count * CODE_BLOCK
     given = stored(

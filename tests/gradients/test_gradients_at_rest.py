@@ -116,9 +116,10 @@ ELEMENTS = 6 * 64 * 64
 def opened(
     directory: Path, homes: dict[Kind, Tier], *, declared: bool, compute: str = "bf16", apart: bool = False
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Offload a model with all pages at these homes: (model, runtime). Staging has room for all chains.
+    """Offload Halves() with its pages at `homes`, and yield (model, runtime).
 
-    declared: declare one backward a step. apart: give the device memory of its own.
+    declared: declare one backward a step. apart: give the device memory of its own. There is room to read,
+    update and write all chunks at the same time.
     """
     model = Halves()
     optimizer = adamw(model)
@@ -149,7 +150,7 @@ def backward(model: nn.Module, number: int) -> None:
 
 
 def moved(runtime: Any, *edges: Edge) -> list[int]:
-    """The bytes moved so far over each of these edges between tiers, after all transfers have ended."""
+    """Wait until all transfers have ended, and return the bytes moved so far over each of these edges."""
     runtime._components.store.settle()
     return [runtime.stats.edges[edge].bytes for edge in edges]
 
@@ -198,7 +199,11 @@ def test_bytes_to_and_from_the_disk(declared: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("declared", DECLARED)
 def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tmp_path: Path) -> None:
-    """The CPU's update brings the gradients of a chunk back from the device, 2 or 4 bytes an element."""
+    """The CPU's update fetches gradients that rest on the device, and the bytes are those that the plan says.
+
+    An element takes 2 bytes if one backward a step is declared, and 4 bytes otherwise. Besides, only the
+    parameters are fetched.
+    """
     with opened(tmp_path, NEAR, declared=declared, apart=True) as (model, runtime):
         of_a_step(runtime, model, 0, Edge.DEVICE_TO_HOST)
         _, (down,) = of_a_step(runtime, model, 1, Edge.DEVICE_TO_HOST)
@@ -369,9 +374,10 @@ def test_what_rests_in_the_dtype_of_sums_takes_more(compute: str, accumulate: st
 
 
 def test_of_reentrant_checkpoints_a_shared_module_has_one_each(tmp_path: Path) -> None:
-    """A module shared by two reentrant checkpoints gets a gradient from each checkpoint in turn.
+    """A module that two reentrant checkpoints share gets two gradients in one backward, one per checkpoint.
 
-    With parameters in fp32 the gradients are added. With parameters in bf16 the second one is an error.
+    With parameters in fp32 the gradients are added. With parameters in bf16 and one backward declared, the
+    second gradient raises ConfigError.
     """
     entry = zoo.entry("reentrant")
     wide, single = (

@@ -1,6 +1,6 @@
-"""Tests of the loss scale: gradients are scaled where they enter at the root module's output.
+"""Tests of the loss scale: gradients of the root module's outputs are multiplied by it.
 
-The output may be any of several containers.
+Gradients of the root module's inputs are divided by it. The outputs may be in any of several containers.
 """
 
 from __future__ import annotations

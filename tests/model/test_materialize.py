@@ -266,7 +266,7 @@ def test_only_what_is_asked_for() -> None:
 
 
 def test_one_module_at_a_time_is_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most the elements of one module are alive whenever values are handed over."""
+    """Whenever materialize() passes on a parameter's values, only tensors of one module are in memory."""
     made: list[tuple[StorageWeakRef, int]] = []
     original = torch.empty_strided
 

@@ -166,7 +166,10 @@ def train(
     optimizer: torch.optim.Optimizer,
     gradients: Callable[[nn.Module], dict[str, Tensor | None]],
 ) -> tuple[list[float], dict[str, Tensor | None]]:
-    """Train STEPS steps, and return the losses of all steps and the gradients of the first step."""
+    """Train STEPS steps, and return the losses of all steps and the gradients of the first step.
+
+    inputs: makes the model's arguments for a step. gradients: reads the gradients of the model, by name.
+    """
     losses: list[float] = []
     first: dict[str, Tensor | None] = {}
     for step in range(STEPS):

@@ -109,10 +109,11 @@ class Borrower(nn.Module):
 
 
 def gradients_of_two(models: tuple[nn.Module, nn.Module], read: tuple[Read, Read]) -> list[Tensor | None]:
-    """The gradients of two models, one of which is called inside the other, and a weight after an edit.
+    """Run two backwards and an edit of a weight, each of which involves both models.
 
-    models: (outer, inner). read: for each model, the function that reads a parameter's gradient. The
-    gradients also include those of an operation on parameters of both models.
+    Returns all gradients and the edited weight. models: (outer, inner), where outer calls inner in its
+    forward. read: for each model, the function that reads a parameter's gradient. The second backward is of
+    the product of one weight of each model.
     """
     outer, inner = models
     outer(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()

@@ -231,7 +231,10 @@ def test_a_gradient_that_is_not_finite_ends_the_step(tmp_path: Path) -> None:
 
 
 def test_a_backward_that_broke_off_can_be_left_behind(tmp_path: Path) -> None:
-    """Units that an interrupted backward had updated have one optimizer step more than the others."""
+    """After an exception in a backward, zero_grad() and another step work.
+
+    Units that the first backward had already updated have then made two optimizer steps, and the others one.
+    """
     with opened(tmp_path) as (model, runtime):
         first = next(iter(model.parameters()))
 
@@ -306,7 +309,7 @@ def test_a_parameter_that_backward_needs_after_its_update_is_named(tmp_path: Pat
 
 
 def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) -> dict[str, torch.Tensor]:
-    """The parameters after two steps. fail: called before the second step, to inject a fault."""
+    """Train two steps, and return the parameters. fail: called before the second step, to inject a fault."""
     with opened(directory, faults=faults, more=256 << 10) as (model, runtime):
         for step, inject in enumerate((lambda: None, fail)):
             inject()

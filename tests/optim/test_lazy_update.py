@@ -33,10 +33,11 @@ def opened(
     faults: Any = None,
     more: int = 0,
 ) -> Iterator[Any]:
-    """Offload a model in bf16: (model, runtime, learning rate scheduler).
+    """Offload a model in bf16, and yield (model, runtime, learning rate scheduler).
 
-    model: None makes a small model with tied parameters. more: bytes of host budget beyond what `home`
-    needs.
+    Asserts at the end that no file is left. home: one of HOMES in tests/homes.py. model: None makes a small
+    model with tied parameters. faults: injects faults into the runtime's I/O. more: bytes of host budget
+    beyond what `home` needs.
     """
     model = TIED.make() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
