@@ -1,4 +1,4 @@
-"""Random training programs over a few blocks, run with pages at a chosen place, for tests of copy streams.
+"""Random training programs for tests of copy streams. The model has a few blocks, its pages a chosen place.
 
 A number determines a program: which blocks each forward goes through, in which order, how often, and what
 happens between backward and step.
@@ -123,7 +123,7 @@ def budget_of(home: str, kernels: bool = False) -> Any:
 
 
 def trained(number: int, place: Place) -> dict[str, Any]:
-    """The results of program `number` with pages at `place`: losses, gradients, parameters, states."""
+    """Run program `number` with pages at `place`, and return losses, gradients, parameters and states."""
     model = Blocks()
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)

@@ -292,7 +292,7 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
 
 
 class Recorded:
-    """A wrapper of a link that records the names of the methods called."""
+    """A wrapper of the link between host and device that records the names of the methods called."""
 
     def __init__(self, link: Any) -> None:
         self._link = link

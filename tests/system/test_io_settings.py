@@ -1,4 +1,4 @@
-"""Tests of the settings that `infinity tune` keeps: found for the same disk, or ignored with a note."""
+"""Tests of I/O settings that `infinity tune` kept: used for the disk that was tuned, ignored if unusable."""
 
 import json
 import os
