@@ -72,9 +72,10 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, **options: Any) -> torch.optim.Optimizer:
-    """The recipe's optimizer over all parameters, frozen ones included.
+    """Make the recipe's torch optimizer over all parameters, frozen ones included.
 
-    Where the recipe has two groups, they are the matrices and the rest.
+    Where the recipe has two groups, they are the matrices and the rest. options: further arguments of the
+    optimizer, such as fused.
     """
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters}]

@@ -154,7 +154,7 @@ def forwards() -> st.SearchStrategy[Forward]:
 
 
 def models() -> st.SearchStrategy[tuple[Part, ...]]:
-    """A strategy for the argument of `Stack`. The first part of a model is never frozen."""
+    """A Hypothesis strategy for the argument of `Stack`. The first part of a model is never frozen."""
     part: Any = st.builds(
         Part,
         kind=st.sampled_from([*KINDS, "tied", "tied"]),

@@ -1,4 +1,5 @@
-"""Random training programs for tests of copy streams. The model has a few blocks, its pages a chosen place.
+"""Random training programs for tests of copy streams. They train a model of a few blocks whose pages rest at
+a chosen place.
 
 A number determines a program: which blocks each forward goes through, in which order, how often, and what
 happens between backward and step.
@@ -72,8 +73,8 @@ class Place:
 def program_of(number: int, update: str) -> list[Step]:
     """The three steps of program `number`.
 
-    Eager updates begin in the backward. With them nothing is read, clipped or evaluated before a step, and a
-    step uses each block at most once.
+    Eager updates begin in the backward. With them, a program reads and clips no gradients, evaluates nothing
+    before a step, and uses no block twice in a step.
     """
     draw = random.Random(number)
     eager = update == "eager"

@@ -31,6 +31,6 @@ class StagedGradients:
         monkeypatch.setattr(Chain, "compute", counting)
 
     def count(self) -> int:
-        """Bytes of gradients found in staging since the last call, in whole 4 KiB blocks."""
+        """Return the bytes of gradients found in staging since the last call, each rounded up to 4 KiB."""
         found, self._nbytes = self._nbytes, 0
         return found

@@ -29,7 +29,7 @@ from infinity.tiers.link import CpuLink
 WIDTH = 64
 UNITS = 6
 PAGE = 20480
-"""Bytes of a unit, which is a float32 matrix and a bias, in whole 4 KiB blocks."""
+"""Bytes of a unit's page, which holds a float32 matrix and a bias, rounded up to a multiple of 4 KiB."""
 
 
 class Layers(nn.Module):
