@@ -26,7 +26,10 @@ class Part:
 
 
 class Wide(nn.Module):
-    """Two linear layers with `size` features between. For 700 features each exceeds the smallest chunk."""
+    """Two linear layers with `size` features between them.
+
+    With 700 features, the weight of either layer is larger than the smallest chunk.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()

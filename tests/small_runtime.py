@@ -40,10 +40,10 @@ def opened(
     states: str = "fp32",
     device_factor: int = 1,
 ) -> Iterator[Any]:
-    """The runtime of the model on the device where it is, with its pages at `home`, trained by AdamW.
+    """Offload the model, trained by AdamW, to the device where it is. Yields the runtime.
 
-    device_factor: a factor by which the device budget is multiplied. Above 1, parameters may rest on the
-    device, too. Asserts at the end that nothing is left in the directory.
+    home: where pages rest (see homes.py). device_factor: a factor by which the device budget is multiplied.
+    Above 1, parameters may rest on the device, too. Asserts that nothing is left in the directory at the end.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute, states=states)

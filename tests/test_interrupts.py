@@ -1,4 +1,6 @@
-"""Runtimes under I/O faults in operations other than training steps, and under interrupts at any time."""
+"""Tests of runtimes under I/O faults outside training steps, and under interrupts: the work can be repeated, or
+errors say that it cannot, and the runtime can be closed.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class TinyJob:
         return found
 
     def on_disk(self, capsys: pytest.CaptureFixture[str], *more: object) -> list[str]:
-        """The options of the smallest budgets, so that as many pages as possible rest on disk.
+        """Return the options for the smallest budgets, so that as many pages as possible rest on disk.
 
         more: the other options of the run.
         """
@@ -114,7 +114,10 @@ class TinyJob:
         return run_json(capsys, self.arguments("train", "--json", *more, model=model))
 
     def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
-        """Start the command `infinity` in a process of its own. script: whether it has the preset "tiny"."""
+        """Start the command `infinity` in a process of its own.
+
+        script: whether the command has the preset "tiny". how: arguments of subprocess.Popen.
+        """
         program = [__file__] if script else ["-m", "infinity"]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
         environment = {

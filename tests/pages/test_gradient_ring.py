@@ -35,7 +35,7 @@ from infinity.tiers import Tier
 from infinity.tiers import driver as driver_module
 
 WATCHDOG = 30
-"""Seconds after which copies that `held` holds back go on, and the test fails."""
+"""Seconds for which `held` holds copies back at most. Then the copies go on, and the test fails."""
 
 BIG = 4 * BLOCK
 """Elements of a float32 gradient that fills four blocks of the ring. The smallest ring has two blocks."""
@@ -94,8 +94,8 @@ def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> I
 def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
     """Hold back copies from the device to the host inside the `with`. Yields a function that lets them go on.
 
-    Asserts that nobody waits for the held copies. A wait would last until a watchdog lets the copies go after
-    WATCHDOG seconds, which the assertion sees.
+    Asserts that nobody waits for the held copies: after WATCHDOG seconds a watchdog lets them go, so that the
+    wait ends, and the assertion fails.
     """
     down = runtime._components.store.link.streams["down"]
     late: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests of timing a step's operations one by one: all are recorded, and timing them changes nothing else."""
+"""Tests of timing a step's operations one by one: none is left out, and timing leaves nothing behind."""
 
 import weakref
 from collections import Counter

@@ -56,7 +56,11 @@ def opened(
     faults: Any = None,
     update: str = "auto",
 ) -> Iterator[tuple[Any, Any]]:
-    """(model, runtime) with all pages on disk and room for `units` resident parameter pages."""
+    """Offload Layers with all pages on disk and room for `units` resident parameter pages: (model, runtime).
+
+    home: "nvme", or "unified-nvme" where the device's memory is RAM. compute: of Precision. faults: injected
+    into the disk's I/O. update: of `offload`.
+    """
     torch.manual_seed(3)
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -326,7 +330,7 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
 def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """Train six steps with this link to the device, and return (loss, misses) of each step.
 
-    The second step uses other layers in another order. misses: `Stats.misses`.
+    The second step uses other layers, in another order. misses: as in Stats.
     """
     monkeypatch.setattr("infinity.pages.store.open_link", lambda device: link)
     directory.mkdir()
