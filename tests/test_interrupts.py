@@ -1,4 +1,4 @@
-"""Tests of runtimes under I/O faults outside training steps, and under interrupts: the work can be repeated, or
+"""Tests of runtimes under I/O faults outside training steps, and under interrupts: work can be repeated, or
 errors say that it cannot, and the runtime can be closed.
 """
 
