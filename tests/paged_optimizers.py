@@ -1,4 +1,4 @@
-"""Small optimizers of every kind, and PagedOptimizers that take them over with a backend in memory."""
+"""Small torch optimizers of every kind, and a fixture that replaces one by a PagedOptimizer without pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.
 
 
 def build(kind: str, values: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer with two groups. The second has another learning rate and, for "momentum", no momentum."""
+    """Make a torch optimizer over `values` in two groups. kind: a key of KINDS.
+
+    The second group has another learning rate and, for "momentum", no momentum.
+    """
     make, options = KINDS[kind]
     second = {"params": values[2:], "lr": 0.02}
     return make(
@@ -63,9 +66,9 @@ def pool() -> Iterator[ThreadPool]:
 
 @pytest.fixture
 def page(pool: ThreadPool) -> Callable[[torch.optim.Optimizer], tuple[PagedOptimizer, MemoryBackend]]:
-    """A function that has a PagedOptimizer take an optimizer over, as `offload` does.
+    """A function that replaces a torch optimizer by a PagedOptimizer, as `offload` does.
 
-    It returns (paged optimizer, backend) and retires the optimizer that was given.
+    It returns (paged optimizer, its backend in memory). The replaced optimizer then refuses to be used.
     """
 
     def take_over(optimizer: torch.optim.Optimizer) -> tuple[PagedOptimizer, MemoryBackend]:

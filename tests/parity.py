@@ -72,9 +72,10 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, **options: Any) -> torch.optim.Optimizer:
-    """The recipe's optimizer over all parameters, frozen ones included.
+    """Make the recipe's torch optimizer over all parameters, frozen ones included.
 
-    Where the recipe has two groups, they are the matrices and the rest.
+    Where the recipe has two groups, they are the matrices and the rest. options: further arguments of the
+    optimizer, such as fused.
     """
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters}]
@@ -251,7 +252,7 @@ def _trained(
 
 @contextlib.contextmanager
 def injected(faults: Faults | None) -> Iterator[None]:
-    """Inject these faults into the disk I/O of runtimes that are opened in the block."""
+    """Inject faults, if any, into the disk I/O of runtimes that are opened inside the `with`."""
     if faults is None:
         yield
         return
@@ -313,11 +314,11 @@ def loss_distance(left: Run, right: Run) -> float:
 
 
 def check_losses(entry: Entry, recipe: Recipe, run: Run, truth: Run) -> None:
-    """Assert that the relative difference of the two runs' losses is at most 1e-5, or 5e-4 for bfloat16.
+    """Assert that the relative difference between the losses of `run` and `truth` is at most 1e-5.
 
-    A difference of up to twice that between torch's fused and foreach optimizers is allowed as well. The
-    bound for bfloat16 is larger because an update that differs in its last bit may round a parameter the
-    other way.
+    For bfloat16 the bound is 5e-4, because an update that differs in its last bit may round a parameter the
+    other way. A larger difference is allowed if it is at most twice the difference between torch's own fused
+    and foreach optimizers.
     """
     train, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 5e-4)
     distance = loss_distance(run, truth)

@@ -76,7 +76,7 @@ def check_nothing_left(
 
 @contextlib.contextmanager
 def nothing_left(*, garbage: bool = False) -> Iterator[None]:
-    """Assert after the block that no new descriptor or thread is left, unless the block raises.
+    """Assert at the end of the `with` that no new descriptor or thread is left, unless its body raised.
 
     garbage: collect garbage before each look.
     """

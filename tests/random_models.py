@@ -26,7 +26,10 @@ class Part:
 
 
 class Wide(nn.Module):
-    """Two linear layers with `size` features between. For 700 features each exceeds the smallest chunk."""
+    """Two linear layers with `size` features between them.
+
+    With 700 features, the weight of either layer is larger than the smallest chunk.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -154,7 +157,7 @@ def forwards() -> st.SearchStrategy[Forward]:
 
 
 def models() -> st.SearchStrategy[tuple[Part, ...]]:
-    """A strategy for the argument of `Stack`. The first part of a model is never frozen."""
+    """A Hypothesis strategy for the argument of `Stack`. The first part of a model is never frozen."""
     part: Any = st.builds(
         Part,
         kind=st.sampled_from([*KINDS, "tied", "tied"]),

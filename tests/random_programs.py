@@ -1,4 +1,5 @@
-"""Random training programs over a few blocks, run with pages at a chosen place, for tests of copy streams.
+"""Random training programs for tests of copy streams. They train a model of a few blocks whose pages rest at
+a chosen place.
 
 A number determines a program: which blocks each forward goes through, in which order, how often, and what
 happens between backward and step.
@@ -72,8 +73,8 @@ class Place:
 def program_of(number: int, update: str) -> list[Step]:
     """The three steps of program `number`.
 
-    Eager updates begin in the backward. With them nothing is read, clipped or evaluated before a step, and a
-    step uses each block at most once.
+    Eager updates begin in the backward. With them, a program reads and clips no gradients, evaluates nothing
+    before a step, and uses no block twice in a step.
     """
     draw = random.Random(number)
     eager = update == "eager"
@@ -123,7 +124,7 @@ def budget_of(home: str, kernels: bool = False) -> Any:
 
 
 def trained(number: int, place: Place) -> dict[str, Any]:
-    """The results of program `number` with pages at `place`: losses, gradients, parameters, states."""
+    """Run program `number` with pages at `place`, and return losses, gradients, parameters and states."""
     model = Blocks()
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)

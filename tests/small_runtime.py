@@ -1,4 +1,4 @@
-"""Runtimes over models of the zoo, for tests of what users may do with a model whose pages are elsewhere."""
+"""Runtimes over small models, for tests of what users may do with a model whose parameters are paged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Gradients = Callable[[], dict[str, Tensor | None]]
 
 
 def two_layers(width: int = 64) -> nn.Sequential:
-    """A model of two linear layers, which has more than one page where room is short."""
+    """A model of two linear layers with `width` features. In a small budget it has more than one page."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
@@ -40,10 +40,10 @@ def opened(
     states: str = "fp32",
     device_factor: int = 1,
 ) -> Iterator[Any]:
-    """The runtime of the model on the device where it is, with its pages at `home`, trained by AdamW.
+    """Offload the model, trained by AdamW, to the device where it is. Yields the runtime.
 
-    device_factor: a factor by which the device budget is multiplied. Above 1, parameters may rest on the
-    device, too. Asserts at the end that nothing is left in the directory.
+    home: where pages rest (see homes.py). device_factor: a factor by which the device budget is multiplied.
+    Above 1, parameters may rest on the device, too. Asserts that nothing is left in the directory at the end.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute, states=states)
@@ -102,9 +102,10 @@ def in_both(
     of: Entry = TIED,
     device_factor: int = 1,
 ) -> tuple[Any, Any]:
-    """What `act(model, gradients)` returns for a model with pages, and for the same model without a runtime.
+    """Call `act(model, gradients)` on a paged model and on an equal plain model, and return both results.
 
-    The second argument of `act` is a function that returns copies of all gradients of the model by name.
+    gradients: a function without arguments that returns copies of all gradients of the model by name. of: the
+    model's entry in the zoo. home, device_factor: as in `opened`.
     """
     plain = of.make(device)
     expected = act(plain, lambda: gradients_of(plain))

@@ -1,7 +1,7 @@
-"""Gradients that updates find in staging and that never were on a disk: tests of bytes moved count them.
+"""A counter of gradients that updates find in staging, so that these gradients are never read from a disk.
 
-How many gradients stay staged depends on where leases lie in the pool, and thereby on when writes end. No
-formula gives this number.
+Tests of bytes moved subtract them from what their formulas give. How many gradients stay in staging depends
+on where leases lie in the pool, and thereby on when writes end, so that no formula gives this number.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ class StagedGradients:
         monkeypatch.setattr(Chain, "compute", counting)
 
     def count(self) -> int:
-        """Bytes of gradients found in staging since the last call, in whole 4 KiB blocks."""
+        """Return the bytes of gradients found in staging since the last call, each rounded up to 4 KiB."""
         found, self._nbytes = self._nbytes, 0
         return found

@@ -9,12 +9,15 @@ import pytest
 from alone import Machine
 
 SOON = 0.2
-"""Seconds in which a worker that is not held back would have entered."""
+"""Seconds within which a Worker sets its event `entered`, unless it has to wait for other Workers."""
 BOUND = 30.0
 
 
 class Worker:
-    """A thread that stands for a worker process: it has a Machine of its own over the same lock files."""
+    """A thread that stands for a worker process of pytest, which runs a test until leave() is called.
+
+    It has a Machine of its own, over lock files that all Workers share. alone: whether its test is alone.
+    """
 
     def __init__(self, directory: Path, *, alone: bool) -> None:
         self.entered, self._leave = threading.Event(), threading.Event()

@@ -31,7 +31,10 @@ def offload(model: nn.Module, optimizer: Any, directory: Path, **options: Any) -
 def check_refused(
     error: type[InfinityError], model: nn.Module, optimizer: Any, directory: Path, **options: Any
 ) -> None:
-    """Assert that offloading raises `error` with a cure, and leaves the model unchanged and no file."""
+    """Assert that `offload` raises `error` with a cure, and leaves no file in the directory.
+
+    Values and types of the model's parameters must be as before. options: see `offload` above.
+    """
     before = copied(model.state_dict())
     kinds = [type(each) for each in model.parameters()]
     with pytest.raises(error) as caught:

@@ -1,4 +1,5 @@
-"""Random training on a device whose streams are late at random: all accesses are ordered, all bits equal.
+"""Random training on a device whose streams are late at random: the device's checker finds an order for every
+access to memory, and results have the bits of a run without streams.
 
 A seed determines a program (which blocks each forward goes through, in which order, how often, what happens
 between backward and step), where pages rest, when updates run, and how late the device's streams are.
@@ -30,14 +31,14 @@ from infinity.tiers.copy_streams import Order
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
 UPDATES = ("lazy", "eager", "sync")
 SEEDS_OF_A_PROGRAM = 45
-"""Number of successive seeds that have the same program: three for each place, which share one expected
-result without streams.
+"""Number of successive seeds that have the same program: three seeds for each of the 15 places. The three
+share one expected result, which is computed without streams.
 """
 
 
 @functools.cache
 def without_streams(number: int, place: Place) -> dict[str, Any]:
-    """The results of program `number` at `place` without streams, where every copy is done at once."""
+    """Run program `number` at `place` without streams, every copy done at once, and return the results."""
     return trained(number, place)
 
 
@@ -73,7 +74,10 @@ def test_updates_on_the_device_are_ordered_too(update: str) -> None:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, an update on the CPU is waited for only when its outcome is used."""
+    """Accesses are ordered and bits are equal, too, if an update on the CPU runs while the model goes on.
+
+    As on a GPU, the update is waited for only when its outcome is used.
+    """
     made = Updater.__init__
 
     def apart(updater: Updater, *arguments: Any, **options: Any) -> None:

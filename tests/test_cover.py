@@ -1,4 +1,6 @@
-"""Covers of all pairs, made by the helper `cover`: they hold every pair of values, and are small."""
+"""Tests of the helper `cover`, which chooses combinations of factors' values: every pair of values of two
+factors occurs in some combination, and the combinations are few.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Documents: the files that they name exist, and the package's imports run in the order that they give."""
+"""Tests of the documents: the files that they name exist, and every import in the package goes down the table
+in docs/architecture.md.
+"""
 
 import ast
 import re

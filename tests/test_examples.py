@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def figures(example: str, directory: Path, pattern: str) -> re.Match[str]:
-    """What `pattern` finds in the output of an example that keeps its pages in `directory`.
+    """Run an example that keeps its pages in `directory`, and return what `pattern` finds in its output.
 
     Asserts that the example leaves nothing in the directory.
     """

@@ -1,4 +1,6 @@
-"""Runtimes under I/O faults in operations other than training steps, and under interrupts at any time."""
+"""Tests of runtimes under I/O faults outside training steps, and under interrupts: work can be repeated, or
+errors say that it cannot, and the runtime can be closed.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,10 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [edit, save, save_optimizer, load,
 
 @functools.cache
 def done_well(operation: Callable[[Any, Any], Any]) -> tuple[Any, dict[str, int]]:
-    """((returned value, states afterwards), transfers) of an operation after one step, without faults.
+    """Run an operation after one training step, without faults: ((returned value, states), transfers).
 
-    states: of the model and the optimizer. transfers: their number by kind, such as "read".
+    states: the state dicts of model and optimizer after the operation. transfers: how many transfers to and
+    from the disk the operation made, by kind, such as "read".
     """
     clean("nvme", "bf16")  # not below, where its check for leaked threads would see the other runtime's
     with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:

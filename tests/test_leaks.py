@@ -24,9 +24,11 @@ from infinity.prefetch import trace
 
 WARM = 24
 STEPS, FEW, MANY = 280, 120, 1048
-"""Numbers of steps. An interval has a multiple of 4 steps, the period of the tests' inputs."""
+"""Numbers of steps: of the test of whole training steps, of the other tests, and of the former with -m slow.
+An interval thereby has a multiple of 4 steps, which is the period of the inputs.
+"""
 INTERVALS = 8
-"""Number of equal intervals into which the steps after WARM are divided. Memory is recorded after each."""
+"""Into how many equal intervals the steps after the first WARM are divided. Memory is recorded after each."""
 BYTES_PER_STEP = 16
 """Bytes a step by which the heap and the mappings may grow. A leaked allocation has at least 32 bytes."""
 OBJECTS_PER_STEP = 0.5
@@ -34,9 +36,9 @@ OBJECTS_PER_STEP = 0.5
 
 @pytest.fixture
 def full_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound the trace of a step at four accesses.
+    """Let the trace, which records a step's accesses to pages, grow to four accesses only.
 
-    The trace of a step that never ends grows up to the bound. A test reaches so low a bound at once.
+    Where step() is never called, a trace grows up to its bound. A test reaches so low a bound at once.
     """
     monkeypatch.setattr(trace, "MOST_ACCESSES", 4)
 
@@ -92,7 +94,10 @@ def held(runtime: Any) -> dict[str, Any]:
 
 
 def check_nothing_grows(runtime: Any, act: Callable[[int], None], steps: int) -> None:
-    """Assert that no more is held after `steps` calls of `act` than after WARM, and that no memory grows."""
+    """Assert that `steps` calls of `act` leave no more in use than the first WARM of these calls did.
+
+    This includes what `held` returns, descriptors, threads and memory. `act` gets the number of the call.
+    """
     for step in range(WARM):
         act(step)
     settle(runtime)
@@ -113,7 +118,7 @@ def check_nothing_grows(runtime: Any, act: Callable[[int], None], steps: int) ->
 
 
 def check_no_growth(grown: Growth) -> None:
-    """Assert that memory in use does not grow with the steps."""
+    """Assert that memory in use grows by no more than BYTES_PER_STEP and OBJECTS_PER_STEP."""
     assert len(grown.steps) == INTERVALS + 1
     assert grown.per_step(grown.heap) <= BYTES_PER_STEP, list(grown.heap)
     assert grown.per_step(grown.objects) <= OBJECTS_PER_STEP, list(grown.objects)

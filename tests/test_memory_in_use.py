@@ -1,4 +1,6 @@
-"""The helper `memory_in_use`: counts grow with leaked memory, whoever allocated it, and with nothing else."""
+"""Tests of the helper `memory_in_use`: what it counts grows by leaked memory, whoever allocated it, and by
+nothing else.
+"""
 
 from __future__ import annotations
 

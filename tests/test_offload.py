@@ -1,4 +1,4 @@
-"""infinity.offload of models in RAM, on the meta device and from weight files, to train or only to infer."""
+"""Tests of offloading models in RAM, on the meta device and from weight files, to train or only to infer."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
 def cases() -> list[Any]:
     """Parameters of test_matrix: every combination of FACTORS.
 
-    A few combinations that hold every pair of values run by default, and all others are marked slow.
+    A few combinations, in which every pair of values of two factors occurs, run by default. All others are
+    marked slow.
     """
     quick, found = pairwise(FACTORS), []
     for case in product(FACTORS):
@@ -80,7 +81,7 @@ def cases() -> list[Any]:
 
 def cuda_cases() -> list[Any]:
     """Parameters of test_matrix_on_cuda: for the transformer every combination of CUDA_FACTORS, for the other
-    models a cover of all pairs of values.
+    models a few combinations in which every pair of values of two factors occurs.
     """
     found = []
     for entry in zoo.ENTRIES:

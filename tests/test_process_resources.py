@@ -39,7 +39,7 @@ def test_a_thread_that_leaks_is_named() -> None:
 
 
 def test_a_leak_is_not_hidden_by_what_ends_meanwhile() -> None:
-    """A comparison of counts would not see the leak, because as many threads end as are leaked."""
+    """A leaked thread is found even if another thread ends meanwhile, so that their number is the same."""
     ends = threading.Event(), threading.Event()
     ending, leaked = (threading.Thread(target=each.wait) for each in ends)
     ending.start()

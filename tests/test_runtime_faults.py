@@ -136,7 +136,7 @@ def moved(runtime: Any) -> Moved:
 def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Path) -> None:
     """Every short transfer is followed by one transfer of the rest, and no bit of the training changes.
 
-    The number of requests depends on when other requests end, so that it is counted here.
+    The number of requests depends on when other requests end, so that the test takes it from the engine.
     """
     expected = clean(home, compute)  # not below, where its check for threads would see the other runtime's
     faults, trained = Faults(), Trained()
@@ -160,7 +160,7 @@ def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Pat
 
 
 def counted(action: Callable[[], Any], faults: Faults, kind: str) -> int:
-    """Number of transfers of a kind that an action makes."""
+    """Run an action and return how many transfers it made. kind: "read" or "write"."""
     before = faults.calls[kind]
     action()
     return faults.calls[kind] - before

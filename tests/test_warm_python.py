@@ -1,4 +1,6 @@
-"""Processes that start with torch imported: their surroundings, end and parent are as in other processes."""
+"""Tests of processes that `warm_python.Popen` starts with torch imported: environment, descriptors, exit and
+parent are as in processes that subprocess.Popen starts.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def facts(kind: Callable[..., Any], *arguments: str, **options: Any) -> tuple[Any, str]:
-    """(facts, stderr): what the program FACTS prints and writes to stderr in a process made by `kind`."""
+    """Run the program FACTS in a new process, and return (the facts that it prints, its stderr).
+
+    kind: warm_python.Popen or subprocess.Popen.
+    """
     process = kind(
         [sys.executable, *arguments],
         stdin=subprocess.PIPE,

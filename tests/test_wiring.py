@@ -1,4 +1,6 @@
-"""Wiring of the package's objects: constructors get all that an object calls, and nothing is set later."""
+"""Tests of how objects of the package come to know what they call: their constructors get all of it, and no
+statement elsewhere assigns it later.
+"""
 
 from __future__ import annotations
 

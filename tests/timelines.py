@@ -59,7 +59,7 @@ def rows_of(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def edge_rows(events: Sequence[Event], edge: Edge) -> list[Event]:
-    """The spans of all rows that belong to an edge."""
+    """The spans of all rows that belong to an edge, which is a way from one tier to another."""
     rows = rows_of(events)
     return [each for name, spans in rows.items() if name.split(" ")[0] == edge.value for each in spans]
 

@@ -90,14 +90,14 @@ class TinyJob:
         return ["--budget-nvme", f"{self.pages}:{size}"]
 
     def smallest(self, capsys: pytest.CaptureFixture[str], *more: object) -> dict[str, int]:
-        """Bytes of the smallest budgets, by tier, as `infinity plan` says. more: further options."""
+        """Run `infinity plan` and return the bytes of the smallest budgets by tier. more: further options."""
         roomy = ["--budget-device", "64MiB", "--budget-host", "64MiB", *self.nvme()]
         plan = self.plan(capsys, *roomy, *more)
         found: dict[str, int] = plan["smallest_budgets"]
         return found
 
     def on_disk(self, capsys: pytest.CaptureFixture[str], *more: object) -> list[str]:
-        """The options of the smallest budgets, so that as many pages as possible rest on disk.
+        """Return the options for the smallest budgets, so that as many pages as possible rest on disk.
 
         more: the other options of the run.
         """
@@ -106,15 +106,18 @@ class TinyJob:
         return [*memory, *self.nvme(smallest["nvme"])]
 
     def plan(self, capsys: pytest.CaptureFixture[str], *more: object, model: str = "tiny") -> dict[str, Any]:
-        """The JSON object that `infinity plan` prints. more: further options."""
+        """Run `infinity plan` and return the JSON object that it prints. more: further options."""
         return run_json(capsys, self.arguments("plan", "--json", *more, model=model))
 
     def train(self, capsys: pytest.CaptureFixture[str], *more: object, model: str = "tiny") -> dict[str, Any]:
-        """The JSON object that `infinity train` prints. more: further options."""
+        """Run `infinity train` and return the JSON object that it prints. more: further options."""
         return run_json(capsys, self.arguments("train", "--json", *more, model=model))
 
     def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
-        """Start the command `infinity` in a process of its own. script: whether it has the preset "tiny"."""
+        """Start the command `infinity` in a process of its own.
+
+        script: whether the command has the preset "tiny". how: arguments of subprocess.Popen.
+        """
         program = [__file__] if script else ["-m", "infinity"]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
         environment = {
@@ -128,7 +131,7 @@ class TinyJob:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kill the process at the end of the block, so that it does not outlive a failed test."""
+    """Kill the process at the end of the `with`, so that it does not outlive a failed test."""
     try:
         yield
     finally:
@@ -137,7 +140,10 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> dict[str, Any]:
-    """The JSON object that a command prints. Asserts that it succeeds and prints one line to stdout."""
+    """Run `infinity` with these arguments, and return the JSON object that it prints.
+
+    Asserts that it succeeds and prints one line to stdout.
+    """
     capsys.readouterr()
     code = cli.main(arguments)
     captured = capsys.readouterr()
@@ -150,9 +156,9 @@ def run_json(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> di
 def run_error(
     capsys: pytest.CaptureFixture[str], arguments: Sequence[str], code: int
 ) -> tuple[str, str, dict[str, Any]]:
-    """(last line of stderr, all of stderr, JSON object) of a command with --json that fails.
+    """Run `infinity` with these arguments, --json included, and assert that it fails with exit code `code`.
 
-    code: the exit code that the command must have.
+    Returns (last line of stderr, all of stderr, the JSON object that it prints).
     """
     capsys.readouterr()
     assert cli.main(arguments) == code

@@ -1,4 +1,4 @@
-"""An OptimizerCore (infinity.optim.paged_optimizer) in plain memory: it runs the kernels without pages."""
+"""A backend of PagedOptimizer without pages: an OptimizerCore that runs the CPU kernels on plain tensors."""
 
 from __future__ import annotations
 

@@ -63,7 +63,10 @@ class Popen(_Popen[Any]):
 
 
 def _can_be_warm(args: Any) -> bool:
-    """Whether `args` is a command of this interpreter without options that change how it runs."""
+    """Whether a fork can run the command `args`.
+
+    It must be a command of this interpreter, without options that change how the interpreter runs.
+    """
     if isinstance(args, (str, bytes)) or len(args) < 2 or args[0] != sys.executable:
         return False
     return args[1] in ("-c", "-m") or not str(args[1]).startswith("-")

@@ -1,4 +1,4 @@
-"""Tests of the paged optimizer on pages in memory: its updates, protocol and schedulers are torch's."""
+"""Tests of PagedOptimizer without pages: its updates, calls, hooks and schedulers work as torch's do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the paged optimizer's states: torch's form, exchange with torch, and refusal of bad states."""
+"""Tests of PagedOptimizer's state dicts: torch loads them, it loads torch's, and misfits are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the staging memory granted to updates, while the pages that updates could use are evicted."""
+"""Tests of staging, the memory granted to updates, while pages that updates could work in are evicted."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ PAGES = 4
 
 
 def trained(directory: Path) -> dict[str, torch.Tensor]:
-    """The model's parameters after four steps of training, with all pages at home on NVMe."""
+    """Train a model for four steps with all pages at home on NVMe, and return its parameters.
+
+    At most PAGES parameter pages are resident at a time.
+    """
     directory.mkdir()
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
@@ -45,8 +48,8 @@ def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
 ) -> None:
     """An update works in its unit's page only if the page still exists when the update's memory is granted.
 
-    An evicted page lives on while a view of it exists, and an update may use the page in that time. The
-    test drops the last view while the chain seeks memory.
+    An evicted page lives on while a view of it exists, and an update may work in it in that time. The test
+    drops the last view while the update seeks memory. Parameters must have the bits of an undisturbed run.
     """
     monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")

@@ -1,4 +1,6 @@
-"""Tests of states that are read while the backward computes: equal bits, whatever happens before step()."""
+"""Tests of optimizer states that are read ahead, before their update is due: no bit differs from training
+without reading ahead, whatever happens before step().
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
 
 
 def staging(plan: Any, chains: int) -> dict[str, int]:
-    """The fields of a plan that give staging room for `chains` of the largest chains."""
+    """Return values for a plan's fields on staging that give room for `chains` updates at a time.
+
+    Each of them may be the update of the largest chunk.
+    """
     chunks = [
         (unit, number)
         for unit, layout in enumerate(plan.layout.units)
@@ -54,10 +59,11 @@ def opened(
     faults: Faults | None = None,
     update: str = "lazy",
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Offload a model in bf16: (model, runtime). Optimizer states are on NVMe and parameters in RAM.
+    """Offload the zoo's model TIED in bf16: (model, runtime). States are on NVMe and parameters in RAM.
 
-    gradients: the home of gradients. accumulation: backwards a step; with None, lazy updates read no states
-    ahead. chains: the chains that staging has room for.
+    gradients: the home of gradients. accumulation: the declared number of backwards a step; with None, lazy
+    updates read no states ahead. chains: how many updates of the largest chunk staging has room for. faults:
+    injected into the disk's I/O.
     """
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -86,14 +92,14 @@ def opened(
 
 
 def held(runtime: Any) -> list[Chain]:
-    """The chains whose states have been read ahead."""
+    """Return the chains, each the update of one chunk, that hold states which were read ahead."""
     return [chain for group in runtime._components.updater._units for chain in group.chains if chain.is_ahead]
 
 
 def held_once_written(runtime: Any) -> list[Chain]:
-    """The chains whose states have been read ahead, once the last step's writes have ended.
+    """Wait for the last step's writes, continue to read ahead, and return the chains that hold states.
 
-    States that are still being written are read after the write.
+    States that are still being written are not read ahead before the write has ended.
     """
     runtime._components.store.settle()
     runtime._components.updater.advance()
@@ -109,7 +115,7 @@ def clip(model: nn.Module, runtime: Any) -> None:
 
 
 def other_moments(model: nn.Module, runtime: Any) -> None:
-    """Write other first moments to the pages, after the old ones have been read."""
+    """Load other first moments into the optimizer, after the old ones have been read ahead."""
     optimizer = runtime.optimizer
     state = optimizer.state_dict()
     for each in state["state"].values():
@@ -137,7 +143,7 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
 
 
 def all_staging(model: nn.Module, runtime: Any) -> None:
-    """Take all of the staging memory for a moment, so that no chain is held any more."""
+    """Take all of the staging memory for a moment, and assert that no chain holds states any more."""
     updater = runtime._components.updater
     assert updater._staging.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
     assert held(runtime) == []
@@ -156,9 +162,9 @@ ACTS = [
 
 
 def train(model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None], ahead: bool) -> list[Any]:
-    """Train four steps, calling `act` before each step(). Return [losses, parameters, states].
+    """Train four steps, calling `act` before each step(). Return [losses, parameters, optimizer states].
 
-    ahead: states are expected to be read ahead from the second step on.
+    ahead: assert that states are read ahead from the second step on if True, and never if False.
     """
     losses = []
     for step in range(4):
@@ -303,8 +309,8 @@ def train_eagerly(
 ) -> list[Any]:
     """Train four steps, calling `act` before the last forward of each step.
 
-    Return [number of chains read ahead, losses, parameters, states]. backwards: the number of backwards a
-    step.
+    Return [number of chains whose states were read ahead, losses, parameters, optimizer states]. backwards:
+    the number of backwards a step.
     """
     losses, seen = [], 0
     for step in range(4):

@@ -1,4 +1,4 @@
-"""Parameters that users edit: what is kept of the masters, and which edits are refused."""
+"""Tests of parameters that users edit: which bits of the fp32 masters stay, and which edits are refused."""
 
 from __future__ import annotations
 

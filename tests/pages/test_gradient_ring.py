@@ -1,5 +1,5 @@
-"""The ring, through which gradients leave the device: hooks wait for room but not for copies, and no
-gradient is lost, counted twice or changed in any bit.
+"""Tests of the ring, a buffer on the device through which gradients leave it: hooks wait for room in the ring
+but not for copies, and no gradient is lost, counted twice or changed in any bit.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from infinity.tiers import Tier
 from infinity.tiers import driver as driver_module
 
 WATCHDOG = 30
-"""Seconds after which held copies are let go and the test fails, because something has waited for them."""
+"""Seconds for which `held` holds copies back at most. Then the copies go on, and the test fails."""
 
 BIG = 4 * BLOCK
-"""float32 elements of a gradient that fills four blocks, twice as many as the smallest ring has."""
+"""Elements of a float32 gradient that fills four blocks of the ring. The smallest ring has two blocks."""
 
 
 RING = 8 * BLOCK
@@ -92,9 +92,10 @@ def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> I
 
 @contextlib.contextmanager
 def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
-    """Hold back copies from the device to the host in the block. Yields a function that lets them go on.
+    """Hold back copies from the device to the host inside the `with`. Yields a function that lets them go on.
 
-    Asserts that nobody waited for the held copies: a watchdog would have let them go.
+    Asserts that nobody waits for the held copies: after WATCHDOG seconds a watchdog lets them go, so that the
+    wait ends, and the assertion fails.
     """
     down = runtime._components.store.link.streams["down"]
     late: list[str] = []
@@ -119,7 +120,10 @@ def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
 
 
 def finished(model: nn.Module, runtime: Any) -> dict[str, Any]:
-    """Do what follows the backward in a step. Returns gradients, norm, parameters and optimizer states."""
+    """Finish a step after its backward: clip, update and zero the gradients.
+
+    Returns gradients, norm, parameters and optimizer states.
+    """
     found: dict[str, Any] = {"gradients": [runtime.grad(each) for each in model.parameters()]}
     found["norm"] = float(runtime.clip_grad_norm_(0.5))
     runtime.optimizer.step()

@@ -1,4 +1,6 @@
-"""Room for the gradient ring in plans: two blocks at least where a device has its own memory, else none."""
+"""Tests of the room that a plan gives the ring, through which gradients leave the device: two blocks or more
+where the device has its own memory, else none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that leave the device through the ring: training has the bits of training without the ring."""
+"""Tests of gradients that leave the device through the ring: no bit differs from training without a ring."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Mixed(nn.Module):
 def trained(
     home: str, directory: Path, device: EmulatedDevice | None, *, compute: str, update: str, how: str
 ) -> dict[str, Any]:
-    """The losses, parameters and optimizer states of three steps of three micro-batches.
+    """Train three steps of three micro-batches, and return losses, parameters and optimizer states.
 
-    device: None for a device whose memory the CPU can read, which needs no ring. how: "plain" for a plain
-    loop, "accumulate" for runtime.accumulate.
+    home: of the pages. compute: of Precision. update: of `offload`. device: None for a device whose memory
+    the CPU can read, which needs no ring. how: "plain" for a plain loop, "accumulate" for runtime.accumulate.
     """
     model = Mixed()
     precision = infinity.Precision(compute=compute, keep=("norm.*",))

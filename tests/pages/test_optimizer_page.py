@@ -1,4 +1,4 @@
-"""Moments in bf16 and int8 in whole runtimes: bits are equal at every home, and states can be reloaded."""
+"""Tests of training with bf16 and int8 moments: all homes give equal bits, and state dicts can be loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Run = dict[str, Any]
 
 
 class Odd(nn.Module):
-    """A model with parameters of one element, of less and more than a block of codes, of several chunks."""
+    """A model with parameters of one element, of less and more than a block of int8 codes, of several chunks.
+
+    A block is the codes of a moment that share one exponent.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 
 def train(directory: Path, home: str, precision: infinity.Precision, make: Any, *, seed: int = 5) -> Run:
-    """The losses, parameters and optimizer states of four steps with all pages at `home`.
+    """Train four steps with all pages at `home`, and return losses, parameters and optimizer states.
 
     The budget is the smallest that will do. make: a function from parameters to a torch optimizer.
     """

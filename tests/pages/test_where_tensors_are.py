@@ -1,4 +1,6 @@
-"""Devices of tensors: where models may come from, where copies go, and what memory closing gives back."""
+"""Tests of where tensors are: on which device a model may be before `offload`, on which device copies of it
+and of its states are, and which memory close() frees.
+"""
 
 from __future__ import annotations
 

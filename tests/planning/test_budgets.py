@@ -1,4 +1,4 @@
-"""Tests that budgets are never exceeded: random operations on a model and a plain twin, exact minima."""
+"""Tests that random operations exceed no budget, and that the smallest budgets that plans name are exact."""
 
 from __future__ import annotations
 
@@ -240,10 +240,10 @@ class Twins(RuleBasedStateMachine):
     # --- how -------------------------------------------------------------------------------------------
 
     def both(self, act: Callable[[nn.Module], Any], units: list[int] | None = None) -> Any:
-        """Call `act` on both models and check that results are equal in every bit: (paged, twin).
+        """Call `act` on both models, assert equal bits, and return (paged model's result, twin's result).
 
-        The result is None if the operation cannot fit. units: indices of the units that one operation needs
-        at the same time, if there is more than one.
+        Returns None if the operation cannot fit the budget. units: indices of the units that one operation
+        needs at the same time, if there is more than one.
         """
         pages = self.runtime._components.pages
         together = sum(pages[unit].nbytes for unit in set(units or ()) if not pages[unit].permanent)
@@ -260,9 +260,10 @@ class Twins(RuleBasedStateMachine):
         return got, expected
 
     def let_go(self, error: BudgetError, *, fits: bool = True) -> None:
-        """Drop all held views after an operation that did not fit.
+        """Drop the views in `held`, which keep pages in memory, after an operation failed for lack of room.
 
-        fits: whether the operation would fit without held views. If it would, some view must be held.
+        error: of that operation. It must say how much is needed. fits: whether the operation would fit if no
+        view were held. If so, assert that at least one was, because nothing else explains the error.
         """
         assert self.held or not fits, error
         assert error.needed is not None
@@ -357,9 +358,9 @@ def train(runtime: Any, model: nn.Module, twin: nn.Module, steps: int) -> None:
 
 
 def check_smallest(parts: tuple[Part, ...], place: str) -> None:
-    """Check that the smallest budgets suffice for training, and that 4 KiB less in any tier is refused.
+    """Check that a model of `parts` trains in its smallest budgets with pages at `place`, and in no less.
 
-    The refusal must name a budget that does suffice.
+    4 KiB less in any tier must be refused, and the refusal must name a budget that does suffice.
     """
     parts = tuple(part for part in parts if part.kind != "tied") or (Part("norm", 1),)
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,6 @@
-"""Tests of memory that torch takes beside live tensors: sizes in its sources, an allocator model, a GPU."""
+"""Tests of the GPU memory that a plan leaves to torch beside live tensors, for workspaces and the allocator's
+segments: compared with torch's sources, with a model of its allocator, and with a GPU.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +80,10 @@ def test_the_cpu_has_none() -> None:
 
 
 def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int, int | None]]]:
-    """Record the allocations of a training step without data: (bytes at the peak, log in order).
+    """Run a training step on tensors without data and return (bytes at the peak, log of allocations).
 
-    Each entry of the log is (number of a tensor, bytes). The bytes are None where the tensor is freed.
+    The log has (number of a storage, bytes) for each allocation and (the same number, None) where that
+    storage is freed, in order of time.
     """
     log: list[tuple[int, int | None]] = []
     real = fake_step._Watch._made
@@ -102,9 +105,10 @@ def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int,
 
 
 def runs(log: list[tuple[int, int | None]], limit: int, *, pages: int, threads: int, each: int) -> bool:
-    """Return whether two steps with this log, the pages and the workspaces fit below `limit` bytes.
+    """Return whether two equal training steps fit into `limit` bytes of a simulated caching allocator.
 
-    pages: bytes of pages. threads: number of threads, each of which allocates a workspace of `each` bytes.
+    log: a step's allocations, as `recorded` returns them. pages: bytes of pages, allocated before the steps.
+    threads: number of threads, each of which allocates a workspace of `each` bytes in the first step.
     """
     allocator, live = CachingAllocator(limit), {}
     try:
@@ -202,7 +206,7 @@ def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], a
 
 
 class _PlanOfTheGpu:
-    """A fake of a plan for a device with 1 GiB free, and steps whose activations take 100 MiB."""
+    """A fake of a plan for a GPU that has 1 GiB free. The activations of a micro-batch take 100 MiB."""
 
     activations = 100 * MIB
     unified = False

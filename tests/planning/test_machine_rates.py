@@ -1,4 +1,4 @@
-"""Tests of what a plan measures: cached bandwidths, and activations and time from example inputs."""
+"""Tests of what a plan measures: a machine's rates, which are cached, and a step's activations and time."""
 
 import functools
 import json
@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def fast_probes(monkeypatch, tmp_path) -> list[str]:
-    """Replace the probes by fakes, and the user's cache by an empty one.
+    """Replace the probes of disks, RAM and arithmetic by fakes, and the user's cache by an empty one.
 
-    Returns the list of what has been probed.
+    Returns a list to which each probe adds what it probed: a disk's path, "stream" or a dtype.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     probed: list[str] = []

@@ -1,4 +1,6 @@
-"""Tests of mirrors, parameters that rest in host RAM and stay on the device: exact traffic, equal bits."""
+"""Tests of mirrors, which are copies in RAM of parameters that stay on the device: how many bytes cross the
+link, and that training has the bits of training in RAM.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,7 @@ def edited(model: Any, runtime: Any) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def edited_in_ram() -> dict[str, torch.Tensor]:
-    """The parameters that `edited` gives where all pages are in the RAM of a CPU that is its own device."""
+    """Return the parameters that `edited` gives where all pages are in RAM and the CPU is the device."""
     model = Blocks()
     with infinity.offload(
         model, adamw(model), budget=infinity.Budget(host=ROOMY), precision=FP32, device="cpu"

@@ -197,7 +197,10 @@ def moved(runtime: Any) -> tuple[int, int]:
 def test_nothing_crosses_the_link_but_sums_of_squares(
     accumulation: int, kernels: None, tmp_path: Path
 ) -> None:
-    """A step moves 8 bytes for each parameter tensor, its sum of squares, however many backwards it has."""
+    """A step moves only 8 bytes for each parameter tensor to the host, the sum of squares of its gradient.
+
+    This holds however many backwards the step has.
+    """
     with opened(tmp_path, accumulation=accumulation) as (model, runtime):
         parameters = len(list(model.parameters()))
         for number in range(3):
@@ -292,7 +295,7 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
 
 
 class Recorded:
-    """A wrapper of a link that records the names of the methods called."""
+    """A wrapper of the link between host and device that records the names of the methods called."""
 
     def __init__(self, link: Any) -> None:
         self._link = link

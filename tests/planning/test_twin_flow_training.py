@@ -161,9 +161,9 @@ def test_the_same_bits_whenever_updates_run(
 
 
 def stop_everywhere(accumulator: Accumulator, blocks: Any) -> dict[nn.Module, frozenset[int]]:
-    """Replace Accumulator._stops: micro-batches stop at every module. Returns the units of each module.
+    """A replacement for Accumulator._stops by which micro-batches stop at every module, whatever `blocks` is.
 
-    Pages that rest on the device never leave, so micro-batches would not stop there otherwise.
+    Returns the units of each module. The real method leaves out modules whose pages stay on the device.
     """
     modules = dict(accumulator.model.named_modules())
     units = accumulator.plan.layout.module_units

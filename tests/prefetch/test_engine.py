@@ -1,4 +1,4 @@
-"""The prefetch engine and the loss scale in whole runtimes: what is read ahead, and a step's statistics."""
+"""Tests in whole runtimes: what the prefetch engine reads ahead and counts, how the loss scale changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from infinity.tiers.link import CpuLink
 WIDTH = 64
 UNITS = 6
 PAGE = 20480
-"""Bytes of a unit, which is a float32 matrix and a bias, in whole 4 KiB blocks."""
+"""Bytes of a unit's page, which holds a float32 matrix and a bias, rounded up to a multiple of 4 KiB."""
 
 
 class Layers(nn.Module):
@@ -56,7 +56,11 @@ def opened(
     faults: Any = None,
     update: str = "auto",
 ) -> Iterator[tuple[Any, Any]]:
-    """(model, runtime) with all pages on disk and room for `units` resident parameter pages."""
+    """Offload Layers with all pages on disk and room for `units` resident parameter pages: (model, runtime).
+
+    home: "nvme", or "unified-nvme" where the device's memory is RAM. compute: of Precision. faults: injected
+    into the disk's I/O. update: of `offload`.
+    """
     torch.manual_seed(3)
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -324,7 +328,10 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
 
 
 def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """(loss, misses) of each of six steps with this link to the device. The second step has another order."""
+    """Train six steps with this link to the device, and return (loss, misses) of each step.
+
+    The second step uses other layers, in another order. misses: as in Stats.
+    """
     monkeypatch.setattr("infinity.pages.store.open_link", lambda device: link)
     directory.mkdir()
     found = []
@@ -356,7 +363,10 @@ def test_copies_under_way_keep_no_page_from_its_room(
 def test_a_page_that_somebody_waits_for_overtakes_those_fetched_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the first block of 4 KiB is held, two pages queue up, and then a third page is demanded."""
+    """The read of a page that somebody waits for ends before reads ahead that were requested earlier.
+
+    Requests for two pages queue up while the disk holds its first read back. Then a third page is demanded.
+    """
     real_engine, real_read = nvme.open_engine, NvmeTier.read
     monkeypatch.setattr(
         nvme,

@@ -1,4 +1,4 @@
-"""Tests of the settings that `infinity tune` keeps: found for the same disk, or ignored with a note."""
+"""Tests of I/O settings that `infinity tune` kept: used for the disk that was tuned, ignored if unusable."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tuned(tmp_path: Path) -> Path:
-    """A directory on a disk whose tuned settings have been kept."""
+    """Keep the settings FOUND for a disk, as `infinity tune` does, and return a directory on it."""
     profile = Profile()
     profile.keep_disk(tmp_path, FOUND)
     assert profile.save()

@@ -125,7 +125,10 @@ def test_the_trainers_time_is_parted_into_compute_and_waits(clock: Clock, tmp_pa
 
 
 def test_transfers_end_when_they_landed(clock: Clock, tmp_path: Path) -> None:
-    """A transfer ends when its bytes landed, not when somebody asked. An unfinished transfer is marked."""
+    """In a timeline, a transfer ends when its bytes arrived, not when the meter found that they had.
+
+    A transfer that is still under way when the timeline ends is marked "unfinished".
+    """
     path = tmp_path / "out.json"
     meter, transfers = Meter(), [Slow() for _ in range(4)]
     with Timeline(path) as lines, meter.recording(lines):

@@ -1,4 +1,6 @@
-"""Tests that Perfetto can load an event file that ends anywhere, and that spans of a lane never overlap."""
+"""Tests of files of trace events: Perfetto can load a file that breaks off anywhere, and spans that overlap
+are shown in separate rows (lanes).
+"""
 
 from __future__ import annotations
 

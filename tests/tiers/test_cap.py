@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 7)
 
 
 class FakeAllocator:
-    """A fake of torch's allocator on a device of 16 GiB, which records limits and observers."""
+    """A fake of torch's allocator on a GPU of 16 GiB. It records its limits and out-of-memory observers."""
 
     TOTAL = 16 * GIB - 12345
 

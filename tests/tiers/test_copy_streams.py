@@ -235,7 +235,7 @@ def test_no_copy_after_it_overtakes_a_kernel_from_before_it(
 
 
 def test_nothing_but_a_wait_waits_for_copies_that_are_held(machine: Machine) -> None:
-    """A hook that calls the link goes on at once, even while all copies are held."""
+    """While all copies are held, all calls of the link between host and device but waits return at once."""
     link = machine.link()
     for stream in link.streams.values():
         machine.device.hold(stream)

@@ -1,4 +1,4 @@
-"""Tests of the table of driver calls: how it is filled, which calls go through it, and its errors."""
+"""Tests of the table of CUDA driver calls: how it is filled, which calls go through it, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the test driver's memory: registered RAM, mapped addresses, and what was not given back."""
+"""Tests of memory in the driver for tests: registered RAM, mapped addresses, and what is never given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the checker of the test driver: it finds uses without an order, and accepts ordered uses."""
+"""Tests of the checker of the test driver: it finds accesses to memory that nothing orders, and no others."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def pool() -> Iterator[Pool]:
 def test_budget_errors_name_the_smallest_pool_that_would_do(
     history: list[tuple[int, bool]], nbytes: int
 ) -> None:
-    """The size that a BudgetError names suffices, and one page less fails, however the free bytes lie."""
+    """A pool of the size that a BudgetError names suffices, and 4 KiB less fails, however free bytes lie."""
 
     def ask(pages: int) -> None:
         with HostArena(64 * PAGE) as arena:

@@ -118,7 +118,7 @@ def test_paths_that_are_none(tmp_path: Path, path: str, error: type[Exception]) 
 
 
 def as_another_user(tmp_path: Path, path: Path) -> str:
-    """The text of the error that a slab in `path` raises for the user nobody.
+    """Open a slab in `path` as the user nobody, and return the text of the StorageError that this raises.
 
     If the test does not run as root, the present user opens the slab.
     """

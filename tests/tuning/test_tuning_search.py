@@ -147,7 +147,10 @@ def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_nois
     usual, other, unknown = (IoSettings("io_uring", MIB, depth) for depth in (32, 16, 8))
 
     def passes(*times: float) -> list[dict[IoSettings, dict[str, float]]]:
-        """Make passes of trials. times: for each pass, the speed of `other` relative to `usual`."""
+        """Make up the rates that passes over the two settings `usual` and `other` measured.
+
+        times: for each pass, the speed of `other` relative to `usual`.
+        """
         return [{usual: dict.fromkeys(MODES, 1e9), other: dict.fromkeys(MODES, 1e9 * each)} for each in times]
 
     assert choose(passes(1.02, 1.02, 1.02), usual) == usual
@@ -159,7 +162,10 @@ def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_nois
 
 @pytest.mark.parametrize("noise", [0.1, 0.2])
 def test_tuning_loses_nothing_where_nothing_is_to_be_won(noise: float) -> None:
-    """Where the settings used without tuning are the best, tuning loses at most 5% of their speed."""
+    """Where the settings used without tuning are the best, tuning loses at most 5% of their speed.
+
+    This must hold on 57 of 60 simulated disks at least.
+    """
     usual = IoSettings("io_uring", 4 * MIB, 32)
     shares = []
     for seed in range(60):
