@@ -66,7 +66,10 @@ class UpdateQueue:
         self.due = {unit: self.due[unit] for unit in units if unit in self.due}
 
     def read_ahead(self, chain: Chain, memory: torch.Tensor) -> None:
-        """Begin to read the states of a chain before its update is decided. memory: see `Chain.read_ahead`."""
+        """Begin to read the states of a chain before its update is decided.
+
+        memory: staging for them, as `Chain.read_ahead` takes it.
+        """
         chain.read_ahead(memory)
         self.active.append(chain)
 
@@ -79,14 +82,17 @@ class UpdateQueue:
             del self.due[chain.unit]
 
     def revoke(self, chain: Chain) -> None:
-        """Take the staging from a chain that has read states ahead and whose update is not decided yet. The
-        chain is IDLE then.
+        """Take the staging from a chain that has read states ahead while its update is not decided yet.
+
+        The chain is IDLE then.
         """
         self.active.remove(chain)
         chain.revoke()
 
     def revoke_all(self) -> None:
-        """Take the staging from all chains that have read states ahead and whose update is not decided yet."""
+        """Take the staging from all chains that have read states ahead while their update is not decided
+        yet.
+        """
         for chain in [each for each in self.active if each.is_ahead]:
             self.revoke(chain)
 
