@@ -83,10 +83,10 @@ class EagerStep:
         return self._options
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check that `step()` may be called now, after the eager updates of this step.
+        """Check that user code may call `optimizer.step()` now, after the eager updates of this step.
 
-        groups: the optimizer's groups. Raises ConfigError if their options have changed since the first
-        update, or if `step()` was called before with the same gradients.
+        groups: the optimizer's param groups. Raises ConfigError if their options have changed since the
+        first of these updates, or if `optimizer.step()` was called before with the same gradients.
         """
         if self._stepped:
             raise ConfigError(

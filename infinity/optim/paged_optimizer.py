@@ -30,9 +30,10 @@ class OptimizerCore(Protocol):
     """The part of the runtime that updates parameters and keeps their states.
 
     Parameters are compared by identity. The state of a parameter is a mapping. As in torch, it has "step"
-    (a float32 scalar; not for SGD) and the rule's moments (float32, in the parameter's shape and strides).
-    If the parameter is not float32, the state also has "master" (float32, in the parameter's shape and
-    strides). An SGD momentum buffer without content is left out.
+    (a float32 scalar; not for SGD) and the optimizer's moments, such as "exp_avg" (float32, in the
+    parameter's shape and strides). If the parameter is not float32, the state also has "master", the fp32
+    master of the parameter (float32, in the parameter's shape and strides). An SGD momentum buffer that no
+    update has written yet is left out.
     """
 
     def step(self) -> None:
@@ -129,8 +130,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
-        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the owner of the pages of
-        states.
+        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the part of the runtime that
+        keeps the states in pages.
 
         No state is moved here: `adopt` copies states into the pages, and `retire` frees the states of
         `optimizer`.

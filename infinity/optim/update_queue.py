@@ -34,7 +34,7 @@ class UpdateQueue:
         order in which they are to begin.
         """
         self.active: list[Chain] = []
-        """Chains that hold staging or compute, in the order in which they began."""
+        """Chains that hold staging or whose update is being computed, in the order in which they began."""
         self.copies: deque[tuple[int, Transfer]] = deque()
         """(unit, transfer) of each copy of updated parameters to the device that is still under way. Such a
         copy reads host RAM and writes the unit's parameter page.
@@ -62,7 +62,7 @@ class UpdateQueue:
             self.due[unit] = due
 
     def arrange(self, units: Iterable[int]) -> None:
-        """Put the units that have DUE chains in a new order. units: all these units, in the new order."""
+        """Put the units that have DUE chains in a new order. units: all of these units, in the new order."""
         self.due = {unit: self.due[unit] for unit in units if unit in self.due}
 
     def read_ahead(self, chain: Chain, memory: torch.Tensor) -> None:

@@ -38,7 +38,9 @@ from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.store import Store
 
 _MOST_RUNNING = 8
-"""The most updates without staging that are under way at once. More updates would only lengthen queues."""
+"""The most updates of chunks that are under way at once if their inputs are in host RAM already. More would
+only lengthen queues.
+"""
 
 
 class Updater:
@@ -179,9 +181,10 @@ class Updater:
         return self._queue.running(unit) is not None
 
     def complete(self, unit: int) -> None:
-        """Finish the pending update of a unit, except for its writes home.
+        """Wait until the update of a unit has ended, if one is pending, so that the model can use the unit.
 
-        Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
+        Helps the update on: grants it staging and begins its chains. Writes of the results to their homes
+        may go on afterwards. Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
         group, queue = self._units[unit], self._queue
         group.unread = False
@@ -198,7 +201,7 @@ class Updater:
                 self.advance()  # the next chains take the free room, so that the disk has no pause
 
     def complete_all(self) -> None:
-        """Finish the pending updates of all units, except for their writes home. Raises StorageError."""
+        """Do what `complete` does for all units whose update is pending. Raises StorageError."""
         for unit, group in enumerate(self._units):
             if group.left:
                 self.complete(unit)

@@ -5,9 +5,9 @@ User code can ask for a view of a parameter (`p.detach()`, `p.data`, `p[0]` betw
 the view at any later time without calling the runtime. So the runtime keeps a loan for every such view: an
 alias, which is a tensor that shares the view's storage and version counter. The runtime checks a page's
 loans before the page leaves device memory, before an update, and when memory is short. If an alias's
-version counter has moved, the parameter was edited: the new value is written home and becomes the master.
-If no code but the runtime refers to the page's storage any more, the loans are forgotten and the page's
-bytes are free again.
+version counter has moved, the parameter was edited: the new value is written home and becomes the fp32
+master. If no code but the runtime refers to the page's storage any more, the loans are forgotten and the
+page's bytes are free again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EditTracker:
         self._replaced.setdefault(page.index, set()).add(index)
 
     def write_back(self, page: ParameterPage) -> None:
-        """Write the edited parameters of a page home.
+        """Write user code's edits of a page's parameters to the page's home.
 
         Raises ConfigError if a parameter was edited and the page's bytes are no longer in memory, so that
         the edit is lost.
@@ -95,7 +95,7 @@ class EditTracker:
         return self._held_outside(page, page.residency)
 
     def sync_edits(self) -> None:
-        """Write the edited parameters of all pages home."""
+        """Write user code's edits of all parameters to the homes of their pages, as `write_back` does."""
         for page in self._pages:
             self.write_back(page)
 

@@ -66,7 +66,7 @@ class GradientPage:
         self.layout = layout
         self.home = home
         self.content: set[int] = set()
-        """Indices of the parameters that have a gradient."""
+        """Indices of the parameters that have a gradient in this step."""
         self.arrivals: Counter[int] = Counter()
         """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
         self.consumed = False
@@ -85,7 +85,7 @@ class GradientPage:
             != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
         )
         """Indices of parameters whose gradient is stored in the parameter's dtype, not in the accumulation
-        dtype. Such a parameter can have one gradient in a step.
+        dtype. Such a parameter may get only one gradient in a step.
         """
 
     def check_single(self, parameter: int, dtype: torch.dtype) -> None:
@@ -193,7 +193,9 @@ class GradientPage:
         return self._runs[parameter]
 
     def forget_runs(self) -> None:
-        """Forget the cached result of `runs`, which has views of the home's memory."""
+        """Forget the cached results of `runs`, because they are views of the home's memory and keep it
+        alive.
+        """
         self._runs.clear()
 
     def _find_runs(self, parameter: int) -> Iterator[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:

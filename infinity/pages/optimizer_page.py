@@ -36,7 +36,9 @@ class StatePage:
             plan.state_format(index, chunk_index) for chunk_index in range(len(layout.chunks))
         ]
         self.version = 0
-        """Number of times that code other than updates has written states."""
+        """Number of times that code other than updates has written states. A chain that has read states
+        ahead compares it, to see whether they are still right.
+        """
         self.begun = [False] * len(layout.chunks)
         """Index of a chunk -> whether the chunk's moments have values, from a decided update or from
         `States.write`.

@@ -38,7 +38,7 @@ class Presence(enum.Enum):
     ARRIVING = "arriving"
     """Device memory for the page is leased, and the bytes are on their way."""
     PRESENT = "present"
-    """The page is in device memory: its Parameters are views of its residency."""
+    """The page is in device memory: its Parameters are views of its bytes there, the residency."""
 
 
 class ParameterPage:

@@ -1,11 +1,11 @@
 """Store: the tiers opened for a plan, the pools of working memory, and transfers between homes and memory.
 
 `read` and `write` move bytes between a home and host memory. A home that is host memory is used in place
-instead (`Home.memory`). Bytes that are neither at home nor resident are in one of two pools of host RAM.
-The pool `staging` has the chunks that updates and gradients work on; infinity/optim/staging.py grants its
-bytes. The pool `transit` has the pieces of pages that are on their way between disk and device. One transit
-buffer is set aside as a bounce buffer for reads and writes of single parameters. A lease returns to its
-pool when the last view of its bytes is gone.
+instead (`Home.memory`). Bytes that are neither at home nor in the memory where the model computes are in
+one of two pools of host RAM. The pool `staging` has the chunks that updates and gradients work on;
+infinity/optim/staging.py grants its bytes. The pool `transit` has the pieces of pages that are on their way
+between disk and device. One transit buffer is set aside as a bounce buffer for reads and writes of single
+parameters. A lease returns to its pool when the last view of its bytes is gone.
 """
 
 from __future__ import annotations

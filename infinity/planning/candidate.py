@@ -55,10 +55,10 @@ class Candidate:
     ) -> None:
         """Compute the bytes of pages and buffers for one grouping of parameters into units.
 
-        chunk_elements: length of the chunks in elements. gradient_dtype: maps the dtype of a parameter page
-        to the dtype of its gradients. rule: the optimizer's rule; None for inference. line: the kinds of
-        pages in the order in which they get room, parameters first; see `line_of`. ring: whether gradients
-        leave the device through a ring buffer.
+        surveyed: the model's parameters. chunk_elements: length of the chunks in elements. gradient_dtype:
+        maps the dtype of a parameter page to the dtype of its gradients. rule: the optimizer's rule; None
+        for inference. line: the kinds of pages in the order in which they get room, parameters first; see
+        `line_of`. ring: whether gradients leave the device through a ring buffer.
         """
         self.grouping = grouping
         self.chunk_elements = chunk_elements
@@ -67,7 +67,9 @@ class Candidate:
             for _, members in grouping
         ]
         self.chain_bytes = 0
-        """Most bytes that one chunk's update takes: its parameters, gradients and optimizer states."""
+        """The most bytes that the update of one chunk takes: its parameters, gradients and optimizer
+        states.
+        """
         self.transit_buffer_bytes = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer, a buffer in host RAM through which pages pass from disk. The size is
         that of the largest chunk's parameters, at least _SMALLEST_TRANSIT_BUFFER and at most
