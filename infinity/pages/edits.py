@@ -110,10 +110,9 @@ class EditTracker:
                 loan.version = loan.alias._version
 
     def reclaim(self) -> None:
-        """Free the memory of pages to which user code no longer refers: drop their loans; see [Note:
-        loans].
+        """Free the memory of pages to which user code no longer refers, by dropping their loans.
 
-        Edits of these pages are written home first.
+        Edits of these pages are written home first. See [Note: loans].
         """
         for unit in list(self._loans):
             self.write_back(self._pages[unit])
