@@ -1,4 +1,6 @@
-"""Decision: what one unit's update in a step will do, fixed before the update runs and counted at once."""
+"""Decision: what the update of one unit in a step will do. A decision is fixed, and counts as a step,
+before the update runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
 GroupOf = Callable[[int, int], Mapping[str, Any] | None]
-"""Function from (unit, parameter) to the parameter's live param group; None: the parameter has no group."""
+"""Function from (index of a unit, index of a parameter in this unit) to the options of the parameter's
+param group: the group itself, or a copy of its options. None: the parameter is in no group.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +36,13 @@ class Decision:
     scale: float
     """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees."""
     fresh: frozenset[int]
-    """Indices of the chunks whose moments this update creates."""
+    """Indices of the unit's chunks that have no moments yet. If the update changes such a chunk, it creates
+    them.
+    """
     edited: frozenset[int]
-    """Indices of edited parameters. The update first sets their masters to their present values."""
+    """Indices of parameters that user code has edited since their last update. The update first sets their
+    fp32 masters to the edited values.
+    """
 
 
 def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -> Decision | None:
@@ -69,10 +77,11 @@ def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -
 
 
 def count_step(page: ParameterPage, states: States, decision: Decision, group_of: GroupOf) -> None:
-    """Count the update of a unit as done, however late the update runs.
+    """Count the update of a unit as done as soon as it is decided, even if it runs much later.
 
-    In the optimizer page, the step counts are raised and new moments are noted. The version counters of the
-    updated parameters move.
+    Adds one to the step counts in the optimizer page, and notes there which chunks and parameters have
+    moments from now on. Also moves the version counters of the updated parameters. page: the unit's
+    parameter page.
     """
     state, touched = states.pages[page.index], decision.parameters.keys()
     if not all(state.begun):

@@ -47,7 +47,9 @@ class EagerStep:
         self._rule = rule
         self._accumulation = accumulation
         self._options: list[Options] = []
-        """Copies of the groups' options when the step's first unit was updated; empty before that."""
+        """Copies of the param groups' options, made when the step's first unit was updated. Empty until
+        then.
+        """
         self._updated = 0
         """Number of units that eager updates have updated in this step."""
         self._broken = False
@@ -55,9 +57,10 @@ class EagerStep:
         self._stepped = False
 
     def admits(self, unit: int) -> bool:
-        """Whether a unit is to be updated now: it has all gradients of the step, and they are finite.
+        """Whether to update a unit now: it has all gradients of the step, and all gradients were finite so
+        far.
 
-        Called after every new gradient of the unit.
+        False for a unit that the device updates. Called after every new gradient of the unit.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
         if self._gradients.on_device(unit):
@@ -68,10 +71,10 @@ class EagerStep:
         return not self._broken
 
     def options(self, groups: Sequence[Mapping[str, Any]]) -> list[Options]:
-        """The options of all groups for the update of one more unit. All units of a step get the same
-        options.
+        """Count one more unit as updated, and return the options of all param groups for its update.
 
-        groups: the optimizer's groups. Raises the errors of `Rule.check`.
+        The first call in a step checks the groups and copies their options. Later calls in the step return
+        the same copies. groups: the optimizer's param groups. Raises the errors of `Rule.check`.
         """
         if not self._options:
             self._rule.check(groups)
@@ -80,10 +83,10 @@ class EagerStep:
         return self._options
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check that `step()` may be called now, after the eager updates of this step.
+        """Check that user code may call `optimizer.step()` now, after the eager updates of this step.
 
-        groups: the optimizer's groups. Raises ConfigError if their options have changed since the first
-        update, or if `step()` was called before with the same gradients.
+        groups: the optimizer's param groups. Raises ConfigError if their options have changed since the
+        first of these updates, or if `optimizer.step()` was called before with the same gradients.
         """
         if self._stepped:
             raise ConfigError(
@@ -98,18 +101,22 @@ class EagerStep:
             )
 
     def stepped(self) -> None:
-        """Note that the step is over. The step's gradients stay until `clear`."""
+        """Note that `optimizer.step()` has ended the step. Its gradients stay in use until `clear` is
+        called.
+        """
         self._stepped = True
 
     def clear(self) -> None:
-        """Begin the next step. Called when the gradients have been forgotten."""
+        """Forget this step, so that the next step can begin. Called when the step's gradients have been
+        forgotten.
+        """
         self._options = []
         self._updated = 0
         self._broken = self._stepped = False
 
     @property
     def done(self) -> str:
-        """How many units the step has updated, as a clause for the message of an error that ends the step."""
+        """A clause for an error message: how many units this step had updated before the error came."""
         return f"{self._updated} of {len(self._pages)} units were updated before it came"
 
 

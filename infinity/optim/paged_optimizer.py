@@ -30,9 +30,10 @@ class OptimizerCore(Protocol):
     """The part of the runtime that updates parameters and keeps their states.
 
     Parameters are compared by identity. The state of a parameter is a mapping. As in torch, it has "step"
-    (a float32 scalar; not for SGD) and the rule's moments (float32, in the parameter's shape and strides).
-    If the parameter is not float32, the state also has "master" (float32, in the parameter's shape and
-    strides). An SGD momentum buffer without content is left out.
+    (a float32 scalar; not for SGD) and the optimizer's moments, such as "exp_avg" (float32, in the
+    parameter's shape and strides). If the parameter is not float32, the state also has "master", the fp32
+    master of the parameter (float32, in the parameter's shape and strides). An SGD momentum buffer that no
+    update has written yet is left out.
     """
 
     def step(self) -> None:
@@ -46,23 +47,24 @@ class OptimizerCore(Protocol):
         ...
 
     def read_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Copies of the state of a parameter, on the CPU; {} for a parameter that was never updated."""
+        """Return copies of the entries of a parameter's state, on the CPU. Returns {} if it has no state."""
         ...
 
     def write_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
         """Replace the state of a parameter. With {} the parameter's next update counts as its first.
 
-        The moments may have any strides, device and floating dtype. A master is used only if all of its
-        elements round to the parameter's present values, so that loading an optimizer's state never changes
-        a parameter.
+        The moments may have any strides, device and floating dtype. The entry "master" is used only if all
+        of its elements round to the parameter's present values, so that loading an optimizer's state never
+        changes a parameter.
         """
 
     def check_capacity(self, nbytes: int) -> None:
-        """Raise BudgetError if copies of `nbytes` bytes cannot fit in RAM."""
+        """Raise BudgetError if RAM has no room for copies of states that take `nbytes` bytes in all."""
 
 
 class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
-    """The mapping `PagedOptimizer.state`: parameter -> copies of its state, which every access reads anew.
+    """The mapping `PagedOptimizer.state`: parameter -> copies of the entries of its state. Every access
+    makes new copies from the pages.
 
     Editing a copy changes nothing; assigning an edited copy does: `optimizer.state[p] = edited`. The
     mapping contains the parameters that have a state. As in torch, the state of any other parameter of the
@@ -99,7 +101,9 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that copies of all states take together."""
+        """Bytes of RAM that it takes to copy the states of all parameters at once, for example in
+        `state_dict()`: each moment and each "master" entry in fp32.
+        """
         return sum(self._nbytes(each) for each in self)
 
     def _nbytes(self, parameter: Tensor) -> int:
@@ -116,16 +120,18 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
 
 class PagedOptimizer(torch.optim.Optimizer):
-    """An optimizer in the place of the user's, which has the same groups, defaults and hooks.
+    """An optimizer that takes the place of the user's optimizer. It has the same param groups, defaults and
+    hooks.
 
-    The states are kept in pages. Schedulers may hold either optimizer. `state_dict()` has the form of the
-    user's optimizer, with moments in fp32. The state of a parameter that is not fp32 also has an fp32
-    "master", an entry that torch's optimizers load and save without using it.
+    The states are kept in pages. A learning-rate scheduler may be made for this optimizer or for the
+    user's. `state_dict()` has the form of the user's optimizer, with moments in fp32. The state of a
+    parameter that is not fp32 also has an fp32 "master", an entry that torch's optimizers load and save
+    without using it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
-        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the owner of the pages of
-        states.
+        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the part of the runtime that
+        keeps the states in pages.
 
         No state is moved here: `adopt` copies states into the pages, and `retire` frees the states of
         `optimizer`.
@@ -175,7 +181,7 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._backend.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all states and groups, in the form of torch.optim.
+        """Return copies of all states and param groups, in the form of torch's `Optimizer.state_dict()`.
 
         Raises BudgetError if RAM cannot hold the copies.
         """
@@ -183,10 +189,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, or of a torch optimizer of the same type and groups.
+        """Load a state dict that this class made, or a torch optimizer of the same type with the same param
+        groups.
 
-        Raises ConfigError (a ValueError, as in torch) if the state dict does not fit; then nothing has
-        changed.
+        Raises ConfigError (a ValueError, as in torch) if the state dict does not fit this optimizer.
+        Nothing has changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -219,7 +226,12 @@ class PagedOptimizer(torch.optim.Optimizer):
         )
 
     def _loaded_groups(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The groups to install: the options from the state dict with this optimizer's parameters."""
+        """Check the param groups of a state dict, and return new groups: the saved options with this
+        optimizer's parameters.
+
+        saved: the param groups of the state dict. Raises the errors of `Rule.check`, and ConfigError if the
+        groups are not those of this optimizer.
+        """
         if len(saved) != len(self.param_groups):
             raise ConfigError(
                 f"The state dict has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}.",
@@ -242,7 +254,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         return loaded
 
     def _loaded_states(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-        """id(parameter) -> state in the state dict, for the parameters that have a state there."""
+        """Check the states of a state dict, and return them: id(parameter of this optimizer) -> its state.
+
+        Parameters without a state in the state dict are left out. Raises ConfigError if a state does not
+        fit.
+        """
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owners = dict(zip(saved, _parameters(self), strict=True))
         states = {}
@@ -264,7 +280,8 @@ def adopt(
     """Pass every state in `optimizer` to `write`, a function with the parameters of
     `OptimizerCore.write_state`.
 
-    dtype_of: function from a parameter to its dtype in its page, also before the page has its values.
+    dtype_of: function from a parameter to the dtype that its values have, or will have, in the parameter
+    page.
     """
     rule = Rule.of(optimizer)
     known = {id(each) for each in _parameters(optimizer)}
@@ -277,11 +294,11 @@ def adopt(
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
-    """Free the states of an optimizer that a PagedOptimizer has replaced, and make its methods raise
-    ConfigError.
+    """Free the states of an optimizer that a PagedOptimizer has replaced. From now on the replaced
+    optimizer's methods raise ConfigError.
 
-    The optimizer's `param_groups` stay alive. Schedulers made for the optimizer, before or after, go on
-    working.
+    The replaced optimizer's `param_groups` stay alive. Schedulers made for it, before or after this call,
+    go on working.
     """
     for name in _RETIRED:
         setattr(optimizer, name, _refusal(name))

@@ -1,12 +1,13 @@
-"""Staging: how chains and staged gradients get room in the pool of staging, and in which order they lose
-it.
+"""Staging: the grants of bytes from the pool `staging`, and the order in which grants are taken back.
 
 [Note: room]
-Staging is granted here and nowhere else: to chains, and to gradients that are staged for chains. A request
+Staging has two kinds of users: chains, each of which is the update of one chunk (infinity/optim/chain.py),
+and gradients that wait in RAM for their chain. Bytes are granted to both here and nowhere else. A request
 that finds no room first waits for work that ends by itself: writes and copies under way, then chains that
-compute. Only then is something undone: chains whose gate is closed lose their staging (`Chain.revoke`),
-then gradients are written home. A chain with a closed gate never gets the last bytes that a chain with an
-open gate might need. So every request is granted in the end.
+compute. Only then is something undone. First, chains that have read their states ahead lose their staging
+(`Chain.revoke`): their gate is closed, which means that their update is not decided yet. Then gradients are
+written home. A chain with a closed gate never gets the last bytes that a chain with an open gate might
+need. So every request is granted in the end.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.store import Store
 
 _SPARED = 4
-"""Reading ahead leaves one part in _SPARED of staging free, for gradients whose states are not read ahead.
-When it left half of staging free, a step took 3.7 s instead of 2.9 s, because the disk waited for room
-(309M parameters, all on NVMe).
+"""When states are read ahead (before their update is decided), staging divided by this number is left free,
+for gradients whose states are not read ahead. When half of staging was left free, a step took 3.7 s instead
+of 2.9 s, because the disk waited for room (309M parameters, all on NVMe).
 """
 
 
 class Staging:
-    """Grants bytes of the store's pool of staging. Called under the runtime's lock."""
+    """Grants bytes of the pool `Store.staging` to chains (updates of chunks) and to gradients. Called under
+    the runtime's lock.
+    """
 
     def __init__(self, store: Store, staged: StagedChunks, queue: UpdateQueue) -> None:
         self._store = store
@@ -40,10 +43,11 @@ class Staging:
         self._queue = queue
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Staging, uint8 (nbytes,), for a gradient; see [Note: room].
+        """Lease `nbytes` bytes of staging for a gradient, and return them as a uint8 tensor.
 
-        Raises StorageError if a read or write that this call waits for fails, and BudgetError if user code
-        holds the missing bytes.
+        Waits until staging has room, and takes staging from others if it must; see [Note: room]. Raises
+        StorageError if a read or write that this call waits for fails. Raises BudgetError if there is no
+        room although nothing is left to wait for, because user code still holds tensors over staging.
         """
         while (memory := self._try_take(nbytes)) is None:
             if not self._make_room():
@@ -51,7 +55,12 @@ class Staging:
         return memory
 
     def try_grant(self, chain: Chain) -> bool:
-        """Begin a DUE chain if staging has room for it. Returns whether the chain has begun."""
+        """Lease staging for a DUE chain and begin its reads if there is room now. Returns whether it has
+        begun.
+
+        A DUE chain is the decided update of one chunk, which waits for staging. If all its memory is at
+        home in host RAM, it needs no staging and begins to compute at once.
+        """
         if chain.rests:
             self._queue.compute(chain)
             self._queue.begun(chain)
@@ -64,7 +73,10 @@ class Staging:
         return True
 
     def grant(self, chain: Chain) -> None:
-        """Begin a DUE chain as soon as staging has room for it. Raises the errors of `take`."""
+        """Lease staging for a DUE chain and begin its reads, as soon as staging has room for all of them.
+
+        Waits until then; see [Note: room]. Raises the errors of `take`.
+        """
         while not self.try_grant(chain):
             if self._make_room(chain):
                 continue
@@ -76,9 +88,11 @@ class Staging:
             return
 
     def read_ahead(self, candidates: Iterator[Sequence[Chain]]) -> None:
-        """Read states of chains whose gate is closed, as far as there is room; see [Note: room].
+        """Begin to read the states of chains whose update is not decided yet, as long as staging has room
+        to spare.
 
         candidates: the result of `ReadAhead.candidates`: groups of chains, in the order in which to read.
+        See [Note: room].
         """
         spared = max(self._pool.nbytes // _SPARED, self._store.plan.chain_bytes)
         for chains in candidates:
@@ -114,7 +128,8 @@ class Staging:
             return lease.residency()
 
     def _make_room(self, asking: Chain | None = None) -> bool:
-        """Wait for one transfer or chain to end, or else take the staging of one chain or one gradient.
+        """Make some room in staging: wait for one transfer or one chain to end, or, if there is none, take
+        the staging of one chain or one gradient.
 
         asking: the DUE chain that needs the room, and whose own gradient stays staged; None: a gradient
         needs the room. Returns False if nothing is left to wait for or to take. Raises StorageError.
@@ -141,9 +156,10 @@ class Staging:
         return self._staged.write_back_oldest(kept)
 
     def _put_gradient_home(self, chain: Chain) -> None:
-        """Write the staged gradient of a DUE chain home.
+        """Write a DUE chain's gradient from staging to the gradient page's home, so that its staging is
+        free again.
 
-        The gradient is read again when the chain is granted staging for it.
+        The gradient is read back when the chain is granted staging for all its inputs.
         """
         self._staged.write_back_now(chain.unit, chain.chunk_index, chain.gradient)
         chain.forget_gradient()

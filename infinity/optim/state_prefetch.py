@@ -1,11 +1,12 @@
-"""State prefetch: the choice of chains whose states are read before their gate opens.
+"""State prefetch: the choice of chains whose states are read ahead, that is, before their gate opens.
 
+A chain is the update of one chunk, and its gate opens when the update is decided (infinity/optim/chain.py).
 Lazy updates of a unit run between the backward and the unit's next forward, when the disk is busiest;
 during the backward the disk has little to do. So the states of the first chains are read as soon as their
 unit's gradients are complete. An eager update begins with its unit's last gradient. So the states of the
 units that come next in the backward are read before their gradients come. If the staging of such a chain is
-needed elsewhere first, the chain gives it up (`Chain.revoke`), and its states are read again when the gate
-is open.
+needed for something else first, the chain gives it up (`Chain.revoke`). Its states are then read again when
+the gate is open.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from infinity.optim.chain_state import ChainState
 
 
 class ReadAhead:
-    """The choice of chains to read ahead, for one runtime. Called under the runtime's lock."""
+    """Chooses the chains (updates of chunks) of a runtime whose states are read before their update is
+    decided.
+
+    Called under the runtime's lock.
+    """
 
     def __init__(
         self,
@@ -33,7 +38,7 @@ class ReadAhead:
         accumulation: int,
         room: int,
     ) -> None:
-        """chains: unit -> its chains. parameters: the parameters of every unit.
+        """chains: unit -> its chains. parameters: for every unit, its parameters in the unit's order.
 
         eager: whether updates are eager, not lazy. accumulation: number of gradients that each parameter
         gets in a step. room: bytes of staging that lazy updates may use to read ahead.
@@ -45,14 +50,18 @@ class ReadAhead:
         self._accumulation = accumulation
         self._room = room
         self._chosen: dict[int, Sequence[Chain]] = {}
-        """For lazy updates. Unit -> its chains to read ahead once all gradients of the unit are there."""
+        """For lazy updates. Unit -> those of its chains whose states are to be read once the unit has all
+        its gradients.
+        """
         self._unlocked: deque[Chain] = deque()
-        """For lazy updates. Chains to read ahead now, because all gradients of their unit are there."""
+        """For lazy updates. Chains whose states can be read now, because their unit has all its gradients."""
         self._next: deque[int] = deque()
-        """For eager updates. Units to read ahead, in the order in which the backward brings gradients."""
+        """For eager updates. Units whose states are still to be read ahead, in the order in which the
+        backward brings gradients.
+        """
         self._cleared = False
-        """For eager updates. Whether the last step's gradients were forgotten. Gradients that are present
-        then belong to the next step.
+        """For eager updates. Whether the gradients of the last step have been forgotten since `stepped`.
+        From then on, gradients that are present belong to the next step.
         """
 
     def stepped(self, due: Sequence[int], order: Sequence[int]) -> None:
@@ -79,17 +88,17 @@ class ReadAhead:
                 return
 
     def gradient_added(self, unit: int) -> bool:
-        """Note a new gradient of a unit. Returns whether new chains can be read ahead now."""
+        """Note that a unit has got a new gradient. Returns True if `candidates` thereby has more chains."""
         if not self._chosen.get(unit) or not self._complete(unit, self._accumulation):
             return False
         self._unlocked.extend(self._chosen.pop(unit))
         return True
 
     def candidates(self, pending: Callable[[int], bool]) -> Iterator[Sequence[Chain]]:
-        """Groups of chains to read ahead next. The caller reads all chains of a group, or stops for lack of
-        room.
+        """Yield groups of chains whose states are to be read ahead next.
 
-        pending: function that says whether a unit's last update has not ended yet.
+        The caller begins to read all chains of a group before it asks for the next group, or stops for lack
+        of room. pending: function that says whether a unit's last update has not ended yet.
         """
         return self._before_gradients(pending) if self._eager else self._after_gradients()
 

@@ -1,4 +1,4 @@
-"""Unit update: the chains of one unit, and their progress."""
+"""Unit update: the chains (updates of single chunks) of one unit, and how many of them have not ended."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from infinity.optim.decision import Decision
 
 @dataclass(slots=True)
 class UnitUpdate:
-    """The chains of one unit, and how far their updates have come."""
+    """The chains of one unit, and how far they have come. A chain is the update of one chunk."""
 
     chains: Sequence[Chain]
     parameters: frozenset[int]
-    """Indices of the unit's parameters that lie in chains."""
+    """Indices of all parameters of which at least one chain can update a part."""
     rests: bool
-    """Whether all memory of the unit's chains is at home in host RAM, so that no chain needs staging."""
+    """Whether the parameters, gradients and states of all chains are at home in host RAM, so that no chain
+    needs staging.
+    """
     left: int = 0
-    """Number of chains whose gate was opened and whose results the model cannot use yet."""
+    """Number of chains whose update was decided and whose results the model cannot use yet."""
     unread: bool = False
     """Whether a read for one of the chains failed. The read is repeated when a caller waits for the unit."""
     resting: Sequence[Chain] = ()
-    """DUE chains that are in no queue, because they begin at once. All memory of these chains is at home in
-    host RAM, and the CPU computes the model too.
+    """Chains whose update is decided and that are in no queue, because they begin at once. All memory of
+    these chains is at home in host RAM, and the CPU computes the model too.
     """
 
     @staticmethod
     def of(chains: Sequence[Chain]) -> UnitUpdate:
-        """The update of a unit that has these chains."""
+        """Make the UnitUpdate of the unit that has these chains. No update is decided at first."""
         parameters = frozenset(piece.parameter for chain in chains for piece in chain.chunk.pieces)
         return UnitUpdate(chains, parameters, rests=all([chain.rests for chain in chains]))
 
     def changed_by(self, decision: Decision) -> Sequence[Chain]:
-        """The chains in which at least one parameter is updated by the decision."""
+        """The chains whose chunk has a part of at least one parameter that `decision` updates."""
         parameters = decision.parameters
         if parameters.keys() >= self.parameters:
             return self.chains

@@ -1,7 +1,8 @@
 """Update queue: the chains that are due, the chains that are under way, and how they advance.
 
-A chain that is due waits for its turn and for staging (infinity/optim/staging.py). Once begun, a chain
-reads, computes and writes. A caller that needs the chain's unit or memory ends the chain here.
+A chain is the update of one chunk (infinity/optim/chain.py). It is due when its update is decided, and then
+waits for its turn and for staging (infinity/optim/staging.py). Once begun, it reads, computes and writes. A
+caller that needs the chain's unit or memory ends the chain here.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ from infinity.tiers.link import ARRIVED, Transfer
 
 
 class UpdateQueue:
-    """The chains of a runtime that are not idle. Called under the runtime's lock."""
+    """The chains (updates of chunks) of a runtime that wait for staging or are under way. Called under the
+    runtime's lock.
+    """
 
     def __init__(self, units: Sequence[UnitUpdate], store: Store) -> None:
         self.due: dict[int, deque[Chain]] = {}
-        """Unit -> its DUE chains. Units and chains are in the order in which they are to begin."""
+        """Unit -> its DUE chains: their update is decided and has not begun. Units and chains are in the
+        order in which they are to begin.
+        """
         self.active: list[Chain] = []
-        """Chains that hold staging or compute, in the order in which they began."""
+        """Chains that hold staging or whose update is being computed, in the order in which they began."""
         self.copies: deque[tuple[int, Transfer]] = deque()
-        """(unit, copy) of each copy of new parameters to the device that is still under way. Such a copy
-        reads staging and writes the unit's page.
+        """(unit, transfer) of each copy of updated parameters to the device that is still under way. Such a
+        copy reads host RAM and writes the unit's parameter page.
 
         The compute stream is already ordered after these copies.
         """
@@ -46,9 +51,10 @@ class UpdateQueue:
     # --- in and out -------------------------------------------------------------------------------------
 
     def open(self, unit: int, chains: Sequence[Chain], decision: Decision) -> None:
-        """Open the gates of some chains of a unit. decision: the update of the unit.
+        """Open the gates of some chains of a unit: from now on they may compute the update that `decision`
+        describes.
 
-        Chains that have not read their states ahead are due afterwards.
+        Chains that have not read their states ahead are DUE afterwards.
         """
         due = deque([chain for chain in chains if chain.open(decision)])
         self.active = [each for each in self.active if each.state is not ChainState.DUE]
@@ -56,11 +62,14 @@ class UpdateQueue:
             self.due[unit] = due
 
     def arrange(self, units: Iterable[int]) -> None:
-        """Put the units that have DUE chains in a new order. units: all these units, in the new order."""
+        """Put the units that have DUE chains in a new order. units: all of these units, in the new order."""
         self.due = {unit: self.due[unit] for unit in units if unit in self.due}
 
     def read_ahead(self, chain: Chain, memory: torch.Tensor) -> None:
-        """Begin to read the states of a chain while its gate is closed. memory: see `Chain.read_ahead`."""
+        """Begin to read the states of a chain before its update is decided.
+
+        memory: staging for them, as `Chain.read_ahead` takes it.
+        """
         chain.read_ahead(memory)
         self.active.append(chain)
 
@@ -73,17 +82,22 @@ class UpdateQueue:
             del self.due[chain.unit]
 
     def revoke(self, chain: Chain) -> None:
-        """Take the staging from a chain whose gate is closed, so that the chain is idle."""
+        """Take the staging from a chain that has read states ahead while its update is not decided yet.
+
+        The chain is IDLE then.
+        """
         self.active.remove(chain)
         chain.revoke()
 
     def revoke_all(self) -> None:
-        """Take the staging from all chains whose gate is closed."""
+        """Take the staging from all chains that have read states ahead while their update is not decided
+        yet.
+        """
         for chain in [each for each in self.active if each.is_ahead]:
             self.revoke(chain)
 
     def abandon(self) -> None:
-        """Drop all updates, and wait until no chain uses its memory any more."""
+        """Give up all updates that have not ended, and wait until no chain uses its memory any more."""
         self.finish_copies()
         self.due.clear()
         self.active.clear()
@@ -95,14 +109,18 @@ class UpdateQueue:
     # --- what is under way ------------------------------------------------------------------------------
 
     def running(self, unit: int) -> Chain | None:
-        """The first active chain of a unit that is not only reading ahead; None if there is no such chain."""
+        """The unit's first chain in `active` whose update is decided; None if there is no such chain."""
         for chain in self.active:
             if chain.unit == unit and not chain.is_ahead:
                 return chain
         return None
 
     def poll(self) -> None:
-        """Advance all chains that can advance without waiting."""
+        """Advance all chains as far as possible without waiting for a read, a write or a copy.
+
+        Where the CPU computes the model too, this call waits for the updates whose inputs have arrived, and
+        helps to compute them.
+        """
         while self.copies and self.copies[0][1].done():
             self.copies.popleft()
         for chain in [*self.active]:
@@ -131,8 +149,8 @@ class UpdateQueue:
     def end(self, chain: Chain) -> None:
         """Wait for the reads and the computation of an active chain, and begin its writes.
 
-        Raises StorageError. If a read fails in a chain that was read ahead, nothing is raised: the chain is
-        due again, and its next grant repeats the reads.
+        Raises StorageError. If a read fails in a chain whose states were read ahead, nothing is raised: the
+        chain is DUE again, and reads again when it is next granted staging.
         """
         if chain.state is ChainState.READING:
             try:
@@ -159,10 +177,10 @@ class UpdateQueue:
                 raise
 
     def deliver(self, chain: Chain) -> None:
-        """Make the results of a chain visible to later uses of its unit.
+        """Count a chain as ended, so that the model can use its results.
 
-        Computation that is queued later is ordered after the copy of the results to the device, if there is
-        one.
+        If the results are being copied to the device, work that is queued on the compute stream from now on
+        waits for this copy.
         """
         self._units[chain.unit].left -= 1
         copy = chain.finish()
@@ -172,7 +190,7 @@ class UpdateQueue:
                 self.copies.append((chain.unit, copy))
 
     def release(self, unit: int) -> None:
-        """Wait until no update and no copy uses the present bytes of a unit's page.
+        """Wait until no update and no copy uses the memory that a unit's parameter page has now.
 
         Errors of failed reads are not raised here.
         """
@@ -184,7 +202,9 @@ class UpdateQueue:
                 self.copies.remove(copied)
 
     def finish_copies(self) -> None:
-        """Wait for all copies to the device, because a copy holds a view of the page that it writes."""
+        """Wait for all copies of updated parameters to the device. Until it ends, a copy holds a view of
+        the parameter page that it writes.
+        """
         while self.copies:
             self.copies.popleft()[1].wait()
 

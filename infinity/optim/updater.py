@@ -1,11 +1,11 @@
 """Updater: which chunks a step changes, and in which order.
 
 `step` decides the updates of all units: which parameters, with which hyper-parameters, scale and gradients.
-Then it opens the gates of the chains (infinity/optim/chain.py). From then on the chains are due
-(infinity/optim/update_queue.py). They stream through staging (infinity/optim/staging.py) in the order in
-which the next forward uses their units. Some chains are read while one is computed and others are written,
-and the model computes meanwhile. A caller that needs a unit (`complete`) waits for the chains of that unit
-only.
+Then it opens the gates of the chains, which are the updates of single chunks (infinity/optim/chain.py).
+From then on the chains are due (infinity/optim/update_queue.py). They pass through staging
+(infinity/optim/staging.py) in the order in which the next forward uses their units. Some chains are read
+while one is computed and others are written, and the model computes meanwhile. A caller that needs a unit
+(`complete`) waits for the chains of that unit only.
 
 Two kinds of units are updated immediately. One is a unit that rests in host RAM as a whole, where the CPU
 computes the model too: there is nothing to overlap. The other is a unit that rests where the device updates
@@ -38,11 +38,16 @@ from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.store import Store
 
 _MOST_RUNNING = 8
-"""The most updates without staging that are under way at once. More updates would only lengthen queues."""
+"""The most updates of chunks that are under way at once if their inputs are in host RAM already. More would
+only lengthen queues.
+"""
 
 
 class Updater:
-    """The chains of all units of a runtime. Called under the runtime's lock."""
+    """Decides and runs the updates of all units of a runtime, chunk by chunk.
+
+    Called under the runtime's lock.
+    """
 
     def __init__(
         self,
@@ -76,8 +81,10 @@ class Updater:
         return [Chain(each, self._store, health) for each in updates]
 
     def _read_ahead(self) -> ReadAhead | None:
-        """The choice of chains to read ahead. None if updates are "sync", or if the number of backwards in
-        a step was not declared.
+        """Make the object that chooses the chains whose states are read ahead.
+
+        Returns None, so that no states are read ahead, if updates are "sync", or if the number of backwards
+        in a step was not declared.
         """
         plan = self._store.plan
         if plan.accumulation is None or plan.update == "sync":
@@ -152,9 +159,9 @@ class Updater:
     def begin_early(self, unit: int, group_of: GroupOf, exposed: Callable[[int], bool]) -> None:
         """Begin the update of a unit with its present gradients, before the `step` to which they belong.
 
-        No other code uses these gradients any more. The unit's pages are at home or resident, not arriving
-        in a device's own memory. exposed: as in `step`; an exposed unit is updated before this call
-        returns.
+        The update takes the gradients: no other code may use them afterwards. When this is called, the
+        unit's parameter page must not be on its way to a device with memory of its own. exposed: as in
+        `step`; an exposed unit is updated before this call returns.
         """
         self.complete(unit)
         seen = exposed(unit)
@@ -170,13 +177,14 @@ class Updater:
         return self._units[unit].left > 0
 
     def begun(self, unit: int) -> bool:
-        """Whether the update of the unit is pending and one of its chains is under way."""
+        """Whether the unit's last update has not ended, and one of its chains is under way."""
         return self._queue.running(unit) is not None
 
     def complete(self, unit: int) -> None:
-        """Finish the pending update of a unit, except for its writes home.
+        """Wait until the update of a unit has ended, if one is pending, so that the model can use the unit.
 
-        Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
+        Helps the update on: grants it staging and begins its chains. Writes of the results to their homes
+        may go on afterwards. Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
         group, queue = self._units[unit], self._queue
         group.unread = False
@@ -193,20 +201,20 @@ class Updater:
                 self.advance()  # the next chains take the free room, so that the disk has no pause
 
     def complete_all(self) -> None:
-        """Finish the pending updates of all units, except for their writes home. Raises StorageError."""
+        """Do what `complete` does for all units whose update is pending. Raises StorageError."""
         for unit, group in enumerate(self._units):
             if group.left:
                 self.complete(unit)
 
     def release(self, unit: int) -> None:
-        """Wait until no update uses the present bytes of the unit's page.
+        """Wait until no update and no copy uses the memory that the unit's parameter page has now.
 
         Called before the page leaves or is fetched anew. Errors of failed reads are not raised here.
         """
         self._queue.release(unit)
 
     def advance(self) -> None:
-        """Advance chains that can go on without waiting, and begin due chains for which staging has room."""
+        """Advance chains as `UpdateQueue.poll` does, and begin DUE chains for which staging has room."""
         queue = self._queue
         if queue.active or queue.copies:
             queue.poll()
@@ -219,17 +227,23 @@ class Updater:
             self._staging.read_ahead(self._ahead.candidates(self.pending))
 
     def finish_copies(self) -> None:
-        """Wait for all copies to the device, because a copy holds a view of the page that it writes."""
+        """Wait for all copies of updated parameters to the device. Until it ends, a copy holds a view of
+        the parameter page that it writes.
+        """
         self._queue.finish_copies()
 
     def abandon(self) -> None:
-        """Drop all updates, and wait until no chain uses its memory any more."""
+        """Give up all updates that have not ended, and wait until no chain uses its memory any more."""
         self._queue.abandon()
 
     # --- what is due ------------------------------------------------------------------------------------
 
     def _open(self, unit: int, group_of: GroupOf) -> None:
-        """Decide the update of a unit, open the gates of its chains, and count the update as done."""
+        """Decide the update of a unit, open the gates of its chains so that they may compute, and count the
+        update.
+
+        Does nothing if no parameter of the unit has both a gradient and a param group.
+        """
         decision = decide(unit, group_of, self._gradients, self._states)
         if decision is None:
             return
@@ -264,7 +278,7 @@ class Updater:
     # --- what is begun ----------------------------------------------------------------------------------
 
     def _begin_updates(self, units: Iterable[int]) -> None:
-        """Begin the updates of these units, as far as there is room. The updates have just been decided."""
+        """Begin the updates of these units, which have just been decided, as far as staging has room."""
         self.advance()
         for unit in units:
             if self._units[unit].resting:

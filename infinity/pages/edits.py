@@ -5,9 +5,9 @@ User code can ask for a view of a parameter (`p.detach()`, `p.data`, `p[0]` betw
 the view at any later time without calling the runtime. So the runtime keeps a loan for every such view: an
 alias, which is a tensor that shares the view's storage and version counter. The runtime checks a page's
 loans before the page leaves device memory, before an update, and when memory is short. If an alias's
-version counter has moved, the parameter was edited: the new value is written home and becomes the master.
-If no code but the runtime refers to the page's storage any more, the loans are forgotten and the page's
-bytes are free again.
+version counter has moved, the parameter was edited: the new value is written home and becomes the fp32
+master. If no code but the runtime refers to the page's storage any more, the loans are forgotten and the
+page's bytes are free again.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class EditTracker:
     """
 
     def __init__(self, pages: Sequence[ParameterPage], store: Store, states: States | None) -> None:
-        """pages: the parameter pages of all units. states: the optimizer states, whose fp32 masters take
-        over edited values; None for inference.
+        """pages: the parameter pages of all units. states: the optimizer states, None for inference. An
+        edited value becomes the fp32 master there.
         """
         self._pages = pages
         self._store = store
         self._states = states
         self._loans: dict[int, list[_Loan]] = {}
         self._replaced: dict[int, set[int]] = {}
-        """Unit -> indices of parameters whose values were replaced, while the unit's page was present,
-        without a change of their version counters.
+        """Unit -> indices of parameters whose values were replaced while the unit's page was present. The
+        version counters of these parameters did not move.
         """
 
     def replaced(self, page: ParameterPage, index: int) -> None:
@@ -61,7 +61,7 @@ class EditTracker:
         self._replaced.setdefault(page.index, set()).add(index)
 
     def write_back(self, page: ParameterPage) -> None:
-        """Write the edited parameters of a page home.
+        """Write user code's edits of a page's parameters to the page's home.
 
         Raises ConfigError if a parameter was edited and the page's bytes are no longer in memory, so that
         the edit is lost.
@@ -95,30 +95,33 @@ class EditTracker:
         return self._held_outside(page, page.residency)
 
     def sync_edits(self) -> None:
-        """Write the edited parameters of all pages home."""
+        """Write user code's edits of all parameters to the homes of their pages, as `write_back` does."""
         for page in self._pages:
             self.write_back(page)
 
     def updated(self, unit: int | None = None) -> None:
         """Note that an update has just changed the parameters of one unit, or of all units (None).
 
-        The update moved the version counters of the loans. The new versions are recorded, so that the
-        update does not count as an edit.
+        The update moved the version counters of the loans; see [Note: loans]. Their new versions are
+        recorded, so that the update does not count as an edit.
         """
         for loans in self._loans.values() if unit is None else [self._loans.get(unit, [])]:
             for loan in loans:
                 loan.version = loan.alias._version
 
     def reclaim(self) -> None:
-        """Free the memory of pages that user code no longer refers to: forget their loans.
+        """Free the memory of pages to which user code no longer refers, by dropping their loans.
 
-        Edits of these pages are written home first.
+        Edits of these pages are written home first. See [Note: loans].
         """
         for unit in list(self._loans):
             self.write_back(self._pages[unit])
 
     def keep_loan(self, page: ParameterPage, index: int, view: torch.Tensor) -> None:
-        """Keep a loan for `view`, a view of parameter `index` that user code is given; see [Note: loans]."""
+        """Keep an alias of `view`, so that later edits through the view are noticed; see [Note: loans].
+
+        view: a view of parameter `index` of the page that user code is about to get.
+        """
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             alias = view.detach()
         loans = self._loans.setdefault(page.index, [])
@@ -128,7 +131,9 @@ class EditTracker:
         loans.append(_Loan(alias, alias._version, index))
 
     def forget(self) -> None:
-        """Forget all loans and all replaced values, without writing edits home."""
+        """Drop all loans (aliases of views that user code holds) and forget all replaced values. No edit is
+        written home.
+        """
         self._loans.clear()
         self._replaced.clear()
 
@@ -140,7 +145,9 @@ class EditTracker:
             self._states.edited(page.index, index)
 
     def _forget_loans(self, page: ParameterPage) -> None:
-        """Forget a page's loans if no code but the runtime refers to the page's storage."""
+        """Drop a page's loans (aliases of views that user code got) if only the runtime refers to the
+        page's storage.
+        """
         loans = self._loans.get(page.index)
         if not loans:
             return
@@ -148,7 +155,9 @@ class EditTracker:
             del self._loans[page.index]
 
     def _held_outside(self, page: ParameterPage, memory: torch.Tensor) -> bool:
-        """Whether other code than the runtime refers to the storage of `memory`, a tensor over the page."""
+        """Whether code other than the runtime refers to the page's storage. memory: a tensor over that
+        storage.
+        """
         storage = memory.untyped_storage()
         ours = len(self._loans.get(page.index, ())) + 1  # the reference of `storage` above
         if page.residency is not None:

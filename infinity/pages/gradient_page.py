@@ -1,4 +1,6 @@
-"""Gradient page: the gradients of one unit by chunk, which of the gradients exist, and where in memory."""
+"""Gradient page: the gradients of one unit, chunk by chunk: which of them exist, and where in memory they
+are.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,32 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(slots=True)
 class StagedGradient:
-    """A chunk of a gradient page that is in staging. Its bytes there are newer than its bytes at home."""
+    """The gradients of one chunk while they are in staging. They are newer there than at the gradient
+    page's home.
+    """
 
     data: torch.Tensor
-    """The chunk's bytes, uint8, laid out as at home."""
+    """The gradients of the chunk, as uint8, in the layout that they have at home."""
     waiting: set[int] = field(default_factory=set)
     """Indices of parameters whose gradient is still expected in this backward."""
 
 
 @dataclass(slots=True)
 class GradientChunk:
-    """The state of one chunk of a gradient page."""
+    """What is known about the gradients of one chunk."""
 
     staged: StagedGradient | None = None
     sent: int = 0
-    """Number of the gradient ring's last job that adds to the chunk; 0 if there is no such job."""
+    """The number by which the gradient ring knows its last job that adds to the chunk (`Job.number`); 0 if
+    there is no such job.
+    """
     stored: bool = False
-    """Whether the chunk's bytes at home were written from staging in this step."""
+    """Whether gradients of this step were written from staging to the chunk's place at home."""
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
-    """(parameter, first element) of a piece -> the piece's share of the parameter's sums of squares."""
+    """(index of a parameter, first element of one of its pieces) -> sums of squares of the parameter's
+    gradient. The sums of all pieces of a parameter, in all chunks, add up to the total; those of a single
+    piece may be empty.
+    """
 
 
 class GradientPage:
@@ -57,7 +66,7 @@ class GradientPage:
         self.layout = layout
         self.home = home
         self.content: set[int] = set()
-        """Indices of the parameters that have a gradient."""
+        """Indices of the parameters that have a gradient in this step."""
         self.arrivals: Counter[int] = Counter()
         """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
         self.consumed = False
@@ -76,7 +85,7 @@ class GradientPage:
             != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
         )
         """Indices of parameters whose gradient is stored in the parameter's dtype, not in the accumulation
-        dtype. Such a parameter can have one gradient in a step.
+        dtype. Such a parameter may get only one gradient in a step.
         """
 
     def check_single(self, parameter: int, dtype: torch.dtype) -> None:
@@ -115,45 +124,54 @@ class GradientPage:
         )
 
     def dtype(self, chunk_index: int) -> torch.dtype:
-        """Dtype of a chunk's elements."""
+        """Dtype in which the gradients of a chunk are stored."""
         return self._dtypes[chunk_index]
 
     def nbytes(self, chunk_index: int) -> int:
-        """Bytes that a chunk takes at home, rounded up to whole 4 KiB blocks."""
+        """Bytes that the gradients of a chunk take at home, rounded up to whole 4 KiB blocks."""
         return round_up(
             self.layout.chunks[chunk_index].count * self._dtypes[chunk_index].itemsize, PAGE_ALIGNMENT
         )
 
     def offset(self, chunk_index: int) -> int:
-        """Bytes from the page's start to a chunk."""
+        """Bytes from the start of the gradient page to the gradients of a chunk."""
         return self._offsets[chunk_index]
 
     def in_ram(self, chunk_index: int) -> torch.Tensor | None:
-        """A chunk's bytes, uint8 (nbytes,), if the chunk is staged or at home in host RAM; else None.
+        """Return the gradients of a chunk as uint8 (nbytes,) if they are in staging or at home in host RAM;
+        else None.
 
-        Waits until all gradients sent to the chunk have been added. Raises the gradient ring's failure.
+        Waits until all gradients of the chunk that were sent through the gradient ring have been added.
+        Raises the ring's `failure` if a gradient was lost there.
         """
         self.settle(chunk_index)
         return self.memory(chunk_index)
 
     def is_in_ram(self, chunk_index: int) -> bool:
-        """Whether a chunk is in host RAM, even if gradients for the chunk are still arriving there."""
+        """Whether the gradients of a chunk are kept in host RAM, even if new ones are still on their way to
+        it.
+        """
         return self.home.in_place or self.chunks[chunk_index].staged is not None
 
     def arrived(self, chunk_index: int) -> bool:
-        """Whether all gradients sent to a chunk have been added to the chunk. Never blocks."""
+        """Whether all gradients of a chunk that were sent through the gradient ring have been added. Never
+        blocks.
+        """
         return self._ring is None or self._ring.arrived(self.chunks[chunk_index].sent)
 
     def settle(self, chunk_index: int) -> None:
-        """Wait until all gradients sent to a chunk have been added to it.
+        """Wait until all gradients of a chunk that were sent through the gradient ring have been added.
 
-        Raises the gradient ring's failure.
+        Raises the ring's `failure` if a gradient was lost there.
         """
         if self._ring is not None and self.chunks[chunk_index].sent:
             self._ring.settle(self.chunks[chunk_index].sent)
 
     def memory(self, chunk_index: int) -> torch.Tensor | None:
-        """A chunk's bytes as `in_ram` returns them, without waiting. For code that adds to the chunk."""
+        """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients on their way.
+
+        For code that adds a gradient to the chunk.
+        """
         staged = self.chunks[chunk_index].staged
         if staged is not None:
             return staged.data
@@ -164,17 +182,20 @@ class GradientPage:
         )
 
     def runs(self, parameter: int) -> Sequence[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
-        """The contiguous runs of a parameter's gradient at home in memory: one run if there are no gaps.
+        """The parts of a parameter's gradient that are contiguous in the memory of the page's home, in
+        order. There is one part if no padding between chunks divides the gradient.
 
-        Every run is (the run's first element within the parameter, the run's elements as a flat tensor,
-        [(chunk, first element) of each piece in the run]).
+        Every part is (its first element within the parameter, its elements as a flat tensor, [(chunk, first
+        element) of each piece in the part]). The home must be in memory, not on NVMe.
         """
         if parameter not in self._runs:
             self._runs[parameter] = list(self._find_runs(parameter))
         return self._runs[parameter]
 
     def forget_runs(self) -> None:
-        """Forget the cached result of `runs`, which has views of the home's memory."""
+        """Forget the cached results of `runs`, because they are views of the home's memory and keep it
+        alive.
+        """
         self._runs.clear()
 
     def _find_runs(self, parameter: int) -> Iterator[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
@@ -195,15 +216,20 @@ class GradientPage:
             yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
 
     def typed(self, chunk_index: int, data: torch.Tensor) -> torch.Tensor:
-        """A chunk's elements, (count,) in the chunk's dtype: a view of the beginning of `data`, uint8."""
+        """View the beginning of `data` as the gradients of a chunk: (count,), in the dtype in which they
+        are stored.
+
+        data: uint8, for example the result of `in_ram`.
+        """
         count = self.layout.chunks[chunk_index].count
         return data[: count * self._dtypes[chunk_index].itemsize].view(self._dtypes[chunk_index])
 
     def squares(self, parameter: int) -> float:
-        """The sum of squares of a parameter's stored gradient: finite if and only if all elements are
-        finite.
+        """Return the sum of squares of a parameter's stored gradient: finite if and only if all elements
+        are finite.
 
-        Waits until the gradient has arrived. Raises the gradient ring's failure.
+        Waits until the gradient has arrived in host RAM. Raises the gradient ring's `failure` if a gradient
+        was lost there.
         """
         total = 0.0
         for chunk_index, piece in self.layout.pieces(parameter):

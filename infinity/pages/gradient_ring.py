@@ -3,8 +3,8 @@
 A gradient's hook copies the gradient into the ring, on the stream that computed the gradient. Then the hook
 records an event and returns, so that autograd's memory is free at once. A worker thread copies the ring's
 contents, oldest first, to the landing, which is a buffer of the same size in host RAM. From there the
-worker adds the gradients to the gradient pages. Parts that lie next to each other in the ring and are ready
-together are copied together.
+worker adds the gradients to the gradient pages. A large gradient is sent in parts, and each part is one job
+of the worker. Parts that lie next to each other in the ring and are ready together are copied together.
 
 [Note: who waits for the worker]
 The worker takes no lock but the ring's own, so any thread may wait for the worker, even a thread that holds
@@ -13,8 +13,9 @@ chunk are complete once the last job that adds to the chunk is done. If the ring
 room before it takes the runtime's lock (`await_room`). Only for a gradient larger than the ring does the
 hook wait for part of the room while it holds that lock.
 
-[Note: failures] The first error is kept until `renew`. Later jobs are dropped, because the sums to which
-they would add may be incomplete. Until `renew`, `send` and `settle` raise the error.
+[Note: failures] The worker's first error is kept, as `failure`, until `renew`. Later jobs are dropped,
+because the sums to which they would add may be incomplete. Until `renew`, `send` and `settle` raise the
+error.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ _IDLE = 1.0
 """Seconds after which a worker without jobs ends, so that it does not keep an unclosed runtime alive."""
 
 Use = Callable[[torch.Tensor], None]
-"""Function that the worker calls with a part of a gradient, once the part is in host RAM.
+"""Function that the worker calls once a part of a gradient is in host RAM.
 
-The part is (n,), in the gradient's dtype.
+Its argument is the part, a tensor of shape (n,) in the gradient's dtype.
 """
 
 
 class Job:
-    """A part of a gradient on its way through the ring to host RAM."""
+    """A part of a gradient on its way through the ring to host RAM: one job of the worker."""
 
     __slots__ = ("dtype", "end", "event", "number", "ready", "start", "use")
 
     def __init__(self, dtype: torch.dtype, use: Use) -> None:
         self.dtype = dtype
         self.use: Use | None = use
-        """Function that takes the part in host RAM; None once it was called or the part was dropped."""
+        """Function that the worker calls with the part in host RAM; None after the call, or if the part was
+        dropped.
+        """
         self.start = self.end = 0
         """The part's bytes in the ring are [start, end)."""
         self.number = 0
@@ -65,7 +68,8 @@ class Job:
 
 
 def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:
-    """The start of a range of `nbytes` free bytes in a ring of `size` bytes; None if there is none. Pure.
+    """Return the start of a range of `nbytes` free bytes in a ring of `size` bytes; None if there is none.
+    Pure.
 
     alignment: the start is a multiple of this number of bytes. taken: the jobs that have bytes in the ring,
     oldest first; jobs give their bytes back in this order. No job wraps around the ring's end.
@@ -133,7 +137,7 @@ class GradientRing:
         return self._failure
 
     def windows(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """The parts in which `count` elements are sent: (start, end) of each part, in elements.
+        """Yield the parts in which `count` elements are sent: (start, end) of each part, in elements.
 
         itemsize: bytes of an element. All parts but the last have a multiple of cpu_adam.BLOCK elements.
         """
@@ -142,10 +146,10 @@ class GradientRing:
             yield start, min(start + step, count)
 
     def await_room(self, counts: Sequence[int], itemsize: int) -> None:
-        """Wait, without the GIL, until the ring has room for new runs of elements; see `fit`.
+        """Wait, without the GIL, until the ring has room for new gradients, as far as `fit` demands.
 
-        counts: elements of each run. itemsize: bytes of an element. A failure also ends the wait; `send`
-        then raises it.
+        counts: number of elements of each contiguous piece of gradient that is to be sent. itemsize: bytes
+        of an element. The wait also ends if there is a `failure`, which `send` then raises.
         """
         sizes = [(end - start) * itemsize for count in counts for start, end in self.windows(count, itemsize)]
         self._wait(
@@ -157,8 +161,8 @@ class GradientRing:
 
         fresh: the part, (n,), contiguous, in device memory; `windows` gives the parts. use: function that
         the worker calls with the part once the part is in host RAM. Returns the job's number, for `settle`.
-        Waits for room in the ring, but not for the copy. Raises DeviceError, or the failure if there is
-        one.
+        Waits for room in the ring, but not for the copy. Raises DeviceError, or the error in `failure` if
+        there is one.
         """
         job = Job(fresh.dtype, use)
         try:
@@ -186,13 +190,13 @@ class GradientRing:
         self._wait(lambda: not self._jobs if number is None else self._done >= number)
 
     def settle(self, number: int | None = None) -> None:
-        """Wait as `wait` does, then raise the failure if there is one."""
+        """Wait as `wait` does, then raise the error in `failure`, if there is one."""
         self.wait(number)
         if self._failure is not None:
             raise self._failure.again()
 
     def renew(self) -> None:
-        """Wait until all jobs have ended, and forget the failure.
+        """Wait until all jobs have ended, and set `failure` back to None.
 
         Called when the gradients that were sent are not needed any more.
         """
@@ -230,7 +234,7 @@ class GradientRing:
     def _take(self, job: Job, nbytes: int) -> None:
         """Wait for `nbytes` free bytes of the ring, give them to the job, and queue the job for the worker.
 
-        Raises the failure if there is one.
+        Raises the error in `failure`, if there is one.
         """
 
         def room() -> int | None:
@@ -297,7 +301,7 @@ class GradientRing:
     def _bring_down(self, count: int) -> None:
         """Copy the bytes of the oldest `count` jobs to host RAM, and call the jobs' functions.
 
-        An error is kept as the failure.
+        An error is not raised but kept; see [Note: failures].
         """
         jobs = [self._jobs[index] for index in range(count)]
         try:

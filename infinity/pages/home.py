@@ -44,17 +44,19 @@ class Home:
     memory: torch.Tensor | None
     """The page's bytes in the tier's memory, uint8 (nbytes,); None if the tier is NVMe."""
     in_place: bool
-    """Whether code on the CPU can use `memory`: it is host RAM, or memory of a device that shares RAM."""
+    """Whether code on the CPU can use `memory`: the tier is host RAM, or the device shares the host's RAM."""
     nvme_lease: NvmeLease | None = None
-    """The page's blocks on NVMe; None if the tier is memory."""
+    """The page's leased bytes on NVMe; None if the tier is not NVMe."""
     computed: bool = False
-    """Whether kernels on the device write to `memory`. A copy into `memory` then waits for queued kernels."""
+    """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for the kernels
+    that are queued then.
+    """
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)
 
     @staticmethod
     def of_nothing() -> Home:
-        """The home of a page without bytes."""
+        """Make the home of a page that has no bytes."""
         return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -81,10 +83,10 @@ class Home:
             raise self.failure.again()
 
     def finish(self, request: InFlightRequest) -> None:
-        """Wait for a request in flight and remove it from the list. Raises the request's error.
+        """Wait for a request in flight and remove it from `in_flight`. Raises the request's error.
 
-        A failed write that is not `spare` loses the home. A request that is no longer in the list is
-        ignored, so a request's error is raised once.
+        If a write fails that is not `spare`, the home is lost; see [Note: order of requests]. A request
+        that is no longer in `in_flight` is ignored, so a request's error is raised once.
         """
         if request not in self.in_flight:
             return
@@ -101,7 +103,8 @@ class Home:
                 self.in_flight.remove(request)
 
     def renew(self) -> None:
-        """Wait for writes in flight, and forget failures: the home's bytes are not needed any more.
+        """Wait for the writes in flight, and forget that writes have failed. Called when the content of the
+        home is not needed any more.
 
         Reads in flight go on, because a pending update may still need the old bytes.
         """

@@ -1,8 +1,8 @@
-"""Optimizer pages: the optimizer states of each unit, chunk by chunk, and which of the states have content.
+"""Optimizer pages: the optimizer states of each unit, chunk by chunk, and which of the states have values.
 
-The arrays of one chunk's states lie one after another (`StateFormat`), so an update needs one sequential
-read and one sequential write. Moments are not written to a page before they have content: the first update
-of a chunk creates the chunk's moments in RAM.
+The states of one chunk are several arrays, such as its moments. They lie one after another (`StateFormat`),
+so an update needs one sequential read and one sequential write. Moments are not written to a page before
+they have values: the first update of a chunk creates the chunk's moments in RAM.
 """
 
 from __future__ import annotations
@@ -36,27 +36,36 @@ class StatePage:
             plan.state_format(index, chunk_index) for chunk_index in range(len(layout.chunks))
         ]
         self.version = 0
-        """Number of times that code other than updates has written states."""
+        """Number of times that code other than updates has written states. A chain that has read states
+        ahead compares it, to see whether they are still right.
+        """
         self.begun = [False] * len(layout.chunks)
-        """Index of a chunk -> whether the moments of the chunk have content."""
+        """Index of a chunk -> whether the chunk's moments have values, from a decided update or from
+        `States.write`.
+        """
         self.steps = [0] * len(layout.parameters)
         """Index of a parameter -> number of updates that the parameter has had."""
         self.has_moments: set[int] = set()
-        """Indices of the parameters whose moments have content."""
+        """Indices of the parameters whose moments have values, from a decided update or from
+        `States.write`.
+        """
         self.edited: set[int] = set()
         """Indices of parameters that user code has edited since their last update. For such a parameter,
-        the value in the parameter page is the master, and the master's bits in this page are out of date.
+        the value in the parameter page is the fp32 master, and the bits of the master in this page are out
+        of date.
         """
         self._offsets = [plan.state_offset(index, each) for each in range(len(layout.chunks))]
 
     def offset(self, chunk_index: int) -> int:
-        """Bytes from the page's start to the states of a chunk."""
+        """Bytes from the start of the optimizer page to the states of a chunk."""
         return self._offsets[chunk_index]
 
     def master_bytes(self, chunk_index: int) -> int:
-        """Bytes at the start of a chunk's states that have content before the first update.
+        """Bytes at the start of a chunk's states that belong to the fp32 masters of its parameters.
 
-        These bytes are the array "remainder" or "master", which completes the fp32 master.
+        For bf16 parameters they are the array "remainder": the low 16 bits of each master, which the
+        parameter itself lacks. For fp16 they are the array "master", for fp32 there are none. Unlike
+        moments, these bytes have values before the first update.
         """
         form = self.formats[chunk_index]
         others = [
@@ -67,7 +76,7 @@ class StatePage:
         return others[0] if others else form.nbytes
 
     def arrays(self, chunk_index: int, data: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arrays of a chunk's states, by name, as views of `data`.
+        """Return the arrays of a chunk's states, such as its moments, by name, as views of `data`.
 
         data: uint8; it begins with the states of the chunk.
         """
@@ -78,7 +87,11 @@ class StatePage:
         }
 
     def place(self, chunk_index: int, name: str, piece: Piece) -> tuple[int, int]:
-        """The place of a piece's entries in the array `name`: (offset in the page, size), both in bytes."""
+        """Find a piece's entries in the array `name` of a chunk's states: (offset in the optimizer page,
+        size), both in bytes.
+
+        piece: the part of a parameter that lies in the chunk.
+        """
         offset, nbytes = self.formats[chunk_index].place(name, piece.offset, piece.count)
         return self._offsets[chunk_index] + offset, nbytes
 
@@ -111,8 +124,8 @@ class States:
     def encode(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
         """Split a new fp32 master: write the optimizer page's part, and return the parameter page's part.
 
-        values: the master, (numel,) in memory order, of any floating dtype. The result is (numel,) in
-        memory order, in the parameter's dtype.
+        values: the values of the new master, (numel,) in memory order, of any floating dtype. The result is
+        (numel,) in memory order, in the parameter's dtype.
         """
         page = self.pages.get(unit)
         dtype = page.layout.parameters[parameter].dtype if page is not None else values.dtype
@@ -128,7 +141,8 @@ class States:
         return master.to(dtype)
 
     def master(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """The float32 master of a parameter, (numel,) in memory order.
+        """Return the fp32 master of a parameter, (numel,) in memory order. Reads the master's part in the
+        optimizer page.
 
         values: the parameter's values in the parameter page, (numel,) in memory order.
         """
@@ -140,7 +154,8 @@ class States:
         return self._read(page, parameter, "master")
 
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
-        """Replace a parameter's master, but only if the new master rounds to the present values.
+        """Replace a parameter's fp32 master, but only if the new master rounds to the parameter's present
+        values.
 
         values: the present values in the parameter page, (numel,) in memory order. master: the new master,
         in the parameter's shape and with any strides.
@@ -152,8 +167,7 @@ class States:
             self.encode(unit, parameter, flat)
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
-        """Copies of a parameter's "step" and moments, named as in torch, in the parameter's shape and
-        strides.
+        """Return copies of a parameter's "step" and moments, named as in torch, in its shape and strides.
 
         The result is {} before the first update, unless the rule's states exist from the start.
         """
@@ -201,9 +215,9 @@ class States:
             page.has_moments.discard(parameter)
 
     def fill(self, page: StatePage, chunk_index: int, data: torch.Tensor) -> None:
-        """Set the moments of a chunk to their initial values.
+        """Write the initial values of a chunk's moments into `data`.
 
-        data: uint8, the chunk's states in RAM.
+        data: uint8 in RAM; it begins with the states of the chunk.
         """
         arrays = page.arrays(chunk_index, data)
         for name, initial in self._initial().items():
@@ -226,14 +240,16 @@ class States:
         return found
 
     def _encoded(self, moment: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arrays, by name, that store `values` of a moment. values: float32 (numel,)."""
+        """Encode values of a moment: name of each array that stores them -> entries. values: float32
+        (numel,).
+        """
         if self.rule.states != "int8":
             return {moment: values.to(moments.DTYPES[self.rule.states])}
         codes, exponents = moments.encode(values, self._span(moment))
         return {moment: codes, scale_of(moment): exponents}
 
     def _moment(self, page: StatePage, parameter: int, moment: str) -> torch.Tensor:
-        """A parameter's moment, decoded: float32 (numel,)."""
+        """Read one of a parameter's moments from its page, and return it decoded: float32 (numel,)."""
         stored = self._read(page, parameter, moment)
         if self.rule.states != "int8":
             return stored.to(torch.float32)
@@ -244,7 +260,7 @@ class States:
         return moments.FIRST_SPAN if moment == self.rule.first_moment else moments.SECOND_SPAN
 
     def _read(self, page: StatePage, parameter: int, name: str) -> torch.Tensor:
-        """A copy of a parameter's entries of the array `name`, flat, in memory order."""
+        """Read a parameter's entries of the array `name`, and return a flat copy in memory order."""
         dtype = self._array(page, parameter, name).dtype
         parts = [
             self._store.fetch(page.home, *page.place(chunk_index, name, piece)).view(dtype)
@@ -266,7 +282,7 @@ class States:
 
 
 def _flat(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:
-    """`values` as a flat tensor in the parameter's memory order: float32 (numel,), on the CPU.
+    """Return `values` as a flat tensor in the parameter's memory order: float32 (numel,), on the CPU.
 
     values: of the parameter's shape and of any strides, device and floating dtype.
     """

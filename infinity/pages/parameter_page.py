@@ -38,7 +38,7 @@ class Presence(enum.Enum):
     ARRIVING = "arriving"
     """Device memory for the page is leased, and the bytes are on their way."""
     PRESENT = "present"
-    """The page is in device memory: its Parameters are views of its residency."""
+    """The page is in device memory: its Parameters are views of its bytes there, the residency."""
 
 
 class ParameterPage:
@@ -57,10 +57,12 @@ class ParameterPage:
     ) -> None:
         """placeholders: the tensors that Parameters have as `data` while the page is not PRESENT.
 
-        addresses: address of a residency -> its page. All pages share this mapping, and `land` adds to it.
+        addresses: address of a present page's bytes in device memory -> the page. All pages share this
+        mapping, and `land` adds to it.
 
-        permanent: whether the page stays PRESENT once it has landed. This is so if the page's home, or a
-        mirror of the home, is in the memory where the model computes.
+        permanent: whether the page stays PRESENT from its first arrival on. This is so if the page's home,
+        or a copy of the home that the plan keeps there (`Store.mirror`), is in the memory where the model
+        computes.
         """
         self.index = index
         self.layout = layout
@@ -71,13 +73,15 @@ class ParameterPage:
         self.residency: torch.Tensor | None = None
         """The page's bytes in device memory, uint8 (layout.nbytes,), while PRESENT; else None."""
         self.incoming: tuple[torch.Tensor, Transfer] | None = None
-        """(the residency that is being filled, the transfer that fills it) while the page is ARRIVING in
-        memory that the CPU can use; else None.
+        """While the page is ARRIVING in memory that the CPU can use: (the memory that is being filled,
+        uint8 (nbytes,), the transfer that fills it). Else None.
         """
         self.holds = 0
         """Number of calls of `PrefetchEngine.hold` that keep the page PRESENT now."""
         self.versions = [parameter_version(each) for each in self.parameters]
-        """Each Parameter's version counter when the page was last known to equal its home."""
+        """Each Parameter's version counter at the time when the page was last known to have the same values
+        as its home.
+        """
         self._placeholders = tuple(placeholders)
         self._ghost: StorageWeakRef | None = None
         self._addresses = addresses
@@ -159,12 +163,14 @@ class ParameterPage:
         return ghost
 
     def view(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        """A view of parameter `index` with its shape, strides and dtype. memory: the page's bytes, uint8."""
+        """View parameter `index` with its shape, strides and dtype. memory: the whole page's bytes, uint8."""
         parameter = self.layout.parameters[index]
         return self.flat(index, memory).as_strided(parameter.shape, parameter.stride)
 
     def flat(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        """A flat view, (numel,), of parameter `index` in memory order. memory: the page's bytes, uint8."""
+        """View parameter `index` as a flat tensor in memory order, (numel,). memory: the whole page's
+        bytes, uint8.
+        """
         parameter = self.layout.parameters[index]
         start = self._starts[index]
         return memory[start : start + parameter.numel * parameter.dtype.itemsize].view(parameter.dtype)
@@ -193,6 +199,6 @@ class ParameterPage:
 
 
 def parameter_version(parameter: torch.Tensor) -> int:
-    """The parameter's version counter, read without bringing the parameter's page into memory."""
+    """Read a parameter's version counter, without bringing the parameter's page into device memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version

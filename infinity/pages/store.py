@@ -1,11 +1,11 @@
 """Store: the tiers opened for a plan, the pools of working memory, and transfers between homes and memory.
 
 `read` and `write` move bytes between a home and host memory. A home that is host memory is used in place
-instead (`Home.memory`). Bytes that are neither at home nor resident are in one of two pools of host RAM.
-The pool `staging` has the chunks that updates and gradients work on; infinity/optim/staging.py grants its
-bytes. The pool `transit` has the pieces of pages that are on their way between disk and device. One transit
-buffer is set aside as a bounce buffer for reads and writes of single parameters. A lease returns to its
-pool when the last view of its bytes is gone.
+instead (`Home.memory`). Bytes that are neither at home nor in the memory where the model computes are in
+one of two pools of host RAM. The pool `staging` has the chunks that updates and gradients work on;
+infinity/optim/staging.py grants its bytes. The pool `transit` has the pieces of pages that are on their way
+between disk and device. One transit buffer is set aside as a bounce buffer for reads and writes of single
+parameters. A lease returns to its pool when the last view of its bytes is gone.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Store:
         return {**self.host.pools, **self.device.pools}
 
     def home(self, tier: Tier, nbytes: int) -> Home:
-        """A new home of `nbytes` bytes in a tier. The bytes are undefined until they are written.
+        """Lease `nbytes` bytes in a tier, and return them as a new home. They are undefined until they are
+        written.
 
         Raises BudgetError if the tier is full.
         """
@@ -121,9 +122,9 @@ class Store:
         return home
 
     def mirror(self, home: Home) -> torch.Tensor:
-        """A copy in device memory, uint8 (nbytes,), of a home in host RAM.
+        """Copy a home in host RAM to new device memory, and return that memory, uint8 (nbytes,).
 
-        Computation that is queued after this call waits for the copy.
+        Work that is queued on the compute stream after this call waits for the copy.
         """
         with self._homes[Tier.DEVICE].lease(home.nbytes) as lease:
             memory = lease.residency()
@@ -152,7 +153,8 @@ class Store:
         return self.plan.transit_buffer_bytes
 
     def try_transit_buffer(self) -> torch.Tensor | None:
-        """A transit buffer, uint8 (transit_buffer_bytes,) in host RAM; None if no buffer is free now.
+        """Lease a transit buffer, and return it: uint8 (transit_buffer_bytes,) in host RAM. None if none is
+        free now.
 
         The buffer returns to its pool when the last view of it is gone.
         """
@@ -239,8 +241,9 @@ class Store:
     ) -> Transfer:
         """Begin to copy host memory to device memory, and return the transfer.
 
-        last_return: `Lease.last_return` of the lease over `into`; see `DeviceLink.to_device`. lane: the
-        stream of copies to use.
+        into: leased device memory. last_return: `Lease.last_return` of that lease, by which the copy waits
+        for kernels that used the same bytes before; see `DeviceLink.to_device`. lane: the stream of copies
+        to use.
         """
         started = time.perf_counter()
         transfer = self.link.to_device(into, source, last_return, lane)
@@ -259,7 +262,8 @@ class Store:
         return transfer
 
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """The content of device memory after all queued computation, for use by the CPU.
+        """Return the content that device memory has after all work queued on the compute stream, for use by
+        the CPU.
 
         memory: contiguous. The result is `memory` itself if the CPU can use `memory`, else a copy in
         ordinary RAM.
@@ -286,7 +290,8 @@ class Store:
             self.write_now(home, start, piece)
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
-        """A copy in ordinary RAM, uint8 (nbytes,), of bytes of a home, from byte `offset` on.
+        """Read bytes of a home, from byte `offset` on, and return them: uint8 (nbytes,), a copy in ordinary
+        RAM.
 
         No alignment is needed.
         """
@@ -299,7 +304,8 @@ class Store:
         return copy
 
     def bounce(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` bytes of the bounce buffer, uint8 in host RAM.
+        """The first `nbytes` bytes, uint8, of the bounce buffer: host RAM for reads and writes of single
+        parameters.
 
         nbytes: at most transit_buffer_bytes. Every call returns the same memory, so the caller must have
         finished with the bytes before any other code calls `bounce`.
@@ -356,7 +362,8 @@ class Store:
                 self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Ranges (start, end) of bytes that together cover [offset, offset + nbytes) in whole 4 KiB blocks.
+        """Yield ranges (start, end) of bytes that together cover [offset, offset + nbytes) in whole 4 KiB
+        blocks.
 
         Every range fits the bounce buffer.
         """

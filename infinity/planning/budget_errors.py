@@ -15,14 +15,15 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 _ENDLESS = 1 << 62
 _STRIPING = (33, 32)
 """The ratio 33 to 32: on several paths, 33 bytes of NVMe budget hold 32 bytes of pages. Some 3% of the
-budget is lost because every path's file holds whole periods of stripes.
+budget is lost because every path holds whole periods of the pattern in which pages are striped over the
+paths (infinity/tiers/striping.py).
 """
 
 
 def usable_nvme(budgets: Mapping[str, int]) -> int:
-    """Bytes of pages that the directories can hold together.
+    """Bytes of pages that the directories of the NVMe tier can hold together.
 
-    budgets: bytes that may be used, by directory.
+    budgets: the most bytes that may be used in each directory.
     """
     nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
@@ -53,9 +54,9 @@ def shortage(
     budgets as they are. If no device budget is enough with the other budgets, `needed` assumes that the
     other budgets are unlimited.
 
-    budgets: each tier's budget in bytes. paths: number of NVMe directories. what: the start of the error
-    message, such as "309M parameters". reserves: by tier, what was subtracted from the budget to get
-    `room`.
+    search: the search that found no placement. room: the bytes of each tier that it could use. budgets:
+    each tier's budget in bytes. paths: number of NVMe directories. what: the start of the error message,
+    such as "309M parameters". reserves: by tier, what was subtracted from the budget to get `room`.
     """
     nothing = Reserve(0)
     if room.device is not None:

@@ -33,8 +33,9 @@ links reach their full rate with transfers of this size, which is small compared
 """
 
 _SMALLEST_TRANSIT_BUFFER = 4 * BLOCK
-"""Bytes of the smallest transit buffer, and of the blocks of the ring through which gradients leave the
-device: BLOCK elements of float32, the largest dtype of gradients.
+"""Bytes of the smallest transit buffer, a buffer in host RAM through which pages pass from disk: BLOCK
+elements of float32, the largest dtype of gradients. A block of the ring through which gradients leave the
+device has the same size.
 """
 
 
@@ -54,10 +55,10 @@ class Candidate:
     ) -> None:
         """Compute the bytes of pages and buffers for one grouping of parameters into units.
 
-        chunk_elements: length of the chunks in elements. gradient_dtype: maps the dtype of a parameter page
-        to the dtype of its gradients. rule: the optimizer's rule; None for inference. line: the kinds of
-        pages in the order in which they get room, parameters first; see `line_of`. ring: whether gradients
-        leave the device through a ring buffer.
+        surveyed: the model's parameters. chunk_elements: length of the chunks in elements. gradient_dtype:
+        maps the dtype of a parameter page to the dtype of its gradients. rule: the optimizer's rule; None
+        for inference. line: the kinds of pages in the order in which they get room, parameters first; see
+        `line_of`. ring: whether gradients leave the device through a ring buffer.
         """
         self.grouping = grouping
         self.chunk_elements = chunk_elements
@@ -66,7 +67,9 @@ class Candidate:
             for _, members in grouping
         ]
         self.chain_bytes = 0
-        """Most bytes that one chunk's update takes: its parameters, gradients and optimizer states."""
+        """The most bytes that the update of one chunk takes: its parameters, gradients and optimizer
+        states.
+        """
         self.transit_buffer_bytes = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer, a buffer in host RAM through which pages pass from disk. The size is
         that of the largest chunk's parameters, at least _SMALLEST_TRANSIT_BUFFER and at most
@@ -161,10 +164,11 @@ class Candidate:
     def residents(self, pages: int) -> list[int]:
         """Bytes of the pool of resident pages, for each place at which the line of all pages can be cut.
 
-        See [Note: one order, two cuts]. pages: number of parameter pages. Pages before the cut are at home
-        where the model computes. The pool has room for the `pages` largest of the other parameter pages. If
-        parameter pages that must be resident at the same time take more bytes, the pool has room for these
-        pages instead.
+        The pool has the parameter pages that are brought to the memory where the model computes. Pages
+        before the cut are at home there and need no room in the pool; see [Note: one order, two cuts]. The
+        result's item n is for a cut behind the first n pages. pages: the pool has room for this number of
+        the largest other parameter pages. If parameter pages that must be resident at the same time take
+        more bytes, the pool has room for these pages instead.
         """
         if pages not in self._residents:
             parameters = self.pages[Kind.PARAMETER]
@@ -184,20 +188,22 @@ class Candidate:
         return self._residents[pages]
 
     def near(self, cut: int, pages: int) -> int:
-        """Bytes that the computing tier needs if all pages before the cut are at home there.
+        """Bytes that the computing tier needs if the first `cut` pages of the line of all pages are at home
+        there.
 
-        cut: number of pages before the cut; see [Note: one order, two cuts]. pages: number of parameter
-        pages that the pool of resident pages has room for. The result counts the pages before the cut and
-        this pool. It never falls as `cut` grows.
+        See [Note: one order, two cuts]. pages: number of further parameter pages that the pool of resident
+        pages has room for. The result counts the pages before the cut and this pool. It never falls as
+        `cut` grows.
         """
         return self.ends[cut] + self.residents(pages)[cut]
 
     def cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
-        """The two places at which the line of all pages is cut: the end of the device's pages (0 if device
-        and host are the same RAM), and the end of the host's pages.
+        """Choose the two cuts of the line of all pages; see [Note: one order, two cuts].
 
-        See [Note: one order, two cuts]. Both places are as far along the line as `room` allows. The result
-        is None if the pages do not fit.
+        Returns (number of pages before the first cut, number of pages before the second cut). The device
+        has the pages before the first cut, which is 0 if device and host are the same RAM. The host has the
+        pages between the cuts. Both cuts are as far along the line as `room` allows. The result is None if
+        the pages do not fit.
         """
         working = self.working(level, room)
         if working > room.host or self.staging(level, room) > level.share * room.host:
@@ -218,10 +224,9 @@ class Candidate:
         return near, far
 
     def needed(self, tier: Tier, room: Room) -> int | None:
-        """The fewest bytes of `tier` that are enough with the smallest working buffers, if the other tiers
-        are as in `room`.
+        """The fewest bytes of `tier` that are enough for all pages, with the smallest working buffers.
 
-        The result is None if no number of bytes is enough.
+        room: the bytes that the other tiers have. The result is None if no number of bytes is enough.
         """
         if tier is Tier.NVME:
             if self.cuts(room, LEAST_IN_RAM) is not None:
@@ -261,8 +266,8 @@ class Candidate:
         return bisect.bisect_right(range(len(self.ends)), room, key=need) - 1
 
     def place(self, room: Room, level: WorkingRoom) -> Placement | None:
-        """The placement of all pages in `room`, with working buffers as `level` says; None if the pages do
-        not fit.
+        """Give every page a home in `room`, with working buffers as `level` says. None if the pages do not
+        fit.
         """
         cuts = self.cuts(room, level)
         if cuts is None:

@@ -80,7 +80,7 @@ class Prediction:
 
     @staticmethod
     def of_step(step: Stats) -> Prediction:
-        """The measured seconds of a finished step."""
+        """Make a Prediction of the measured seconds of a finished step."""
         disk = sum(step.edges[edge].stall_seconds for edge in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
         link = sum(step.edges[edge].stall_seconds for edge in (Edge.HOST_TO_DEVICE, Edge.DEVICE_TO_HOST))
         parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
@@ -105,8 +105,8 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseBytes:
-    """Bytes that one phase of a step moves. Phases run one after the other. All work of one phase may
-    overlap.
+    """Bytes that one phase of a step moves, by the resource that moves them. Phases run one after the
+    other; within a phase, all work may overlap.
     """
 
     disk_read: int = 0
@@ -145,14 +145,14 @@ class Traffic:
     gradients and add to them.
     """
     update: PhaseBytes = PhaseBytes()
-    """Bytes that the update moves in addition to the forward or the last backward during which the update
-    runs.
+    """Bytes that the update moves. Bytes of a forward or backward that runs at the same time are not
+    included.
     """
     when: UpdateTime = "lazy"
 
     def phases(self, micro_batches: int) -> list[tuple[PhaseBytes, int, int]]:
-        """The phases of a step in order. Each phase is a tuple: the bytes that the phase moves, and the
-        numbers of forwards and of backwards that run in the phase.
+        """The phases of a step, in order, as tuples (the bytes that the phase moves, number of forwards
+        that run in the phase, number of backwards that run in the phase).
         """
         more = micro_batches - 1
         backwards = self.backward * micro_batches + self.accumulation * more
@@ -166,12 +166,12 @@ class Traffic:
 
     @property
     def disk_read(self) -> int:
-        """Bytes that a step of one micro-batch reads from disk."""
+        """Bytes that a step with a single micro-batch reads from disk."""
         return self.forward.disk_read + self.backward.disk_read + self.update.disk_read
 
     @property
     def disk_write(self) -> int:
-        """Bytes that a step of one micro-batch writes to disk."""
+        """Bytes that a step with a single micro-batch writes to disk."""
         return self.forward.disk_write + self.backward.disk_write + self.update.disk_write
 
 
@@ -265,8 +265,8 @@ def _updating(
 def _gradient(
     home: Tier | None, nbytes: int, when: UpdateTime, unified: bool
 ) -> tuple[PhaseBytes, PhaseBytes]:
-    """The bytes that a unit's gradients move, as a pair: the bytes in every backward, and the bytes in
-    addition in each backward that adds to earlier gradients.
+    """The bytes that a unit's gradients move, as a pair: (the bytes in every backward, further bytes in
+    each backward that adds to gradients of earlier backwards).
 
     home: the tier in which the gradients rest. nbytes: bytes of the gradients. when: the time when updates
     run. unified: whether device and host are the same RAM.
@@ -324,10 +324,10 @@ def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_bat
 
 
 def _busy(phase: PhaseBytes, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
-    """Seconds for which each resource is busy in a phase.
+    """Seconds for which each resource ("compute", "disk", "update", "link") is busy in a phase.
 
-    compute: seconds of the phase's operations. in_turn: whether the training thread waits while the CPU
-    stores each gradient. If so, storing gradients counts as compute.
+    phase: the bytes that the phase moves. compute: seconds of the phase's operations. in_turn: whether the
+    training thread waits while the CPU stores each gradient. If so, storing gradients counts as compute.
     """
     if speeds.link is None:  # a copy within RAM reads and writes every byte
         link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
@@ -340,7 +340,8 @@ def _busy(phase: PhaseBytes, speeds: MachineRates, *, compute: float, in_turn: b
 
 
 def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
-    """The least seconds of a phase, by the resources on which the seconds are spent.
+    """The least seconds that a phase can take, by the resources that limit it: resource -> seconds. The
+    values add up to the seconds of the phase.
 
     busy: seconds for which each resource is busy. together: whether all resources overlap. If not, only the
     disk overlaps with the other resources.

@@ -46,7 +46,7 @@ class FakeStep:
     page.
     """
     operations: Operations
-    """All operations on tensors, including operations that only make views."""
+    """All tensor operations of the step, with those that only make views."""
 
 
 def run_fake_step(
@@ -88,8 +88,7 @@ def run_fake_step(
 def _fake_state(
     model: nn.Module, precision: Precision, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name of every parameter and buffer with a fake tensor. Parameters have the dtypes of their
-    pages.
+    """Yield (name, fake tensor) for every parameter and buffer. Parameters have the dtypes of their pages.
 
     A parameter's gradient is dropped once it is complete, because a real step then moves it to the gradient
     page.
@@ -128,8 +127,9 @@ def _backward(output: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """A dispatch mode that records all operations, and counts the bytes of live storages that operations
-    made. The attribute `now` is the present number of bytes, and `peak` the largest number so far.
+    """A dispatch mode that records all operations, and counts the bytes of the storages that operations
+    made and that are still alive. The attribute `now` is the present number of bytes, and `peak` the
+    largest number so far.
     """
 
     def __init__(self) -> None:

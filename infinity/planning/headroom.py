@@ -96,7 +96,7 @@ class Headroom:
 
     @staticmethod
     def for_cuda(capability: tuple[int, int], variables: Mapping[str, str]) -> Headroom:
-        """The headroom of a CUDA device.
+        """Make the Headroom of a CUDA device.
 
         capability: the device's compute capability (major, minor). variables: the environment variables
         that set cuBLAS's workspace; see `workspace`.
@@ -105,20 +105,23 @@ class Headroom:
 
     @staticmethod
     def of(device: torch.device) -> Headroom:
-        """The headroom of a device of this machine; zero for the CPU."""
+        """Make the Headroom of a device of this machine. It is zero bytes for the CPU."""
         if device.type != "cuda":
             return Headroom()
         return Headroom.for_cuda(torch.cuda.get_device_capability(device), os.environ)
 
     def beside(self, live: int) -> int:
-        """Bytes that torch takes in addition to live tensors in a step whose tensors take at most `live`
-        bytes at one time.
+        """Bytes that torch takes in addition to live tensors in a step.
+
+        live: the most bytes that the tensors of the step take at one time.
         """
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:
-        """Bytes that torch takes in addition to live tensors for one more thread, whose tensors take at
-        most `live` bytes at one time. See infinity/accumulation/task_threads.py.
+        """Bytes that torch takes in addition to live tensors because one more thread multiplies matrices.
+
+        live: the most bytes that this thread's tensors take at one time. For
+        infinity/accumulation/task_threads.py.
         """
         return self._per_thread + self._lost(live)
 
