@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from infinity.components import Components
 from infinity.config import format_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
-from infinity.optim.decision import GroupOf
 from infinity.optim.eager import EagerStep
+from infinity.optim.step_options import StepOptions
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
 
@@ -259,8 +258,12 @@ class TrainingStep:
             parts.prefetch_engine.land_all()  # a page that arrives now would miss the update
         self._edits.sync_edits()
         order = parts.prefetch_engine.next_step()
-        with self._all_or_poisoned():
-            self._updater.step(self._group_of(self._param_groups), order, self._edits.exposed)
+        options = StepOptions(self._param_groups, self._groups, self._states.rule)
+        try:
+            self._updater.step(options, order, self._edits.exposed)
+        except BaseException as error:
+            self._poison(error)
+            raise
         self._edits.updated()
         parts.prefetch_engine.look_ahead()
 
@@ -270,43 +273,27 @@ class TrainingStep:
         assert eager is not None
         if not eager.admits(unit):
             return
-        groups = eager.options(self._param_groups)
+        options = eager.options(self._param_groups, self._groups)
         if not parts.store.device.shares_host:
             parts.prefetch_engine.land(unit, for_host=True)
         self._edits.write_back(parts.pages[unit])
-        with self._all_or_poisoned():
-            self._updater.begin_early(unit, self._group_of(groups), self._edits.exposed)
+        try:
+            self._updater.begin_early(unit, options, self._edits.exposed)
+        except BaseException as error:
+            self._poison(error)
+            raise
         self._edits.updated(unit)
 
-    @contextmanager
-    def _all_or_poisoned(self) -> Iterator[None]:
-        """A context in which an update runs. If the update fails, the runtime refuses every further use.
+    def _poison(self, error: BaseException) -> None:
+        """Make the runtime refuse every further use, because an update failed half way.
 
-        A failed update can be neither undone nor repeated.
+        The update can be neither undone nor repeated.
         """
-        try:
-            yield
-        except BaseException as error:
-            self._components.health.lose(
-                error
-                if isinstance(error, InfinityError)
-                else ConfigError(
-                    "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
-                )
+        if not isinstance(error, InfinityError):
+            error = ConfigError(
+                "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
             )
-            raise
-
-    def _group_of(self, groups: Sequence[Mapping[str, Any]]) -> GroupOf:
-        """Return a function from (unit, parameter) to the parameter's param group, or to None if it has none.
-
-        groups: the param groups of the user's optimizer, or copies of these groups.
-        """
-
-        def group_of(unit: int, parameter: int) -> Mapping[str, Any] | None:
-            index = self._groups.get((unit, parameter))
-            return None if index is None else groups[index]
-
-        return group_of
+        self._components.health.lose(error)
 
     def _values(self, place: Place) -> torch.Tensor:
         """Copy a parameter's values to RAM and return them, with all edits that the user has made in place.

@@ -4,21 +4,16 @@ before the update runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from infinity import cpu_adam
 from infinity.gradients.host import Gradients
+from infinity.optim.step_options import StepOptions
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
-
-GroupOf = Callable[[int, int], Mapping[str, Any] | None]
-"""Function from (index of a unit, index of a parameter in this unit) to the options of the parameter's
-param group: the group itself, or a copy of its options. None: the parameter is in no group.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,30 +40,27 @@ class Decision:
     """
 
 
-def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -> Decision | None:
+def decide(unit: int, options: StepOptions, gradients: Gradients, states: States) -> Decision | None:
     """Decide the update of a unit's parameters that have both a gradient and a param group.
 
     Returns None if no parameter has both. Raises the errors of `Rule.hyper`.
     """
-    state, rule = states.pages[unit], states.rule
+    state = states.pages[unit]
     known: dict[tuple[int, int, bool], int] = {}
-    hypers: list[cpu_adam.Hyper] = []
     parameters = {}
     for index in gradients.pages[unit].content:
-        group = group_of(unit, index)
+        group = options.group(unit, index)
         if group is None:
             continue
-        step, first = state.steps[index] + 1, index not in state.has_moments
-        key = (id(group), step, first)
-        if key not in known:
-            known[key] = len(hypers)
-            hypers.append(rule.hyper(group, step, first))
-        parameters[index] = (known[key], state.seed(index, step))
+        step = state.steps[index] + 1
+        key = group, step, index not in state.has_moments
+        parameters[index] = (known.setdefault(key, len(known)), state.seed(index, step))
     if not parameters:
         return None
+    hypers = [options.hyper(*key) for key in known]
     return Decision(
-        hypers=hypers,
-        native=[each.native() for each in hypers],
+        hypers=[hyper for hyper, _ in hypers],
+        native=[native for _, native in hypers],
         parameters=parameters,
         scale=gradients.unscale,
         fresh=frozenset(chunk_index for chunk_index, begun in enumerate(state.begun) if not begun),
@@ -76,7 +68,7 @@ def decide(unit: int, group_of: GroupOf, gradients: Gradients, states: States) -
     )
 
 
-def count_step(page: ParameterPage, states: States, decision: Decision, group_of: GroupOf) -> None:
+def count_step(page: ParameterPage, states: States, decision: Decision, options: StepOptions) -> None:
     """Count the update of a unit as done as soon as it is decided, even if it runs much later.
 
     Adds one to the step counts in the optimizer page, and notes there which chunks and parameters have
@@ -91,8 +83,8 @@ def count_step(page: ParameterPage, states: States, decision: Decision, group_of
     state.edited -= touched
     for index in touched:
         state.steps[index] += 1
-        group = group_of(page.index, index)
-        if group is not None and states.rule.written(group):
+        group = options.group(page.index, index)
+        if group is not None and options.writes_moments(group):
             state.has_moments.add(index)
         torch.autograd.graph.increment_version(page.parameters[index])
     page.acknowledge()

@@ -24,10 +24,8 @@ import torch
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.gradients.host import Gradients
+from infinity.optim.step_options import Options, StepOptions
 from infinity.pages.parameter_page import ParameterPage
-
-Options = dict[str, Any]
-"""The options of a param group, without its parameters."""
 
 
 class EagerStep:
@@ -46,10 +44,8 @@ class EagerStep:
         self._gradients = gradients
         self._rule = rule
         self._accumulation = accumulation
-        self._options: list[Options] = []
-        """Copies of the param groups' options, made when the step's first unit was updated. Empty until
-        then.
-        """
+        self._options: StepOptions | None = None
+        """Copies of the param groups' options, made when the step's first unit is updated; None before."""
         self._updated = 0
         """Number of units that eager updates have updated in this step."""
         self._broken = False
@@ -70,19 +66,20 @@ class EagerStep:
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
         return not self._broken
 
-    def options(self, groups: Sequence[Mapping[str, Any]]) -> list[Options]:
+    def options(self, groups: Sequence[Options], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
         """Count one more unit as updated, and return the options of all param groups for its update.
 
         The first call in a step checks the groups and copies their options. Later calls in the step return
-        the same copies. groups: the optimizer's param groups. Raises the errors of `Rule.check`.
+        the same copies. groups: the optimizer's param groups. group_of: as in `StepOptions`. Raises the
+        errors of `Rule.check`.
         """
-        if not self._options:
+        if self._options is None:
             self._rule.check(groups)
-            self._options = _frozen(groups)
+            self._options = StepOptions(_frozen(groups), group_of, self._rule)
         self._updated += 1
         return self._options
 
-    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def step(self, groups: Sequence[Options]) -> None:
         """Check that user code may call `optimizer.step()` now, after the eager updates of this step.
 
         groups: the optimizer's param groups. Raises ConfigError if their options have changed since the
@@ -93,7 +90,7 @@ class EagerStep:
                 "step() was called again for gradients that eager updates have used.",
                 "Call runtime.optimizer.zero_grad() after step(), and a backward before the next one.",
             )
-        if self._options and not _same(self._options, _frozen(groups)):
+        if self._options is not None and not _same(self._options.groups, _frozen(groups)):
             raise ConfigError(
                 f"The optimizer's options were changed after {self._updated} units were updated with others.",
                 "Set the options back, and change them (or call a scheduler) after step(), or offload with "
@@ -110,7 +107,7 @@ class EagerStep:
         """Forget this step, so that the next step can begin. Called when the step's gradients have been
         forgotten.
         """
-        self._options = []
+        self._options = None
         self._updated = 0
         self._broken = self._stepped = False
 
@@ -120,7 +117,8 @@ class EagerStep:
         return f"{self._updated} of {len(self._pages)} units were updated before it came"
 
 
-def _frozen(groups: Sequence[Mapping[str, Any]]) -> list[Options]:
+def _frozen(groups: Sequence[Options]) -> list[Options]:
+    """Copies of the options of all groups, without their parameters."""
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -27,9 +27,10 @@ from infinity.layout.strides import in_memory_order
 from infinity.optim.chain import Chain
 from infinity.optim.chain_state import ChainState
 from infinity.optim.chunk_update import ChunkUpdate
-from infinity.optim.decision import Decision, GroupOf, count_step, decide
+from infinity.optim.decision import Decision, count_step, decide
 from infinity.optim.staging import Staging
 from infinity.optim.state_prefetch import ReadAhead
+from infinity.optim.step_options import StepOptions
 from infinity.optim.unit_update import UnitUpdate
 from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.health import Health
@@ -83,11 +84,12 @@ class Updater:
     def _read_ahead(self) -> ReadAhead | None:
         """Make the object that chooses the chains whose states are read ahead.
 
-        Returns None, so that no states are read ahead, if updates are "sync", or if the number of backwards
-        in a step was not declared.
+        Returns None, so that no states are read ahead, if no states are on disk, if updates are "sync", or if
+        the number of backwards in a step was not declared.
         """
         plan = self._store.plan
-        if plan.accumulation is None or plan.update == "sync":
+        on_disk = any(chain.states_on_disk for each in self._units for chain in each.chains)
+        if not on_disk or plan.accumulation is None or plan.update == "sync":
             return None
         return ReadAhead(
             {unit: each.chains for unit, each in enumerate(self._units)},
@@ -126,7 +128,7 @@ class Updater:
 
     # --- updates ----------------------------------------------------------------------------------------
 
-    def step(self, group_of: GroupOf, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
+    def step(self, options: StepOptions, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
         """Update every parameter that has a gradient and a param group: now, or before its next use.
 
         order: units in the order in which the next forward is expected to use them. exposed: function that
@@ -138,7 +140,7 @@ class Updater:
             self.complete(unit)  # the unit may not have been used since the last step
         self._store.link.drain()
         for unit in later:
-            self._open(unit, group_of)
+            self._open(unit, options)
         # Before any update begins, because updates have views of their units' bytes, too.
         seen = [unit for unit in later if self._units[unit].left and exposed(unit)]
         first = {unit: place for place, unit in enumerate(order)}
@@ -156,7 +158,7 @@ class Updater:
             self.complete(unit)
         self._begin_updates(opened)
 
-    def begin_early(self, unit: int, group_of: GroupOf, exposed: Callable[[int], bool]) -> None:
+    def begin_early(self, unit: int, options: StepOptions, exposed: Callable[[int], bool]) -> None:
         """Begin the update of a unit with its present gradients, before the `step` to which they belong.
 
         The update takes the gradients: no other code may use them afterwards. When this is called, the
@@ -166,7 +168,7 @@ class Updater:
         self.complete(unit)
         seen = exposed(unit)
         self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
-        self._open(unit, group_of)
+        self._open(unit, options)
         self._gradients.consume(unit)
         if seen:
             self.complete(unit)
@@ -238,13 +240,13 @@ class Updater:
 
     # --- what is due ------------------------------------------------------------------------------------
 
-    def _open(self, unit: int, group_of: GroupOf) -> None:
+    def _open(self, unit: int, options: StepOptions) -> None:
         """Decide the update of a unit, open the gates of its chains so that they may compute, and count the
         update.
 
         Does nothing if no parameter of the unit has both a gradient and a param group.
         """
-        decision = decide(unit, group_of, self._gradients, self._states)
+        decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
             return
         group = self._units[unit]
@@ -260,7 +262,7 @@ class Updater:
                 self._queue.open(unit, chosen, decision)
             group.left = len(chosen)
         with torch._C.DisableTorchFunctionSubclass():
-            count_step(self._pages[unit], self._states, decision, group_of)
+            count_step(self._pages[unit], self._states, decision, options)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue the update of a unit on the device, after the work that is queued there already.

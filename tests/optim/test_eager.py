@@ -182,10 +182,10 @@ def test_one_gradient_too_many_is_refused(tmp_path: Path) -> None:
             loss_of(model, 1).backward()
 
 
-def test_a_gradient_that_is_spent_cannot_be_read_or_clipped(tmp_path: Path) -> None:
+def test_a_gradient_that_is_consumed_cannot_be_read_or_clipped(tmp_path: Path) -> None:
     with opened(tmp_path) as (model, runtime):
         loss_of(model, 0).backward()
-        with pytest.raises(ConfigError, match="spent"):
+        with pytest.raises(ConfigError, match="an eager update used the gradient"):
             runtime.grad(next(model.parameters()))
         with pytest.raises(ConfigError, match="eager updates have used the gradients"):
             runtime.clip_grad_norm_(1.0)
