@@ -40,8 +40,8 @@ OBJECTS_PER_STEP = 0.5
 def full_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the trace, which records a step's accesses to pages, grow to at most four accesses.
 
-    If step() is never called, the trace grows up to its bound. With the low bound it stops growing after four
-    accesses, so that its growth does not look like a leak.
+    If step() is never called, the trace grows up to its bound. The low bound is reached in the first step, so
+    that the trace's growth does not look like a leak.
     """
     monkeypatch.setattr(trace, "MOST_ACCESSES", 4)
 

@@ -93,11 +93,13 @@ class Stats:
 
     accesses: int
     """Number of times that an operation or module demanded the parameters of a unit. A demand that repeats
-    the previous demand (the same unit for the same purpose) is not counted.
+    the previous demand (the same units for the same purpose) is not counted.
     """
 
     misses: int
-    """Number of `accesses` at which the unit's parameters were neither resident nor on their way."""
+    """Number of `accesses` at which the unit's parameters were neither resident nor on their way, and no
+    update of the unit was under way.
+    """
 
     steps: int
     """Number of finished steps, including skipped steps."""

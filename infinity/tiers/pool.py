@@ -91,9 +91,9 @@ class Lease:
         """The number of the latest return of a lease of any of these bytes; 0 if none was leased before.
 
         The pool numbers the returns of leases 1, 2, 3, ... If free ranges were merged, the number is the
-        latest of the merged range. All work on the bytes under earlier leases was queued before
-        `Pool.returns` reached this number. So an event that is recorded on the compute stream after that
-        moment happens after this work, and whoever waits for the event may write to the bytes.
+        latest of the merged range. Kernels that use the bytes under earlier leases were queued on the compute
+        stream before `Pool.returns` reached this number. So an event that is recorded on this stream after
+        that moment happens after these kernels.
         """
         return self._native.last_return
 

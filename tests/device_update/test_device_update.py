@@ -1,4 +1,4 @@
-"""Tests that the device's update kernels give the same bits as the CPU's, with as few launches as expected.
+"""Tests that the device's update kernels give the same bits as the CPU's, by the expected number of launches.
 
 By default the CPU is the device: the kernels' source is compiled for the CPU. Where there is a GPU, the
 tests run there too. Compilation for GPUs is tested in test_device_kernels.py, whole runtimes in
@@ -243,8 +243,8 @@ def test_a_unit_is_updated_by_one_launch_unless_it_is_very_large(
 def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
     """Launches that run only after `update` and `measure` have returned still give the CPU's results.
 
-    The stream of the test driver is held until both calls have returned, so the launches cannot read any
-    arguments that lived only during the calls.
+    The stream of the test driver is held until both calls have returned. A launch whose arguments were freed
+    by then would give other results.
     """
     device = EmulatedDevice(3, threads=threads)
     stream = device.driver.stream()
