@@ -1,10 +1,11 @@
 """Contention: how much longer the operations of a step take while a disk is at work.
 
-The limit in train.py assumes that I/O overlaps with operations at no cost. But I/O and operations both need
-memory bandwidth and the kernel, and a virtual disk may need a part of the CPU. Here a model with everything
-in memory runs forward and backward in two kinds of turns: without other work on the machine ("alone"), and
-while fio reads and writes at a given rate ("beside"). A round has one turn of each kind, in an order that
-changes each round. Ratios are taken within a round.
+benchmarks/train.py compares a step with the least time that it could take on the machine. This least time
+assumes that I/O overlaps with operations at no cost. But I/O and operations both need memory bandwidth and
+the kernel, and a virtual disk may need a part of the CPU. Here a model with everything in memory runs forward
+and backward in two kinds of turns: without other work on the machine ("alone"), and while fio reads and
+writes at a given rate ("beside"). A round has one turn of each kind, in an order that changes each round.
+Ratios are taken within a round.
 
     python benchmarks/contention.py --model 309m --directory /mnt/nvme0 --rate 1.8
 
@@ -49,8 +50,8 @@ def measure(job: Job, process: Process, fio: Fio, rate: float) -> list[dict[str,
     """Run all rounds, and return a dictionary for each round.
 
     Its entries are the seconds of a step while fio is idle ("alone") and while fio runs ("beside"), and fio's
-    "speed" and "cpu"; see peers/fio.py. rate: bytes per second that fio moves. Raises ContenderFailed and
-    FioFailed.
+    "speed" and "cpu"; see peers/fio.py. process: the process in which the model runs. rate: bytes per second
+    that fio moves. Raises ContenderFailed and FioFailed.
     """
     rounds = []
     for number in range(job.rounds):

@@ -77,7 +77,11 @@ def gpu_work(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Interval]]:
 
 
 def report(work: Mapping[str, list[Interval]], seconds: float) -> dict[str, Any]:
-    """The figures of a step that takes `seconds`. work: intervals of the GPU's work in it, by kind."""
+    """Compute the GPU's idle share in a step, its busy seconds in all and by kind of work, and its gaps.
+
+    work: intervals in which the GPU worked in the step, as `gpu_work` returns them. seconds: time of a step.
+    If the GPU did nothing, "idle_share" is None and "why" gives the reason.
+    """
     every = [interval for intervals in work.values() for interval in intervals]
     if not every:
         return {"idle_share": None, "why": "torch.profiler saw nothing on the GPU: CUPTI is not available."}
@@ -147,9 +151,9 @@ def profiled(step: Any, trace: Path) -> tuple[dict[str, list[Interval]], str]:
 
 
 def task_of(options: argparse.Namespace, directory: Path) -> Any:
-    """The task for the contender "ours", by the command-line options.
+    """Make the task (see peers/task.py) of training with infinity as the command-line options say.
 
-    directory: folder for swap files and for the text to train on, which is written here.
+    directory: folder for swap files, and for the text to train on, which this function writes.
     """
     from peers.task import Task
     from turns import the_text
@@ -179,7 +183,11 @@ def task_of(options: argparse.Namespace, directory: Path) -> Any:
 
 
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train as the docstring of this module describes, and return the figures."""
+    """Train as the docstring of this module describes, and return the JSON object that is printed.
+
+    It has the result of `report`, the time of a step, the plan, and what limited the last timed step.
+    directory: as in `task_of`.
+    """
     from contender import finish
     from peers.ours import Ours
     from peers.task import Batches

@@ -1,11 +1,13 @@
 """Report of the runs of benchmarks/quality.py: means, differences compared with noise, a table and a plot.
 
-All-device runs and runs in plain PyTorch are repeated with several seeds. Two runs with the same seed begin
-with the same fp32 masters and see the same text, so the difference of their losses has less noise than the
-losses themselves. For each variant the report gives the mean of its differences to plain PyTorch with the
-same seed, and the standard error of the mean (sample standard deviation / sqrt(seeds)). A variant is "within
-noise" if the mean is no further from zero than twice the standard error, or no further than the sample
-standard deviation of plain PyTorch between seeds.
+Runs are grouped into variants: "all-device" (infinity, with every page in RAM) and "all-NVMe" (no page in
+RAM), each with a format of moments, and plain PyTorch; see benchmarks/quality.py. All-device runs and runs in
+plain PyTorch are repeated with several seeds. Two runs with the same seed begin with the same fp32 masters
+and see the same text, so the difference of their losses has less noise than the losses themselves. For each
+variant the report gives the mean of its differences to plain PyTorch with the same seed, and the standard
+error of the mean (sample standard deviation / sqrt(seeds)). A variant is "within noise" if the mean is no
+further from zero than twice the standard error, or no further than the sample standard deviation of plain
+PyTorch between seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ SMOOTH = 10
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one training run: `held_out` is the loss on held-out text at the end."""
+    """The results of one training run.
+
+    variant: name of the way to train. losses: the loss of each step. held_out: the loss on held-out text at
+    the end.
+    """
 
     variant: str
     seed: int
@@ -60,9 +66,9 @@ def all_nvme(states: str) -> str:
 
 
 def same_bits(runs: Sequence[Run], states: Sequence[str]) -> dict[str, bool]:
-    """For each format of moments: whether all-NVMe gave the same bits as all-device with the same seed.
+    """For each format of moments: whether all-NVMe gave the same losses, bit for bit, as all-device.
 
-    Formats without an all-NVMe run are left out.
+    Runs with the same seed are compared. Formats without an all-NVMe run are left out.
     """
     found = {(run.variant, run.seed): (run.losses, run.held_out) for run in runs}
     return {
@@ -112,10 +118,11 @@ def _mean_and_deviation(values: Sequence[float], name: str) -> dict[str, float |
 
 
 def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[str, Any]:
-    """The difference of a variant to plain PyTorch.
+    """Compute the differences of a variant to plain PyTorch with the same seeds, and compare them with noise.
 
-    pairs: each run of the variant, with the run of plain PyTorch with the same seed. plain: all runs of plain
-    PyTorch.
+    The result has the relative differences of the losses of steps (mean and largest), and for each measure in
+    MEASURES the differences, their mean, and, with several seeds, whether it is within noise. pairs: each run
+    of the variant, with the run of plain PyTorch with the same seed. plain: all runs of plain PyTorch.
     """
     relative = [
         [abs(a - b) / b for a, b in zip(run.losses, other.losses, strict=True)] for run, other in pairs
@@ -144,7 +151,7 @@ def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[
 
 
 def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
-    """The report as text in Markdown."""
+    """Return the report, and the losses of each run, as a page of Markdown."""
     machine = report["machine"]
     lines = [
         f"# Training quality: {report['model']}, {report['steps']} steps",
@@ -170,9 +177,11 @@ def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _start(start: dict[str, Any], runs: Sequence[Run]) -> list[str]:
-    """Lines that compare first losses, and say whether the rounding of ties explains their difference.
+    """Return lines that compare the first losses of infinity and of plain PyTorch, both with seed 0.
 
-    start: the result of `start` in benchmarks/quality.py.
+    They say whether the difference is due to fp32 masters exactly between two bf16 values, which infinity and
+    torch round differently. start: the result of `start` in benchmarks/quality.py. Without both losses the
+    list is empty.
     """
     firsts = {run.variant: run.losses[0] for run in reversed(runs) if run.seed == 0}
     ours = next((loss for name, loss in firsts.items() if name.startswith(DEVICE)), None)

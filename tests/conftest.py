@@ -125,9 +125,10 @@ def away_from_the_source_tree(tmp_path_factory: pytest.TempPathFactory) -> Itera
 def old_objects_are_not_collected() -> None:
     """Keep objects that exist before a module's tests out of later garbage collections.
 
-    Many tests collect garbage, and so does a runtime that is short of room. Torch and thousands of tests are
-    a million objects, and going through them takes longer than most tests do otherwise. The fixture runs for
-    each module, because tests import more objects, and first collects what is garbage by then.
+    Many tests collect garbage, and so does a runtime that is short of room. Torch and thousands of tests have
+    a million objects, and a collection that goes through all of them takes longer than most tests. The
+    fixture runs before each module's tests, because importing the module makes more objects. It first
+    collects the garbage that exists by then.
     """
     gc.collect()
     gc.freeze()

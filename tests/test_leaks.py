@@ -1,4 +1,6 @@
-"""Leaks: memory, leases, descriptors, threads and objects are no more after many steps than after a few."""
+"""Tests that no more memory, leases, descriptors, threads and objects are in use after many steps than after
+a few.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from infinity.prefetch import trace
 
 WARM = 24
 STEPS, FEW, MANY = 280, 120, 1048
-"""Numbers of steps: of the test of whole training steps, of the other tests, and of the former with -m slow.
-An interval thereby has a multiple of 4 steps, which is the period of the inputs.
+"""Numbers of steps. STEPS: in the test of whole training steps. MANY: in the same test with -m slow. FEW: in
+all other tests. Each of the INTERVALS then has a multiple of 4 steps, because inputs repeat after 4 steps.
 """
 INTERVALS = 8
 """Into how many equal intervals the steps after the first WARM are divided. Memory is recorded after each."""
@@ -36,9 +38,10 @@ OBJECTS_PER_STEP = 0.5
 
 @pytest.fixture
 def full_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the trace, which records a step's accesses to pages, grow to four accesses only.
+    """Let the trace, which records a step's accesses to pages, grow to at most four accesses.
 
-    Where step() is never called, a trace grows up to its bound. A test reaches so low a bound at once.
+    If step() is never called, the trace grows up to its bound. The low bound is reached in the first step, so
+    that the trace's growth does not look like a leak.
     """
     monkeypatch.setattr(trace, "MOST_ACCESSES", 4)
 
@@ -47,7 +50,7 @@ steps_never_end = pytest.mark.usefixtures("full_traces")
 
 
 class Small(nn.Module):
-    """A model of three units, two of them small. The first layer is used twice."""
+    """A model of three linear layers. Its forward uses the first layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ SMALL = Entry("small", Small, rows)
 
 
 def settle(runtime: Any) -> None:
-    """Complete or abandon all that is due or under way."""
+    """Complete all due updates of `runtime`, abandon its prefetches, and wait for all of its transfers."""
     if runtime._components.updater is not None:
         runtime._components.updater.complete_all()
     runtime._components.prefetch_engine.abandon()
@@ -78,7 +81,11 @@ def settle(runtime: Any) -> None:
 
 
 def held(runtime: Any) -> dict[str, Any]:
-    """What the runtime holds: leased bytes and leases by pool, requests, objects of the package by type."""
+    """Return what `runtime` holds, after a garbage collection.
+
+    "leases": name of a pool -> (leased bytes, number of leases). "requests": number of transfers under way.
+    "objects": name of a class of infinity or torch -> number of its instances that are alive.
+    """
     gc.collect()
     store, homes = runtime._components.store, [page.home for page in runtime._components.pages]
     return {
@@ -118,7 +125,10 @@ def check_nothing_grows(runtime: Any, act: Callable[[int], None], steps: int) ->
 
 
 def check_no_growth(grown: Growth) -> None:
-    """Assert that memory in use grows by no more than BYTES_PER_STEP and OBJECTS_PER_STEP."""
+    """Assert that the heap and the mappings each grow by at most BYTES_PER_STEP.
+
+    Also assert that the number of Python's objects grows by at most OBJECTS_PER_STEP.
+    """
     assert len(grown.steps) == INTERVALS + 1
     assert grown.per_step(grown.heap) <= BYTES_PER_STEP, list(grown.heap)
     assert grown.per_step(grown.objects) <= OBJECTS_PER_STEP, list(grown.objects)

@@ -1,4 +1,4 @@
-"""Budgets by a word: the host budget with which a given part of a model's pages rests in RAM."""
+"""Budgets by a word: finds the host budget with which all, half or none of a model's pages rest in RAM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ WORDS = ("all-host", "half", "all-nvme")
 """Part of the pages' bytes that rests on NVMe: nothing ("all-host"), about half, everything ("all-nvme")."""
 
 _STAGING_SHARE = 4
-"""Where working room is ample, staging takes at most the bytes of the host tier divided by this number."""
+"""If there is ample memory, staging (the RAM in which updates of pages on NVMe are computed) takes at most
+the bytes of the host tier divided by this number.
+"""
 
 
 def host_budget(
@@ -26,11 +28,12 @@ def host_budget(
     nvme: Mapping[str, str | int] | None,
     reserved: int,
 ) -> int:
-    """Bytes of the host budget with which the part of the pages that `word` names rests in RAM.
+    """Find the host budget, in bytes, with which the part of the pages that `word` names rests on NVMe.
 
-    The budget includes working room. Pages that rest under the device budget are not counted. word: one of
-    WORDS. draft: function that makes a plan for a budget without measuring. reserved: bytes of the host
-    budget that pages cannot take, and that the drafts do not take into account.
+    The other pages rest in RAM. The budget includes the room for moving and updating pages. Pages that rest
+    under the device budget are not counted. word: one of WORDS. draft: function that makes a plan for a
+    budget without measuring. device, nvme: the other budgets, as infinity.Budget takes them. reserved: bytes
+    to add to the budget for what the drafts do not take into account, such as activations.
     """
     whole = draft(infinity.Budget(device=device, nvme=nvme))
     total = sum(whole.home_bytes.values()) - whole.home_bytes[Tier.DEVICE]
@@ -49,9 +52,10 @@ def host_budget(
 
 
 def all_on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """A copy of `plan` with the home of every page on NVMe, and a new prediction.
+    """Return a copy of `plan` in which the home of every page is on NVMe, with a new prediction.
 
-    The working room is kept, except that room for resident parameter pages grows to AMPLE_PAGES of them.
+    The pool of resident parameter pages gets room for the AMPLE_PAGES largest pages, if it has less. All
+    other pools and buffers of the plan keep their sizes.
     """
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes

@@ -1,4 +1,7 @@
-"""infinity as a contender: the model is built on the meta device, and its states are pages under budgets."""
+"""Contender "ours": trains with infinity, so that benchmarks can compare infinity with other libraries.
+
+The model is built on the meta device. Its parameters, gradients and optimizer states are pages under budgets.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,8 @@ def _planned(
 ) -> tuple[infinity.Budget, infinity.Plan]:
     """Find the budget of a task, and make the plan under this budget; returns both.
 
-    In mode "fit" the budgets are the task's. In every other mode the host budget follows from the mode.
+    In mode "fit" the budgets are the task's. In every other mode `host_budget` finds the host budget for the
+    mode, which is one of budgets.WORDS. inputs: example inputs of the model, by which a plan is measured.
     """
     # accumulate="compute" is exact with one micro-batch a step, because nothing is summed.
     fixed: dict[str, Any] = {
@@ -128,7 +132,7 @@ def _empty_heap() -> None:
 
 
 def figures(plan: infinity.Plan) -> dict[str, Any]:
-    """The figures of a plan that are reported, in bytes and seconds."""
+    """Return what a benchmark reports of a plan: prediction, traffic, bytes by tier, and printed table."""
     return {
         "prediction": None if plan.prediction is None else plan.prediction.as_dict(),
         "traffic": asdict(plan.traffic),

@@ -70,7 +70,7 @@ class _MicroBatch:
 
     number: int
     position: tuple[int, int] = (_FORWARD, -1)
-    """Progress of the micro-batch: (_FORWARD, stage), later (_BACKWARD, -stage).
+    """Progress of the micro-batch: (_FORWARD, stage) in its forward, (_BACKWARD, -stage) in its backward.
 
     Stages number the parts of the model in the order of the forward. A micro-batch that has come further has
     a greater position.
@@ -84,7 +84,11 @@ class _MicroBatch:
 
 
 class Group:
-    """A group of micro-batches that go through the model together, page by page."""
+    """Takes a group of micro-batches through the model together, one part of the model after the other.
+
+    So a page that is fetched serves all of them before it leaves. batches: the arguments of `loss_fn`, one
+    for each micro-batch.
+    """
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class Group:
         A stage begins where the forward enters a module with units that it did not use just before.
         """
         self._makers: dict[torch.autograd.graph.Node, int] = {}
-        """Autograd node -> number of a micro-batch.
+        """Autograd node -> number of the micro-batch whose forward made the node.
 
         The nodes are those that computed the tensors at which a backward stops.
         """
@@ -128,7 +132,7 @@ class Group:
             micro.task = Task(functools.partial(self._work, micro, batch), surroundings)
 
     def futility(self) -> str | None:
-        """The reason why running together has not saved transfers of parameters, as a sentence.
+        """Return, as a sentence, why taking the micro-batches through together saved no transfers of pages.
 
         None if transfers were saved.
         """
@@ -185,9 +189,11 @@ class Group:
                 self._release(unit, parameter)
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
-        """Take a new gradient of a parameter from the backward that runs in this thread.
+        """Add a new gradient, which the backward in this thread has computed, or hold it until its turn.
 
-        Returns False, and takes nothing, if this is not the backward of a micro-batch of the group.
+        It is held while an earlier micro-batch has yet to compute its gradient of the same parameter. unit,
+        parameter: as in AddGradient. Returns False, and does nothing, if this is not the backward of a
+        micro-batch of the group.
         """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or micro.expected is None:
@@ -214,9 +220,11 @@ class Group:
     # --- inside of a forward or backward ---------------------------------------------------------------
 
     def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Stop the micro-batch of this thread before a module whose units it does not use yet.
+        """Stop the micro-batch of this thread before `module`, if its forward does not use `units` yet.
 
-        Called by a forward pre-hook of `module`, with its arguments. units: the units of the module.
+        The call returns when `run` lets the micro-batch go on. Called by a forward pre-hook of `module`, with
+        the arguments of the module. units: the units of the module. Does nothing in a backward, without
+        grad mode, or in a thread that runs no micro-batch.
         """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
@@ -240,9 +248,10 @@ class Group:
             micro.task.pause()
 
     def _return(self, micro: _MicroBatch, stage: int, _: torch.Tensor) -> None:
-        """Stop a micro-batch when its backward has done this stage of the model and all later stages.
+        """Stop `micro`, whose backward has now done stage `stage` of the model and all later stages.
 
-        Called as a tensor hook; the last argument is the gradient.
+        Called as a hook of each tensor that entered the first module of the stage; only the first call for a
+        stage stops the micro-batch. The last argument is the tensor's gradient.
         """
         # Without a loss this is a backward inside of the forward, such as a model uses to compute a gradient.
         if micro.loss is not None and micro.position < (_BACKWARD, -stage):
@@ -250,10 +259,10 @@ class Group:
             micro.task.pause()
 
     def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
-        """The number of the stage (part of the model) that begins where `micro` enters a module with `units`.
+        """Return the number of the stage (part of the model) that begins as `micro` enters a module.
 
-        The micro-batch that is furthest ahead determines the stages. Returns None if `micro` follows it and
-        none of the stages ahead of `micro` has these units.
+        units: the units of the module. If no other micro-batch has been further, this is a new stage. If one
+        has, it is the next stage after that of `micro` that has these units; None without such a stage.
         """
         now = micro.position[1]
         if now == len(self._course) - 1:
@@ -271,9 +280,10 @@ class Group:
         return self._outer_hooks is None or top[0] is not self._outer_hooks[0]
 
     def _check(self, micro: _MicroBatch, loss: torch.Tensor) -> None:
-        """Check that `micro` shares nothing with other micro-batches, and find the gradients to expect of it.
+        """Check that `micro` shares no state with other micro-batches, and set `micro.expected`.
 
-        Raises Mixed if something is shared; see [Note: what micro-batches must not share].
+        loss: the loss that its forward has returned; the expected gradients are found in the loss's graph.
+        Raises Mixed if state is shared; see [Note: what micro-batches must not share].
         """
         if not self.backward_began:
             name = _changed(self._model, self._attributes)

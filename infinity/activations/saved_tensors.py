@@ -62,7 +62,10 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """A saved tensor packed by another pair of hooks, which was active before, with that pair's `unpack`."""
+    """What another pair of hooks has packed a saved tensor into, and the `unpack` hook of that pair.
+
+    The other pair was active before the hooks of this module.
+    """
 
     packed: Any
     unpack: Unpack
@@ -86,9 +89,9 @@ class SavedBytes:
         self._heap.allocated(storage.nbytes())
 
     def unpacked(self, tensor: torch.Tensor) -> None:
-        """Count the gradient that backward makes after it has unpacked `tensor`.
+        """Tell the heap's guard of the gradient that backward makes after it has unpacked `tensor`.
 
-        No hook sees this gradient. It has about as many bytes as `tensor`.
+        No hook sees this gradient. It is taken to have as many bytes as the storage of `tensor`.
         """
         self._heap.allocated(tensor.untyped_storage().nbytes())
 

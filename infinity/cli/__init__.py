@@ -95,7 +95,10 @@ def _cure(error: InfinityError, options: argparse.Namespace) -> str:
 
 
 def _enough(nbytes: int) -> str:
-    """Round `nbytes` up, and return it as a size that a budget option takes, such as "160MiB"."""
+    """Return `nbytes` as text that a budget option takes, such as "160MiB".
+
+    It is rounded up to whole MiB, or to whole KiB below 8 MiB. Below 8 KiB it is exact.
+    """
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= 8 * factor:
             return f"{-(-nbytes // factor)}{unit}"

@@ -1,7 +1,7 @@
-"""The form of an update: the dtypes, lengths and places of an update's arrays.
+"""The form of an update: the dtypes and the length of an update's arrays, and where in memory they lie.
 
-A form is made from an update whose arrays were checked, so that updates of the same form can be submitted
-without checks.
+The thread pool checks the arrays of an update that is submitted in full. From this update a form is made.
+Later updates of the same form are submitted by `ThreadPool.submit_again`, without checks of their arrays.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class UpdateForm:
-    """The dtypes, the length and the places of the arrays of an update; several updates may share a form."""
+    """The dtypes of an update's arrays, their length in elements, and their places in memory.
+
+    Several updates may have the same form.
+    """
 
     elements: int
     grad_dtype: _cpu_adam.Dtype
     format: _cpu_adam.ParameterFormat
     moments: _cpu_adam.MomentFormat
     places: tuple[tuple[int, int] | None, ...]
-    """The place of each array: (index of the tensor that holds the array, offset in bytes).
+    """The place of each array, in the order of _FIELDS: (index of a tensor, offset in bytes in this tensor).
 
-    The place is None if the update does not have the array.
+    The index is that of the tensor in `memory` (see `of`) in which the array lies. The place is None if the
+    update does not have the array.
     """
 
     @staticmethod
@@ -69,9 +73,10 @@ class UpdateForm:
         )
 
     def addresses(self, memory: Sequence[torch.Tensor]) -> list[int]:
-        """The addresses of an update's arrays in `memory`, in the order of `places`; 0 for a missing array.
+        """Return the addresses of an update's arrays, in the order of `places`; 0 for a missing array.
 
-        memory: contiguous CPU tensors of the same sizes as the tensors that were given to `of`.
+        memory: the contiguous CPU tensors in which the arrays lie, in the order and of the sizes of the
+        tensors that were given to `of`.
         """
         begins = [each.data_ptr() for each in memory]
         return [0 if each is None else begins[each[0]] + each[1] for each in self.places]

@@ -25,7 +25,9 @@ _NAN_BYTE = 0xFF
 """A byte of eight one bits. Repeated, it reads as NaN in all IEEE-like types, bfloat16 and OCP float8 too."""
 
 _CPU_CHUNK = 1 << 20
-"""Bytes of the repeated chunk of RAM on the CPU. For a long range of addresses it is a multiple of this."""
+"""Bytes of the repeated chunk of RAM on the CPU; for a long range of addresses the chunk has a multiple of
+these bytes.
+"""
 
 _MOST_MAPPINGS = 4096
 """The most mappings of one chunk of memory; a longer range of addresses gets a larger chunk instead.

@@ -40,11 +40,11 @@ class ChunkUpdate:
         self.rests = all([home.in_place for home in (page.home, gradients.home, self.state_page.home)])
         """Whether the homes of the chunk's parameter, gradient and optimizer pages are all in host RAM."""
         self.numel = 0
-        """Number of parameter elements that the latest update changes."""
+        """Number of parameter elements that the update submitted last changes."""
         self._states = states
         self._threads = threads
         self._form: cpu_adam.UpdateForm | None = None
-        """The description of the first update, which later updates reuse; None before that."""
+        """The form of the first update, with which later updates are submitted; None before the first one."""
         self._addresses: Sequence[int] | None = None
         """Addresses of the parameters, gradient and states, after the first update if `rests`; else None."""
 
@@ -92,7 +92,10 @@ class ChunkUpdate:
         return ticket
 
     def forget_addresses(self) -> None:
-        """Forget where the chunk's parameters, gradient and states are, because their pages leave home."""
+        """Forget the addresses of the chunk's parameters, gradient and states.
+
+        A later update finds the addresses in the `memory` that `submit` is given.
+        """
         self._addresses = None
 
     def _work(

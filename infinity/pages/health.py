@@ -6,7 +6,10 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class Health:
-    """The health of one runtime. The parts of the runtime share this object."""
+    """Whether one runtime is closed, and the failure after which it can no longer be used.
+
+    All parts of the runtime share this object.
+    """
 
     def __init__(self) -> None:
         self.closed = False

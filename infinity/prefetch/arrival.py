@@ -42,7 +42,7 @@ that infinity.aio.Engine adds to the deadline of a write.
 
 @dataclass(slots=True)
 class _Buffer:
-    """A transit buffer that carries the page's bytes from `start` to `start + memory.nbytes`."""
+    """A transit buffer, `memory`, that carries bytes [start, start + memory.nbytes) of the page."""
 
     start: int
     memory: torch.Tensor

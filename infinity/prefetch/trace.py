@@ -125,8 +125,8 @@ class Trace:
         """End the step: the recorded order becomes the learned order, which is followed from its start.
 
         If the learned order contains a backward or an update, a recording without either, such as an
-        evaluation between steps, does not replace it. The forwards in the learned order predict evaluations
-        as well. An empty recording replaces nothing.
+        evaluation between steps, does not replace it: the forwards in the learned order predict the next
+        evaluation too. An empty recording replaces nothing.
         """
         if self._recorded.entries and (self._recorded.trains or not self._learned.trains):
             self._learned = self._recorded
@@ -135,9 +135,10 @@ class Trace:
         self._skipped.clear()
 
     def upcoming(self, limit: int) -> Iterator[Access]:
-        """The accesses that are expected next. After the end of the learned order they go on at its start.
+        """Return an iterator over the accesses that are expected next, in order.
 
-        There are at most `limit` accesses, and at most as many as the learned order has.
+        After the end of the learned order they go on at its start. There are at most `limit` accesses, and at
+        most as many as the learned order has.
         """
         entries, cursor = self._learned.entries, self._cursor
         stop = cursor + min(limit, len(entries))

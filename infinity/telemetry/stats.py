@@ -14,7 +14,7 @@ from infinity.config import format_size
 
 
 class Edge(Enum):
-    """An edge: one direction of transfers between two neighbouring memory tiers."""
+    """An edge: a way for bytes between two neighbouring memory tiers, in one direction."""
 
     NVME_TO_HOST = "nvme->host"
     HOST_TO_DEVICE = "host->device"
@@ -43,7 +43,8 @@ class Wait(Enum):
     OTHER = "gradients or states"
     """Any other reason for a wait.
 
-    An update needs gradients or states, new gradients are added to stored gradients, or a write has to end.
+    The reasons are: an update needs gradients or states; new gradients are to be added to stored gradients;
+    a write has to end.
     """
 
 
@@ -66,10 +67,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeStats:
-    """Measurements of the transfers over one edge."""
+    """Measurements of the transfers over one edge (a way between two tiers, in one direction)."""
 
     bytes: int = 0
-    """Number of bytes in all requested transfers."""
+    """Number of bytes in all transfers that were requested over the edge."""
     transfers: int = 0
     stall_seconds: float = 0.0
     """Seconds in which the training thread waited for transfers over the edge, for any reason."""
@@ -91,12 +92,14 @@ class Stats:
     """The measurements of every edge, including edges without transfers."""
 
     accesses: int
-    """Number of times that an operation or module demanded the parameters of a unit. A repeat of the demand
-    before it is not counted.
+    """Number of times that an operation or module demanded the parameters of a unit. A demand that repeats
+    the previous demand (the same units for the same purpose) is not counted.
     """
 
     misses: int
-    """Number of `accesses` at which the unit's parameters were neither resident nor on their way."""
+    """Number of `accesses` at which the unit's parameters were neither resident nor on their way, and no
+    update of the unit was under way.
+    """
 
     steps: int
     """Number of finished steps, including skipped steps."""
@@ -135,19 +138,22 @@ class Stats:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds in which the training thread waited for transfers over any edge."""
+        """Seconds in which the training thread waited for transfers: the sum of all edges."""
         return sum(edge.stall_seconds for edge in self.edges.values())
 
     @property
     def fault_seconds(self) -> float:
-        """Seconds in which the training thread waited for units that were demanded and not resident."""
+        """Seconds in which the training thread waited for units that were demanded and not resident.
+
+        The sum of all edges, and a part of `stall_seconds`.
+        """
         return sum(edge.fault_seconds for edge in self.edges.values())
 
     @property
     def limited_by(self) -> str | None:
-        """What took most of the last step's time: "compute", "update" or the value of an `Edge`.
+        """What took the largest part of the last finished step's time; None if no step has finished.
 
-        None if no step has finished.
+        "compute", "update", or the value of an `Edge` (such as "nvme->host") for stalls on this edge.
         """
         step = self.last_step or self
         if not step.steps:

@@ -109,20 +109,22 @@ class DeviceLink(Protocol):
     def to_device(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
     ) -> Transfer:
-        """Copy host bytes to the device. Both tensors are contiguous and have the same number of bytes.
+        """Begin to copy host bytes to the device, and return the copy, which may still be under way.
 
-        into: device memory. source: host memory. last_return: `Lease.last_return` of the lease over `into`.
-        It tells the link which kernels the copy must wait for; see [Note: streams and leases] in
-        infinity/tiers/copy_streams.py. Give 0 for bytes that were never leased, and for bytes whose last use
-        was queued before the latest `follow_compute`. lane: the stream on which the copy runs.
+        Both tensors are contiguous and have the same number of bytes. into: device memory. source: host
+        memory. last_return: `Lease.last_return` of the lease over `into`. It tells the link which kernels the
+        copy must wait for; see [Note: streams and leases] in infinity/tiers/copy_streams.py. Give 0 for bytes
+        that were never leased, and for bytes whose last use was queued before the latest `follow_compute`.
+        lane: the stream on which the copy runs.
         """
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
-        """Copy device bytes to the host. Both tensors are contiguous and have the same number of bytes.
+        """Begin to copy device bytes to the host, and return the copy, which may still be under way.
 
-        into: host memory. source: device memory, kept alive until the copy is done. after: the events (see
-        `record`) after which the copy runs. None means after all work that the compute stream has queued.
-        With events, any thread may call this method and wait for the copy.
+        Both tensors are contiguous and have the same number of bytes. into: host memory. source: device
+        memory, kept alive until the copy is done. after: the events (see `record`) after which the copy runs.
+        None means after all work that the compute stream has queued. With events, any thread may call this
+        method and wait for the copy.
         """
 
     def record(self) -> Event | None:

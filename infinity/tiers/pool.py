@@ -90,9 +90,10 @@ class Lease:
     def last_return(self) -> int:
         """The number of the latest return of a lease of any of these bytes; 0 if none was leased before.
 
-        The pool numbers returns of leases 1, 2, 3, ... If bytes were free together with neighbouring bytes,
-        the latest return of any of them counts. Uses of the bytes under earlier leases were queued on the
-        device before `Pool.returns` reached this number, so an event recorded since then comes after them.
+        The pool numbers the returns of leases 1, 2, 3, ... If free ranges were merged, the number is the
+        latest of the merged range. Kernels that use the bytes under earlier leases were queued on the compute
+        stream before `Pool.returns` reached this number. So an event that is recorded on this stream after
+        that moment happens after these kernels.
         """
         return self._native.last_return
 
@@ -164,9 +165,9 @@ class Pool:
         their last holder left.
 
         Raises BudgetError where the bytes do not become free in time, and at once where the pool can never
-        hold them. The error's `needed` is the least number of bytes that the pool would need to have room
-        now, or None where other requests were already waiting. Raises ConfigError for a negative size, a
-        closed pool, or a process forked from the pool's process.
+        hold them. The error's `needed` is the least size of the whole pool, in bytes, with which the lease
+        would have been granted now, or None where other requests were already waiting. Raises ConfigError
+        for a negative size, a closed pool, or a process forked from the pool's process.
         """
         if nbytes < 0:
             raise ConfigError(f"A lease of {nbytes} bytes was asked for.", "Ask for zero bytes or more.")

@@ -45,8 +45,8 @@ class LinkSpeed:
 def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:
     """Measure the link's speed: the median of `repeats` copies of `host` in each direction.
 
-    device: a CUDA device. host: a page-locked uint8 tensor, such as a residency of an arena. CUDA events
-    time the copies.
+    device: a CUDA device. host: a page-locked uint8 tensor, such as `Lease.residency` makes over bytes of an
+    arena. CUDA events time the copies.
     """
     there = torch.empty_like(host, device=device)
     cuda: Any = torch.cuda  # torch.cuda.Event has no type annotations

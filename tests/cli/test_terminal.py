@@ -1,4 +1,6 @@
-"""Tests of how `infinity train` ends and what a terminal sees: signals, Ctrl-C, readers that go away."""
+"""Tests of `infinity train` and `infinity plan` as processes: what they write to a terminal, and how they end
+after SIGTERM, after Ctrl-C, and when the reader of their output closes it.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def terminal() -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_to_end(descriptor: int, process: subprocess.Popen[str], ready: Callable[[bytes], None]) -> str:
-    """Return all text that `process` writes to `descriptor` until it ends.
+    """Read from `descriptor`, a terminal to which `process` writes, until the process ends; returns the text.
 
     ready: called with all bytes read so far, whenever more have arrived.
     """

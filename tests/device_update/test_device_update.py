@@ -1,4 +1,4 @@
-"""Tests that the device's update kernels give the bits of the CPU's, and of the number of launches.
+"""Tests that the device's update kernels give the same bits as the CPU's, by the expected number of launches.
 
 By default the CPU is the device: the kernels' source is compiled for the CPU. Where there is a GPU, the
 tests run there too. Compilation for GPUs is tested in test_device_kernels.py, whole runtimes in
@@ -205,10 +205,10 @@ def test_a_rule_without_momentum_leaves_the_buffer_alone() -> None:
 
 
 def many(count: int, hypers: int) -> tuple[Arrays, dict[str, Any]]:
-    """Return (arrays, other arguments) of an update of `count` small parameters.
+    """Return (arrays, other arguments) for `on_device` and `on_cpu`: an update of `count` small parameters.
 
-    Each parameter has at most CODE_BLOCK elements. hypers: the number of different sets of hyper-parameters,
-    which the parameters use in turn.
+    The other arguments are the segments and the hyper-parameters. Each parameter has at most CODE_BLOCK
+    elements. hypers: the number of different sets of hyper-parameters, which the parameters use in turn.
     """
     n = count * CODE_BLOCK
     given = stored(
@@ -241,9 +241,10 @@ def test_a_unit_is_updated_by_one_launch_unless_it_is_very_large(
 
 @pytest.mark.parametrize("threads", [False, True])
 def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
-    """Nothing of a launch has to be kept in memory until the launch runs.
+    """Launches that run only after `update` and `measure` have returned still give the CPU's results.
 
-    The launches go through the driver's table to a stream that runs them later.
+    The stream of the test driver is held until both calls have returned. A launch whose arguments were freed
+    by then would give other results.
     """
     device = EmulatedDevice(3, threads=threads)
     stream = device.driver.stream()

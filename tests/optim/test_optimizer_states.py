@@ -1,4 +1,7 @@
-"""Tests of PagedOptimizer's state dicts: torch loads them, it loads torch's, and misfits are refused."""
+"""Tests of PagedOptimizer's state dicts, which torch's optimizers load, and of torch's, which it loads.
+
+A state dict that does not fit the optimizer is refused, and changes nothing.
+"""
 
 from __future__ import annotations
 

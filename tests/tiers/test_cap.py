@@ -1,4 +1,8 @@
-"""Tests of the limit on torch's CUDA allocator: the fraction that is set, and the error at the limit."""
+"""Tests of the limit on torch's CUDA allocator: how many bytes it allows, and the advice beyond the limit.
+
+The limit is the sum of the device budgets of all runtimes, plus the bytes that were in use before. Torch is
+given the limit as a fraction of the device's memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of the checker of the test driver: it finds accesses to memory that nothing orders, and no others."""
+"""Tests of the test driver's checker of the order of memory accesses.
+
+It reports two accesses to the same bytes, at least one of them a write, if no wait orders one after the
+other. It reports nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,10 @@ COUNT = 256
 
 
 class Bench:
-    """Two streams, compute and the host, and one piece of memory that all of them use."""
+    """An emulated device with two streams for copies, `first` and `second`, and a tensor `memory` to share.
+
+    The tests let these streams, the compute stream and the host access `memory`.
+    """
 
     def __init__(self, seed: int) -> None:
         self.device = EmulatedDevice(seed)
@@ -24,11 +31,11 @@ class Bench:
         self.others = [torch.full((COUNT,), float(number)) for number in range(8)]
 
     def write(self, stream: Stream) -> None:
-        """Queue a copy into the shared memory."""
+        """Queue a copy from `others[1]` into `memory` on `stream`."""
         stream.copy(self.memory.data_ptr(), self.others[1].data_ptr(), self.memory.nbytes)
 
     def read(self, stream: Stream, into: int = 2) -> None:
-        """Queue a copy out of the shared memory. into: the index of the destination in `others`."""
+        """Queue a copy from `memory` into `others[into]` on `stream`."""
         stream.copy(self.others[into].data_ptr(), self.memory.data_ptr(), self.memory.nbytes)
 
     @property
@@ -222,9 +229,10 @@ def test_a_seed_gives_the_same_order_again_and_another_another() -> None:
 
 
 def test_an_event_that_is_used_again_is_another_moment(bench: Bench) -> None:
-    """A stream waits for the moment at which an event was recorded, even after the event has been reused.
+    """`second` waits for work that `first` had queued when it recorded an event, though the event is reused.
 
-    The driver reuses events while streams may still wait for their earlier moments.
+    The same event is recorded again on a third stream, which is done at once. `second` must still not run
+    before the work of `first`.
     """
     bench.device.hold(bench.first)
     bench.write(bench.first)

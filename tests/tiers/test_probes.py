@@ -1,4 +1,4 @@
-"""Tests of measuring a disk's bandwidth, on files that are as large as allowed and no larger."""
+"""Tests of measuring a disk's speed: how large the test file is, and that only its written part is read."""
 
 import contextlib
 import itertools

@@ -1,4 +1,8 @@
-"""Tests of slab files: room taken at once, one owner, nothing left behind, typed errors for bad paths."""
+"""Tests of slab files, the files of the NVMe tier.
+
+A slab takes all its room on the disk when it is opened, has one owner, and leaves no file behind. A path that
+cannot be used raises a typed error.
+"""
 
 import errno
 import gc
