@@ -65,7 +65,7 @@ def run(
     builders: tuple[str, ...] = ALL,
     **environment: str,
 ) -> Done:
-    """Run benchmarks/gpu.sh with a fake interpreter, and return what the script did.
+    """Run benchmarks/gpu.sh with a fake interpreter; return its exit code, summary, calls and directories.
 
     failing: every call of the interpreter with this text in its arguments exits with 1. builders: the
     operators of DeepSpeed that can be compiled. environment: variables that are set for the script.
