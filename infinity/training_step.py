@@ -74,7 +74,7 @@ class TrainingStep:
         self._groups = groups
 
     def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the unscaled norm.
+        """Scale all gradients to a global 2-norm of at most `max_norm`; returns the norm before scaling.
 
         Raises ConfigError if updates are eager. Runtime.clip_grad_norm_ says more.
         """

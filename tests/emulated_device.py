@@ -113,8 +113,7 @@ class EmulatedDevice:
     def fail(self, call: str, code: int, nth: int = 1) -> None:
         """Have a later call of a driver function do nothing and return the error `code` (a CUresult).
 
-        call: the function's name. nth: 1 for the next call of this function, 2 for the one after, and so
-        on.
+        call: the function's name. nth: 1 for the next call of this function, 2 for the one after it.
         """
         _library().infinity_test_fail(call.encode(), nth, code)
 
@@ -146,10 +145,9 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Within the `with` statement, hide from the checker every wait for work of a stream, as if it were
-        missing.
+        """Within the `with` statement, hide from the checker every wait for a stream's work.
 
-        The waits still happen, so that no data is corrupted.
+        To the checker the waits are missing. They still happen, so that no data is corrupted.
         """
         _library().infinity_test_blind(True)
         try:

@@ -35,7 +35,7 @@ class Resources:
     def since(self, before: Resources, *, threads: bool = True) -> list[str]:
         """Readable descriptions of descriptors and threads that are held now and were not held before.
 
-        threads: whether to include threads. Descriptors are counted for each name.
+        A name of descriptors is listed if more of them are open now. threads: whether to list new threads.
         """
         opened = (self.descriptors - before.descriptors).items()
         started = self.threads.keys() - before.threads.keys() if threads else ()

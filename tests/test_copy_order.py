@@ -1,7 +1,7 @@
 """Random training on a device whose streams are late at random: the device's checker finds an order for every
 access to memory, and results have the bits of a run without streams.
 
-A seed determines a program (which blocks each forward goes through, in which order, how often, what happens
+A seed determines a program (which blocks each forward uses, in which order, how often, what happens
 between backward and step), where pages rest, when updates run, and how late the device's streams are.
 """
 

@@ -46,8 +46,9 @@ def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configured(folder: Path, **changed: Any) -> Path:
-    """Save a tiny Llama's configuration in `folder`, and return `folder`. changed: options that replace
-    LLAMA's.
+    """Save a tiny Llama's configuration in `folder`, and return `folder`.
+
+    changed: options of the configuration that replace those in LLAMA.
     """
     transformers.LlamaConfig(**{**LLAMA, **changed}).save_pretrained(folder)
     return folder
