@@ -49,7 +49,7 @@ from homes import HOMES  # noqa: E402
 import infinity  # noqa: E402
 
 MODEL = "transformer"
-"""The model that trains in all ways. The other models train in a few ways."""
+"""The model, a name in tests/zoo.py, that trains with most combinations of options. Others have few cases."""
 FORMATS = (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "int8"))
 """Pairs of formats that are combined: (compute dtype, format of optimizer states)."""
 DEVICE_UPDATES = "device updates"
@@ -57,7 +57,11 @@ DEVICE_UPDATES = "device updates"
 
 @dataclass(frozen=True)
 class Case:
-    """One training run, whose bits give a digest."""
+    """One training run, whose bits give a digest.
+
+    model: a name in tests/zoo.py. home: where pages rest, one of tests/homes.py's HOMES. update: "lazy" or
+    "eager". recipe: all other options of the training.
+    """
 
     model: str
     home: str
@@ -83,7 +87,10 @@ class Case:
         return ", ".join(words)
 
     def run(self, directory: Path) -> str:
-        """Train and return the digest. Raises AssertionError if pages do not have the homes of the case."""
+        """Train and return the digest. directory: folder for the pages on NVMe.
+
+        Raises AssertionError if pages do not have the homes of the case.
+        """
         if not self.on_device:
             return digest(self._trained(directory))
         from infinity.planning import twin_flow
@@ -136,7 +143,7 @@ def digest(run: parity.Run) -> str:
 
 
 def _add(to: Any, value: Any) -> None:
-    """Add all values in nested dicts and lists to the hash `to`, with dicts in the order of their keys."""
+    """Feed all values in nested dicts and lists to the hash object `to`. Keys of a dict are sorted first."""
     if isinstance(value, torch.Tensor):
         to.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         to.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -153,9 +160,9 @@ def _add(to: Any, value: Any) -> None:
 
 
 def train(chosen: list[Case], parent: Path) -> dict[str, str]:
-    """Train the cases. Returns for each name of a case the digest, or the reason why there is none.
+    """Train the cases. Returns, by the name of the case, the digest or the reason why there is none.
 
-    parent: folder for swap files.
+    parent: folder in which each case gets a temporary folder for its pages on NVMe.
     """
     torch.set_num_threads(1)  # the models are tiny
     found = {}
@@ -191,7 +198,10 @@ def trained_with(package: Path, arguments: list[str]) -> dict[str, str]:
 
 
 def compare(ours: dict[str, str], theirs: dict[str, str]) -> int:
-    """Print which cases differ. Returns the exit code: 1 if there are such cases, else 0."""
+    """Print the names of the cases whose digests differ. Returns the exit code: 1 if there are any, else 0.
+
+    ours, theirs: digests by name of case, from this checkout and from the other one.
+    """
     assert ours.keys() == theirs.keys()
     differ = [name for name in ours if ours[name] != theirs[name]]
     for name in differ:

@@ -1,9 +1,10 @@
 """Matrix: compares plans with measurements, the seconds of a step and the bytes of RAM, for many models.
 
 Each pair is a model and the part of its pages that rests in RAM: "all-host" (no page on NVMe), "half" or
-"all-nvme". The pairs of one model take turns as in train.py, and have the same limit. Every turn is a process
-of its own, which makes a plan just before it trains, because the speed of a disk that others share changes
-within minutes. The program prints a table with a row for each pair.
+"all-nvme". The pairs of one model take turns as in train.py, where the limit, the least time of a step that
+the machine's speeds allow, is explained. Every turn is a process of its own, which makes a plan just before
+it trains, because the speed of a disk that others share changes within minutes. The program prints a table
+with a row for each pair.
 
     python benchmarks/matrix.py --directory /mnt/nvme0
     python benchmarks/matrix.py --directory /mnt/nvme0 --pair 309m:half --pair 309m:all-nvme
@@ -29,13 +30,17 @@ PAIRS = ("10m:all-host", "30m:half", "124m:all-host", "124m:all-nvme", "309m:hal
 QUICK_PAIRS = ("10m:all-nvme",)
 
 _WHOLE = 300_000_000
-"""Number of parameters below which a turn has more steps, so that turns of small models are not too short. A
-step takes 0.12 s with 10M parameters and 0.4 s with 30M, and up to half as long again in the first seconds of
-a process."""
+"""The steps of a turn are multiplied by this number divided by the model's parameters, rounded down, if
+that is more than 1. So turns of small models are not too short: a step takes 0.12 s with 10M parameters and
+0.4 s with 30M, and up to 1.5 times that in the first seconds of a process.
+"""
 
 
 def pair(text: str) -> tuple[str, str]:
-    """The model and the word in a value of `--pair`, such as "309m:half". Raises ArgumentTypeError."""
+    """Split a value of `--pair` and return its parts: ("309m", "half") for "309m:half".
+
+    Raises ArgumentTypeError if the first is not a preset's name or the second is none of WORDS.
+    """
     model, _, word = text.partition(":")
     if model not in PRESETS or word not in WORDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:BUDGET, with a budget of {', '.join(WORDS)}")
@@ -55,9 +60,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def rows_of(report: dict[str, Any], model: str) -> list[dict[str, Any]]:
-    """The rows of the table for one model, one for each contender in `report` (of training_report.py).
+    """Return the rows of the table for one model: one for each of its pairs that trained.
 
-    Times are in seconds, sizes in bytes.
+    report: the result of training_report.report_of for this model. Times are in seconds, sizes in bytes.
     """
     return [
         {

@@ -12,8 +12,9 @@ holds:
     machine    {"name": for people, "cpu", "cpus", "memory_gib", ...: the result of machine_facts}
     date, commit, command   what was run, so that it can be run again
     peer       the program with which infinity is compared, or null
-    figures    a list of {"what", "peer", "ours", "ratio", "spread"}: strings for people. "peer" and "ratio"
-               may be null. "spread" is the smallest and the largest ratio, or another measure of the spread.
+    figures    a list of {"what", "peer", "ours", "ratio", "spread"}: strings for people. "peer" and "ours"
+               are what the peer and infinity achieved. "peer" and "ratio" may be null. "spread" is the
+               smallest and the largest ratio, or another measure of the spread.
                Two keys are optional: "contender", the contender of train.py that gave the figure, and
                "readme", the number of the figure's row in README's table
     data       the JSON object that the benchmark printed

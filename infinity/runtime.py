@@ -156,7 +156,7 @@ class Runtime(Closing):
         return self._accumulator.run(batches, loss_fn, together=together, recompute=recompute)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the earlier norm.
+        """Scale all gradients to a global 2-norm of at most `max_norm`; returns the norm before scaling.
 
         The norm is a float32 scalar on the CPU, summed in float64. The factor is max_norm / (norm + 1e-6),
         as in torch.nn.utils.clip_grad_norm_, and at most 1. If the norm is not finite, no gradient is
@@ -180,8 +180,8 @@ class Runtime(Closing):
         place.
 
         Edits also change the fp32 masters, the exact values from which the optimizer updates the
-        parameters. Raises BudgetError if the parameters do not fit together; its `needed` is a budget in
-        bytes that is enough.
+        parameters. Raises BudgetError if the parameters do not fit together; the error's `needed` is a
+        budget in bytes that is enough.
         """
         units = {
             parameter._place.page.index

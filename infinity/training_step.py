@@ -67,13 +67,13 @@ class TrainingStep:
     def attach(self, param_groups: Sequence[Mapping[str, Any]], groups: dict[tuple[int, int], int]) -> None:
         """Set the param groups of the user's optimizer. Called once, by `infinity.offload`.
 
-        groups: (unit, parameter) -> index of the parameter's group in `param_groups`.
+        groups: (unit's index, parameter's index in the unit) -> index in `param_groups`.
         """
         self._param_groups = param_groups
         self._groups = groups
 
     def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the earlier norm.
+        """Scale all gradients to a global 2-norm of at most `max_norm`; returns the norm before scaling.
 
         Raises ConfigError if updates are eager. Runtime.clip_grad_norm_ says more.
         """
@@ -207,10 +207,11 @@ class TrainingStep:
             self._update_early(unit)
 
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
-        """Take the gradient that autograd has computed for a parameter, and add it to the stored gradient.
+        """Take from autograd the gradient that it has computed for a parameter, and store it.
 
-        accumulator: takes the gradient instead during runtime.accumulate, and adds the gradients in the order
-        of the micro-batches; None: add the gradient at once.
+        accumulator: gets the gradient during runtime.accumulate, and adds the gradients of all
+        micro-batches to the stored gradient in the order of the micro-batches. None: the gradient is added
+        at once.
         """
         gradient = take_gradient(parameter)
         place = self._place(parameter)
@@ -298,7 +299,8 @@ class TrainingStep:
     def _values(self, place: Place) -> torch.Tensor:
         """Copy a parameter's values to RAM and return them, with all edits that the user has made in place.
 
-        The result has shape (numel,), in the order of the parameter's memory and in the dtype of its page.
+        place: the parameter's page, and its index there. The result has shape (numel,), in the order of the
+        parameter's memory and in the dtype of its page.
         """
         page = place.page
         self._edits.write_back(page)

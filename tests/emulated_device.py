@@ -76,9 +76,9 @@ class EmulatedDevice:
     def in_use(self) -> Iterator[EmulatedDevice]:
         """Within the `with` statement, runtimes opened with device="cpu" and a device budget use this device.
 
-        The device's checker assumes that the compute stream has used the memory of these runtimes before, as
-        it may have used memory that torch's allocator hands out. Asserts at the end that the checker has
-        found no violation.
+        The device's checker is told that the compute stream has written the runtimes' device memory before
+        they got it, as can be true of memory from torch's allocator. So their first accesses must be
+        ordered too. Asserts at the end that the checker has found no violation.
         """
 
         def used_before(*arguments: Any) -> DeviceTier:
@@ -111,7 +111,10 @@ class EmulatedDevice:
         _library().infinity_test_hold(stream.handle, False)
 
     def fail(self, call: str, code: int, nth: int = 1) -> None:
-        """Have the nth call from now on of the driver's function `call` do nothing and return `code`."""
+        """Have a later call of a driver function do nothing and return the error `code` (a CUresult).
+
+        call: the function's name. nth: 1 for the next call of this function, 2 for the one after it.
+        """
         _library().infinity_test_fail(call.encode(), nth, code)
 
     def count(self, call: str) -> int:
@@ -130,7 +133,8 @@ class EmulatedDevice:
         _library().infinity_test_separate_threads(True)
 
     def release(self, key: int) -> None:
-        """Tell the checker that this thread's accesses so far precede those of a thread after `acquire(key)`.
+        """Tell the checker that all accesses by this thread so far come before those that another thread
+        makes after it has called `acquire(key)`.
 
         key: any number that identifies this pair of calls.
         """
@@ -141,9 +145,9 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """Within the `with` statement, hide waits from the checker, as if they were missing.
+        """Within the `with` statement, hide from the checker every wait for a stream's work.
 
-        The waits still happen, so that no data is corrupted.
+        To the checker the waits are missing. They still happen, so that no data is corrupted.
         """
         _library().infinity_test_blind(True)
         try:

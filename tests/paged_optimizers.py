@@ -1,4 +1,6 @@
-"""Small torch optimizers of every kind, and a fixture that replaces one by a PagedOptimizer without pages."""
+"""Small torch optimizers of every kind, and a fixture that replaces such an optimizer by a PagedOptimizer
+whose states are plain tensors in RAM instead of pages.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +68,10 @@ def pool() -> Iterator[ThreadPool]:
 
 @pytest.fixture
 def page(pool: ThreadPool) -> Callable[[torch.optim.Optimizer], tuple[PagedOptimizer, MemoryBackend]]:
-    """A function that replaces a torch optimizer by a PagedOptimizer, as `offload` does.
+    """Return a function that replaces a torch optimizer by a PagedOptimizer, as `offload` does.
 
-    It returns (paged optimizer, its backend in memory). The replaced optimizer then refuses to be used.
+    The function returns the PagedOptimizer and the MemoryBackend that updates its parameters and keeps its
+    states. Methods of the replaced optimizer then raise ConfigError.
     """
 
     def take_over(optimizer: torch.optim.Optimizer) -> tuple[PagedOptimizer, MemoryBackend]:

@@ -1,10 +1,10 @@
 """Descriptors and threads of this process, and the check that nothing is left of them after a test.
 
 [Note: what is ending] The kernel ends a thread after the thread has reported that it is done. The join of
-`threading` returns when the interpreter lets go of the thread, and C's join returns when the thread's memory
-is free. The thread stays in /proc/self/task until it has been scheduled once more, at first without
-PF_EXITING, and it may even close descriptors then. One look therefore proves nothing: `check_nothing_left`
-looks until nothing is left, or time is over.
+`threading` returns when the interpreter lets go of the thread, and C's join returns when the thread's
+memory is free. The thread stays in /proc/self/task until it has been scheduled once more, at first without
+PF_EXITING, and it may even close descriptors then. Listing /proc once therefore proves nothing:
+`check_nothing_left` lists it again until nothing is left, or time is over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Resources:
     def since(self, before: Resources, *, threads: bool = True) -> list[str]:
         """Readable descriptions of descriptors and threads that are held now and were not held before.
 
-        threads: whether to include threads. Descriptors are counted for each name.
+        A name of descriptors is listed if more of them are open now. threads: whether to list new threads.
         """
         opened = (self.descriptors - before.descriptors).items()
         started = self.threads.keys() - before.threads.keys() if threads else ()
@@ -60,8 +60,8 @@ def check_nothing_left(
 ) -> None:
     """Assert that within `bound` seconds nothing is held any more that was not held before.
 
-    garbage: collect garbage before each look. threads: False to ignore new threads. The AssertionError names
-    what is left. What was held before may be gone, for it may have been ending.
+    garbage: whether to run gc.collect() each time before resources are listed. threads: False to ignore new
+    threads. The AssertionError names what is left. What `before` lists may be gone by now.
     """
     end = time.monotonic() + bound
     while True:
@@ -78,7 +78,7 @@ def check_nothing_left(
 def nothing_left(*, garbage: bool = False) -> Iterator[None]:
     """Assert at the end of the `with` that no new descriptor or thread is left, unless its body raised.
 
-    garbage: collect garbage before each look.
+    garbage: whether to run gc.collect() each time before resources are listed.
     """
     if garbage:
         gc.collect()

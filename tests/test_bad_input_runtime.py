@@ -1,4 +1,4 @@
-"""Refusals of the runtime: each is a typed error that changes nothing and leaves nothing behind."""
+"""Tests of calls that the runtime refuses: each raises a typed error, changes nothing and leaves no files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from infinity.errors import BudgetError, ConfigError, InfinityError
 
 
 def offload(model: nn.Module, optimizer: Any, directory: Path, **options: Any) -> Any:
-    """Offload the model with room for all its pages. options: arguments that replace those given here."""
+    """Offload the model to the CPU in fp32, with 64 MiB of each tier, and return its runtime.
+
+    directory: for pages on NVMe. options: arguments of infinity.offload that replace these or are added.
+    """
     sizes = infinity.Budget(device="64MiB", host="64MiB", nvme={str(directory): "64MiB"})
     given: dict[str, Any] = {
         "budget": sizes,
@@ -31,7 +34,7 @@ def offload(model: nn.Module, optimizer: Any, directory: Path, **options: Any) -
 def check_refused(
     error: type[InfinityError], model: nn.Module, optimizer: Any, directory: Path, **options: Any
 ) -> None:
-    """Assert that `offload` raises `error` with a cure, and leaves no file in the directory.
+    """Assert that `offload` raises `error` with a text for its `cure`, and leaves no file in the directory.
 
     Values and types of the model's parameters must be as before. options: see `offload` above.
     """

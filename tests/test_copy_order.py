@@ -1,7 +1,7 @@
 """Random training on a device whose streams are late at random: the device's checker finds an order for every
 access to memory, and results have the bits of a run without streams.
 
-A seed determines a program (which blocks each forward goes through, in which order, how often, what happens
+A seed determines a program (which blocks each forward uses, in which order, how often, what happens
 between backward and step), where pages rest, when updates run, and how late the device's streams are.
 """
 
@@ -31,19 +31,22 @@ from infinity.tiers.copy_streams import Order
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
 UPDATES = ("lazy", "eager", "sync")
 SEEDS_OF_A_PROGRAM = 45
-"""Number of successive seeds that have the same program: three seeds for each of the 15 places. The three
-share one expected result, which is computed without streams.
+"""Number of successive seeds that have the same program: three seeds for each of the 15 places, which are
+combinations of HOMES and UPDATES. The three share one expected result, which is computed without streams.
 """
 
 
 @functools.cache
 def without_streams(number: int, place: Place) -> dict[str, Any]:
-    """Run program `number` at `place` without streams, every copy done at once, and return the results."""
+    """Train without copy streams, so that each copy is done at once, and return the results.
+
+    number: the random program to run. place: where pages rest, and when updates run.
+    """
     return trained(number, place)
 
 
 def drawn(seed: int) -> tuple[int, Place]:
-    """(program's number, place) that a seed determines."""
+    """Return what a seed determines: (number of the program, where pages rest and when updates run)."""
     places = [Place(home, update) for home, update in itertools.product(HOMES, UPDATES)]
     return seed // SEEDS_OF_A_PROGRAM, places[seed % len(places)]
 
@@ -74,9 +77,10 @@ def test_updates_on_the_device_are_ordered_too(update: str) -> None:
 
 @pytest.mark.parametrize("home", HOMES)
 def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accesses are ordered and bits are equal, too, if an update on the CPU runs while the model goes on.
+    """If updates run on the CPU while the model goes on, the checker finds an order for every access to
+    memory, and the results have the bits of a run without streams.
 
-    As on a GPU, the update is waited for only when its outcome is used.
+    As on a GPU, the model waits for an update only when it uses the update's results.
     """
     made = Updater.__init__
 
@@ -121,7 +125,11 @@ def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
 
 @contextlib.contextmanager
 def opened(device: EmulatedDevice, home: str = "host", update: str = "lazy") -> Iterator[tuple[Any, Any]]:
-    """(model, runtime) on the emulated device. Asserts at the end that all accesses were ordered."""
+    """Yield a small model and its runtime on the emulated device. Asserts at the end that the device's
+    checker has found an order for all accesses to memory.
+
+    home: where pages rest, one of HOMES. update: when updates run, one of UPDATES.
+    """
     model = Blocks()
     with (
         device.in_use(),

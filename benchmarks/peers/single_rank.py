@@ -1,4 +1,4 @@
-"""Single rank: a torch.distributed world of one process, for contenders that need one."""
+"""Single rank: a torch.distributed world of one process, for programs in a benchmark that need one."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def kinds_of(
 ) -> set[UpdateKind]:
     """The kinds of updates that a torch optimizer may need.
 
-    optimizer: the name of the optimizer's class. gradient, parameter, moments: dtypes of the arrays in the
-    pages.
+    optimizer: the name of the optimizer's class. gradient, parameter, moments: dtypes in which gradient
+    pages, parameter pages and optimizer pages hold these values.
     """
     formats = GRAD_DTYPES[gradient].value, _MASTERS[parameter].value, MOMENT_FORMATS[moments].value
     return {UpdateKind(rule.value, *formats) for rule in _RULES_OF[optimizer]}

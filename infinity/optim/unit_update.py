@@ -15,28 +15,33 @@ class UnitUpdate:
 
     chains: Sequence[Chain]
     parameters: frozenset[int]
-    """Indices of all parameters of which at least one chain can update a part."""
+    """Indices, within the unit, of the parameters that have elements in the chunk of at least one chain."""
     rests: bool
     """Whether the parameters, gradients and states of all chains are at home in host RAM, so that no chain
     needs staging.
     """
     left: int = 0
-    """Number of chains whose update was decided and whose results the model cannot use yet."""
+    """Number of chains whose update was decided (by `step()` or an eager update) and whose results the
+    model cannot use yet.
+    """
     unread: bool = False
     """Whether a read for one of the chains failed. The read is repeated when a caller waits for the unit."""
     resting: Sequence[Chain] = ()
-    """Chains whose update is decided and that are in no queue, because they begin at once. All memory of
-    these chains is at home in host RAM, and the CPU computes the model too.
+    """Chains whose update is decided and has not begun, and which skip `UpdateQueue.due`. All their memory
+    is at home in host RAM, and the CPU computes the model too. Empty for all other units.
     """
 
     @staticmethod
     def of(chains: Sequence[Chain]) -> UnitUpdate:
-        """Make the UnitUpdate of the unit that has these chains. No update is decided at first."""
+        """Make the UnitUpdate of a unit. chains: all chains of the unit, none with a decided update."""
         parameters = frozenset(piece.parameter for chain in chains for piece in chain.chunk.pieces)
         return UnitUpdate(chains, parameters, rests=all([chain.rests for chain in chains]))
 
     def changed_by(self, decision: Decision) -> Sequence[Chain]:
-        """The chains whose chunk has a part of at least one parameter that `decision` updates."""
+        """Return the chains that the update has to run: those with elements of an updated parameter.
+
+        decision: says which of the unit's parameters are updated, and how.
+        """
         parameters = decision.parameters
         if parameters.keys() >= self.parameters:
             return self.chains

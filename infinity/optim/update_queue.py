@@ -2,7 +2,8 @@
 
 A chain is the update of one chunk (infinity/optim/chain.py). It is due when its update is decided, and then
 waits for its turn and for staging (infinity/optim/staging.py). Once begun, it reads, computes and writes. A
-caller that needs the chain's unit or memory ends the chain here.
+caller that needs the chain's unit or memory ends the chain here. States of chains (IDLE, DUE and others)
+are those of infinity/optim/chain_state.py.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class UpdateQueue:
         """Open the gates of some chains of a unit: from now on they may compute the update that `decision`
         describes.
 
-        Chains that have not read their states ahead are DUE afterwards.
+        Chains that were IDLE, or whose states that were read ahead are out of date, are DUE afterwards.
         """
         due = deque([chain for chain in chains if chain.open(decision)])
         self.active = [each for each in self.active if each.state is not ChainState.DUE]
@@ -62,13 +63,13 @@ class UpdateQueue:
             self.due[unit] = due
 
     def arrange(self, units: Iterable[int]) -> None:
-        """Put the units that have DUE chains in a new order. units: all of these units, in the new order."""
+        """Set the order in which units' DUE chains begin. units: at least all units that have DUE chains."""
         self.due = {unit: self.due[unit] for unit in units if unit in self.due}
 
     def read_ahead(self, chain: Chain, memory: torch.Tensor) -> None:
         """Begin to read the states of a chain before its update is decided.
 
-        memory: staging for them, as `Chain.read_ahead` takes it.
+        memory: staging that the chain keeps until it has ended or is revoked, uint8 (chain.needed_ahead,).
         """
         chain.read_ahead(memory)
         self.active.append(chain)
@@ -84,7 +85,7 @@ class UpdateQueue:
     def revoke(self, chain: Chain) -> None:
         """Take the staging from a chain that has read states ahead while its update is not decided yet.
 
-        The chain is IDLE then.
+        The chain is IDLE then, and its states are read again later.
         """
         self.active.remove(chain)
         chain.revoke()
@@ -177,10 +178,10 @@ class UpdateQueue:
                 raise
 
     def deliver(self, chain: Chain) -> None:
-        """Count a chain as ended, so that the model can use its results.
+        """Note that a chain's update is computed, so that the model can use the new parameters.
 
-        If the results are being copied to the device, work that is queued on the compute stream from now on
-        waits for this copy.
+        If the new parameters are being copied to the device, work that is queued on the compute stream from
+        now on waits for this copy.
         """
         self._units[chain.unit].left -= 1
         copy = chain.finish()

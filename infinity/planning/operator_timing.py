@@ -33,9 +33,9 @@ free memory of the device (of RAM for the CPU) if that quarter is less.
 """
 
 _COLD_BYTES = 64 << 20
-"""Bytes of the memory from which successive runs take operands in turn. The latest results are held up to
-the same number of bytes. The number is so large that an operand is in no cache when it is read, as in a
-real step.
+"""The usual size in bytes of the `Memory` that operands are taken from, and the most bytes of latest
+results that are kept. Each run takes the next operands in this memory. They have left every cache by the
+time the same bytes are taken again, as in a real step.
 """
 
 _ROUNDS = 4
@@ -45,9 +45,9 @@ only if no other round ran all operations.
 
 _QUEUED_SECONDS = 0.006
 _MOST_QUEUED = 20
-"""Limits of the runs of one operation that are timed together on a CUDA device, which queues operations.
-_QUEUED_SECONDS limits the total seconds of these runs, _MOST_QUEUED the number of runs. The time of a
-single run would include the start and the end of the queue.
+"""On a CUDA device, which queues operations, several runs of one operation are timed together, because the
+time of a single run would include the start and the end of the queue. _MOST_QUEUED is the most runs that
+are timed together, and _QUEUED_SECONDS the most seconds that they may take together.
 """
 
 _PATTERN = 1 << 16
@@ -175,8 +175,8 @@ class Memory:
         self._others = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._next = 0
         self._first: int | None = 0
-        """Offset in bytes of the first tensor that was taken since the last `renew`. None if tensors have
-        been taken from the beginning again since then.
+        """Offset in bytes, from the start of the memory, of the first tensor taken since the last `renew`.
+        None if the end was reached since then, so that tensors may have been taken from anywhere.
         """
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:

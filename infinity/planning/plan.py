@@ -92,7 +92,9 @@ class Plan:
     """The predicted or measured seconds of a step of one micro-batch; None if unknown."""
     speeds: MachineRates | None = None
     compute: Seconds | None = None
-    """Seconds that the operations of one forward and one backward take; None if unknown."""
+    """Least and most seconds that the operations of one forward and one backward take together, without
+    waiting for pages; None if unknown.
+    """
     update: UpdateTime = "lazy"
     """The time when a step's updates run; see infinity.planning.cost_model.UpdateTime."""
     accumulation: int | None = None
@@ -113,16 +115,22 @@ class Plan:
         return self.precision.gradient_dtype(dtype, self.accumulation)
 
     def gradient_offset(self, unit: int, chunk: int) -> int:
-        """Bytes from the start of the unit's gradient page to a chunk's gradients; a multiple of 4096."""
+        """Bytes from the start of the unit's gradient page to the gradients of a chunk; a multiple of 4096.
+
+        chunk: index of the chunk in the unit.
+        """
         return self._gradient_ends[unit][chunk]
 
     def state_offset(self, unit: int, chunk: int) -> int:
-        """Bytes from the start of the unit's optimizer page to a chunk's states; a multiple of 4096."""
+        """Bytes from the start of the unit's optimizer page to the states of a chunk; a multiple of 4096.
+
+        chunk: index of the chunk in the unit.
+        """
         return self._state_ends[unit][chunk]
 
     def state_format(self, unit: int, chunk: int) -> StateFormat:
-        """The arrays of optimizer states that the optimizer page holds for a chunk, and their places in the
-        chunk's part of the page. Without an optimizer there are no arrays.
+        """The arrays of optimizer states that the optimizer page holds for a chunk, and their byte offsets
+        from `state_offset(unit, chunk)`. Without an optimizer there are no arrays.
         """
         layout = self.layout.units[unit]
         dtype = layout.regions[layout.chunks[chunk].region].dtype
@@ -153,7 +161,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device tier that pages and working buffers take; 0 if `unified`."""
+        """Bytes of the device tier that all pages and buffers of the plan take together; 0 if `unified`."""
         if self.unified:
             return 0
         working = self.resident_bytes + self.workspace_bytes + self.ring_bytes
@@ -166,7 +174,9 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host arena: pages, working buffers and, if `unified`, the pool of resident pages."""
+        """Bytes of the host arena, in sum: pages at home in RAM, staging, transit buffers, the buffer that
+        receives gradients and, if `unified`, the pool of resident pages.
+        """
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
 

@@ -31,7 +31,9 @@ class Anchor:
 
     @property
     def old(self) -> bool:
-        """Whether the anchor is more than ten seconds old, which makes times computed from it imprecise."""
+        """Whether this anchor was made more than ten seconds ago. `time_of` is then too imprecise, and a
+        new Anchor should take its place.
+        """
         return time.perf_counter_ns() - self.at > _ANCHORED_NS
 
     def time_of(self, event: Event) -> int:

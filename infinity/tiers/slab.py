@@ -25,7 +25,8 @@ class Slab(Closing):
     as long as this process has it open. A file that a dead process left behind is not locked, and is
     reclaimed. A context manager.
 
-    directory: must exist, be writable, and not be in RAM. nbytes: rounded up to whole 4 KiB blocks.
+    directory: must exist, be writable, and not lie in RAM (as on tmpfs). nbytes: rounded up to whole 4 KiB
+    blocks.
 
     Raises StorageFull where the file system does not have that much room; no file is left behind then.
     Raises StorageError (with path and errno) for a directory that is missing, read-only or in RAM, and for

@@ -117,10 +117,11 @@ def _closest(nbytes: int, budgets: Sequence[int], shares: Sequence[float], strip
 
 
 def _apportion(shares: Sequence[float], period: int, limits: Sequence[float]) -> list[int]:
-    """Number of stripes for each path, `period` in all, by the method of largest remainders.
+    """Return the number of stripes of one period that go to each path, by the method of largest remainders.
 
-    shares: bytes for each path. limits: the most stripes that each path's budget allows. A path at its
-    limit gets a remaining stripe only if every other path is at its limit too.
+    shares: bytes for each path. period: number of stripes in a period. limits: the most stripes of a period
+    that each path's budget allows. A path at its limit gets one of the stripes that are left after rounding
+    down only if every other path is at its limit too.
     """
     total = sum(shares)
     exact = [share / total * period for share in shares]

@@ -65,7 +65,7 @@ def run(
     builders: tuple[str, ...] = ALL,
     **environment: str,
 ) -> Done:
-    """Run benchmarks/gpu.sh with a fake interpreter, and return what the script did.
+    """Run benchmarks/gpu.sh with a fake interpreter; return its exit code, summary, calls and directories.
 
     failing: every call of the interpreter with this text in its arguments exits with 1. builders: the
     operators of DeepSpeed that can be compiled. environment: variables that are set for the script.
@@ -119,7 +119,7 @@ def test_all_parts_pass_and_leave_their_results_alone(tmp_path: Path) -> None:
 
 
 def limits(results: Path) -> dict[str, int]:
-    """Read the time limit of each part in seconds, by the name of the part, from the source of gpu.sh."""
+    """Read the time limits in seconds from the source of gpu.sh, by the part's name. results: not used."""
     text = SCRIPT.read_text()
     return {
         name: int(limit) for name, limit in re.findall(r"^ *(?:part|train|tests) ([\w-]+) (\d+) ", text, re.M)

@@ -43,7 +43,7 @@ MANY = 99_999_999_999_999_999_999
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """The argument parsers of the commands `train` and `plan`, by command."""
+    """Return the argument parsers of `infinity train` and `infinity plan`: {"train": ..., "plan": ...}."""
     main = argparse.ArgumentParser()
     subparsers = main.add_subparsers()
     for command in (cli.train, cli.plan):

@@ -14,9 +14,9 @@ With L2 decay the gradient is g + wd p. As an operand it is then taken to be as 
 wd p and their sum.
 
 A moment or gradient can be denormal. It can also be smaller than its operands, such as a gradient that its
-L2 decay almost cancels. The error of the change is then measured in units of the change that one ULP of that
-moment or gradient makes. If a state, or a moment divided by its root, exceeds fp32's range, it is infinite
-in the oracle too.
+L2 decay almost cancels. The error of the change is then measured in units of the change that one ULP of
+that moment or gradient makes. If a state, or the first moment (for Adagrad the gradient) divided by the
+root of the second moment, exceeds fp32's range, it is infinite in the oracle too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ State = dict[str, torch.Tensor]
 
 @dataclass
 class Oracle:
-    """The fp64 results of an update, and the unit of each result's error: one ULP of its largest operand."""
+    """The fp64 results of an update (`exact`), and for each element of each result the size of one unit of
+    error (`unit`): one ULP of its largest operand, where the docstring of this module names no larger unit.
+    """
 
     exact: State
     unit: State
@@ -55,9 +57,10 @@ def ulp(size: torch.Tensor) -> torch.Tensor:
 
 
 def unit_of_change(rest: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The error unit of `rest - source * factor`: one ULP of its largest operand.
+    """Return the size of one unit of error of the parameter `rest - source * factor`, for each element.
 
-    One ULP of `source`, times `factor`, is taken where that is larger.
+    It is one ULP of the larger of `rest` and `source * factor`, or one ULP of `source`, times `factor`,
+    where that is larger. The arguments are absolute values.
     """
     return torch.maximum(ulp(torch.maximum(rest, source * factor)), ulp(source) * factor)
 
@@ -192,9 +195,10 @@ def torchs(h: Any, s: State, g: torch.Tensor, **how: bool) -> State:
 
 
 def errors(now: torch.Tensor, exact: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """The error of each element of `now`, as a multiple of the element's `unit`.
+    """Return the error |now - exact| / unit for each element.
 
-    exact: the oracle's results. Where they are infinite or NaN, the error is 0 if the result is the same
+    now: a result of the update. exact, unit: the oracle's result, and the size of one unit of error (about
+    an ULP), for each element. Where `exact` is infinite or NaN, the error is 0 if `now` is the same value,
     and infinite otherwise.
     """
     finite = exact.isfinite()

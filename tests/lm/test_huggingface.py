@@ -46,13 +46,19 @@ def without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configured(folder: Path, **changed: Any) -> Path:
-    """Save the configuration of a tiny Llama in `folder` and return `folder`. changed: values to change."""
+    """Save a tiny Llama's configuration in `folder`, and return `folder`.
+
+    changed: options of the configuration that replace those in LLAMA.
+    """
     transformers.LlamaConfig(**{**LLAMA, **changed}).save_pretrained(folder)
     return folder
 
 
 def weighted(folder: Path, **changed: Any) -> torch.nn.Module:
-    """Save a tiny Llama's configuration and weights in `folder`, and return the model."""
+    """Save a tiny Llama's configuration and random weights in `folder`, and return the model.
+
+    changed: options of the configuration that replace those in LLAMA.
+    """
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **changed}))
     model.save_pretrained(folder)
@@ -60,7 +66,7 @@ def weighted(folder: Path, **changed: Any) -> torch.nn.Module:
 
 
 def tokenized(folder: Path) -> Any:
-    """Save a tokenizer of bytes and byte pairs in `folder`, and return the tokenizer."""
+    """Train a byte-level BPE tokenizer on SENTENCE, save it in `folder`, and return the tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

@@ -1,4 +1,6 @@
-"""Tests of materialising meta models: the bits of construction on the CPU, little RAM, no tensor left out."""
+"""Tests of materialize(), which fills models that were built on the meta device: values have the bits that
+construction on the CPU gives, one module at a time is in RAM, and no tensor is left out.
+"""
 
 from collections.abc import Callable
 
@@ -16,9 +18,10 @@ SEED = 3
 
 
 def fill_all(model: nn.Module, *, only: list[torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Run materialize() on `model`, and return the values of its parameters by their first name.
+    """Run materialize() on `model`, and return copies of the values that it gives, by the parameter's name.
 
-    only: the tensors to materialise; None: all. Each parameter must be filled exactly once.
+    A tied parameter has the first of its names. only: the tensors to materialise; None: all. Asserts that
+    no parameter is filled twice, and that the model keeps its Parameter objects.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     before = dict(model.named_parameters())
@@ -266,7 +269,7 @@ def test_only_what_is_asked_for() -> None:
 
 
 def test_one_module_at_a_time_is_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever materialize() passes on a parameter's values, only tensors of one module are in memory."""
+    """Whenever materialize() hands a parameter's values to `fill`, only one module's tensors take memory."""
     made: list[tuple[StorageWeakRef, int]] = []
     original = torch.empty_strided
 

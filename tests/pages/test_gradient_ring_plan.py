@@ -1,5 +1,5 @@
-"""Tests of the room that a plan gives the ring, through which gradients leave the device: two blocks or more
-where the device has its own memory, else none.
+"""Tests of the bytes that a plan gives the ring, the buffer through which gradients leave the device: at
+least twice the largest single copy out of the ring where the device has memory of its own, otherwise none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
 RING = 8 * BLOCK
-"""Bytes of the smallest ring, which has two blocks of BLOCK float32 elements."""
+"""Bytes of the smallest ring: room for two copies of BLOCK float32 elements (4 bytes each)."""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,6 @@
-"""The schedule: it fetches units in order of use, evicts by next use, and never plans more than fits."""
+"""Tests of the prefetch schedule: it fetches units in order of use, evicts the units whose next use is
+farthest, and never plans for more units to be resident than fit.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -137,9 +139,10 @@ def test_victims_free_what_is_needed_and_no_more(
 
 
 def fewest_misses(uses: Sequence[int], slots: int) -> int:
-    """The fewest misses that any choice of evictions allows, by dynamic programming over resident sets.
+    """Return the fewest misses that are possible, by trying every choice of units to evict.
 
-    uses: units in order of use. slots: the number of units that fit.
+    A miss is a use of a unit that is not resident. uses: units in order of use. slots: the number of units
+    that can be resident together.
     """
 
     @cache
@@ -174,7 +177,10 @@ def test_demand_paging_with_victims_misses_as_rarely_as_can_be(uses: list[int], 
 def test_following_the_schedule_has_each_unit_there_before_its_use(
     uses: list[int], sizes: list[int], more: int
 ) -> None:
-    """Where any two successive units fit together, every unit except the first is resident before its use."""
+    """Where memory holds any two successive units, every unit but the first is resident when it is used.
+
+    Resident units never exceed the memory. more: bytes of memory beyond those of the largest such pair.
+    """
     capacity = more + max(total({a, b}, sizes) for a, b in zip(uses, uses[1:] + uses[-1:], strict=True))
     resident: set[int] = set()
     for at, unit in enumerate(uses):

@@ -1,4 +1,6 @@
-"""Tests that telemetry adds up, keeps steps apart and names what limited the last step."""
+"""Tests of telemetry: its totals are sums of what was reported, the last step has figures of its own, and
+the resource that limited the last step is named.
+"""
 
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path

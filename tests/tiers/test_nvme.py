@@ -215,10 +215,10 @@ tier = NvmeTier({{{os.fspath(directory)!r}: {MIB}}}, {MIB})
 def test_a_registered_arena_that_goes_is_never_mistaken_for_the_next(
     tmp_path: Path, backend: str, forget: bool
 ) -> None:
-    """Reads into a new arena are correct, even if the arena lies at the address of an earlier, closed arena.
+    """Reads into a new arena are correct, even if it lies at the address of an earlier arena that is gone.
 
-    io_uring knows registered memory by its address, so a stale registration would be taken for the new
-    arena's.
+    forget: whether the earlier arena is garbage-collected without being closed. io_uring knows registered
+    memory by its address, so a stale registration would be taken for the new arena's.
     """
     with NvmeTier({os.fspath(tmp_path): MIB}, MIB, backend=backend) as tier:
         on_disk = tier.lease(MIB)

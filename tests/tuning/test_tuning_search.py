@@ -18,7 +18,11 @@ POINTS = grid(("io_uring", "libaio", "threads"), QUICK.blocks, QUICK.depths, 128
 
 
 class Disk:
-    """A simulated disk of known speed, with a clock of its own. trial: seconds that each trial takes."""
+    """A simulated disk of known speed, and a simulated clock (`now`, in seconds) that only trials advance.
+
+    noise: standard deviation of the logarithm of a measured rate. outliers: share of measured rates that
+    are far too low. trial: seconds that each trial takes.
+    """
 
     def __init__(self, seed: int, *, noise: float = 0.15, outliers: float = 0.03, trial: float = 0.3) -> None:
         self.random = random.Random(seed)
@@ -147,7 +151,7 @@ def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_nois
     usual, other, unknown = (IoSettings("io_uring", MIB, depth) for depth in (32, 16, 8))
 
     def passes(*times: float) -> list[dict[IoSettings, dict[str, float]]]:
-        """Make up the rates that passes over the two settings `usual` and `other` measured.
+        """Return made-up results of search passes, each of which measured the settings `usual` and `other`.
 
         times: for each pass, the speed of `other` relative to `usual`.
         """
@@ -164,7 +168,7 @@ def test_what_is_used_untuned_stays_where_nothing_beats_it_by_more_than_the_nois
 def test_tuning_loses_nothing_where_nothing_is_to_be_won(noise: float) -> None:
     """Where the settings used without tuning are the best, tuning loses at most 5% of their speed.
 
-    This must hold on 57 of 60 simulated disks at least.
+    This must hold on 57 of 60 simulated disks at least. noise: as in Disk.
     """
     usual = IoSettings("io_uring", 4 * MIB, 32)
     shares = []
