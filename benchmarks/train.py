@@ -48,7 +48,10 @@ PEER = "deepspeed:nvme"
 
 
 def parse(argv: list[str] | None) -> tuple[Job, bool]:
-    """Read the command line: the job, and whether to print its report as JSON."""
+    """Parse the command line, and return (the job, whether to print its report as JSON).
+
+    argv: arguments without the program's name; None means those of this process.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=PRESETS, default="309m")
     parser.add_argument("--ours", type=specs.ours, action="append", metavar="SPEC", help=specs.OURS_HELP)

@@ -78,7 +78,10 @@ class StripeProfile:
 
 
 def disk_key(directory: str | os.PathLike[str]) -> str:
-    """A text that identifies the disk under an existing directory by host, device, file system and kernel."""
+    """Return a text that identifies the disk on which an existing directory lies.
+
+    The text names the host, the numbers of the block device, the file system and the kernel.
+    """
     device = os.stat(directory).st_dev
     where = f"{os.major(device)}:{os.minor(device)}"
     return f"{platform.node()} {where} {machine.file_system(directory)} Linux {machine.kernel()}"
@@ -172,9 +175,10 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
 
 
 def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
-    """The fraction of all bytes that each of these directories should hold, as `infinity tune` found.
+    """Read from the user's cache which fraction of all bytes each of `directories` should hold.
 
-    None where these directories were not tuned together.
+    The fractions are those that `infinity tune` found, in the order of `directories`. The result is None if
+    these directories were not tuned together.
     """
     found = Profile().stripes(directories)
     return None if found is None else found.shares
@@ -216,10 +220,10 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """The text that identifies a set of disks in `Profile`'s file, and the order of the disks in this text.
+    """Return (the text that identifies a set of disks in `Profile`'s file, the order of the disks there).
 
-    The text is the same for every order of the directories. The order is a list of indices of
-    `directories`.
+    The text is the same for every order of `directories`. Entry i of the order is the index in `directories`
+    of the disk that the text names in place i, from 0. A set's shares are stored in this order, too.
     """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)
