@@ -65,7 +65,7 @@ def opened(
 
 
 def files(directory: Path) -> list[str]:
-    """Names of the files in the directory."""
+    """Return the names of the files in the directory."""
     return [each.name for each in directory.iterdir()]
 
 

@@ -200,8 +200,8 @@ def test_an_update_under_the_next_forward_shares_its_read_of_the_parameters(
     """On unified memory with all pages on disk, lazy updates use the parameters that the next forward reads.
 
     Over four steps, parameters are read for forward and backward, for the updates of the last step, which no
-    forward follows, and at most five times more. Gradients that are in staging at step() are neither written nor read, because zero_grad() comes before the
-    updates that use them.
+    forward follows, and at most five more times. Gradients that are in staging at step() are neither written
+    nor read, because zero_grad() comes before the updates that use them.
     """
     model, steps, staged = blocks(), 4, StagedGradients(monkeypatch)
     with opened("unified-nvme", tmp_path, model) as runtime:

@@ -64,7 +64,9 @@ class Job:
         self.number = 0
         self.event: Event | None = None
         self.ready = False
-        """Whether the part is in the ring and `event` is set, or sending the part has failed."""
+        """Whether the worker may take the job: the copy into the ring is queued, with `event` recorded behind
+        it, or sending the part has failed.
+        """
 
 
 def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:

@@ -96,7 +96,7 @@ class StatePage:
         return self._offsets[chunk_index] + offset, nbytes
 
     def seed(self, parameter: int, step: int) -> int:
-        """The 32-bit seed of stochastic rounding for a parameter's moments in one update.
+        """Return the 32-bit seed of stochastic rounding for a parameter's moments in one update.
 
         step: number of the parameter's update, from 1. The seed depends on the parameter's name and the
         step alone, so that results do not depend on pages, chunks and ranks.
@@ -234,7 +234,7 @@ class States:
         page.begun[chunk_index] = True
 
     def _initial(self) -> dict[str, torch.Tensor]:
-        """Name of each array that holds a moment -> initial value of the entries, a tensor of shape (1,)."""
+        """Return the name of each array that holds a moment -> initial value of its entries, shape (1,)."""
         found: dict[str, torch.Tensor] = {}
         for name in self.rule.moments:
             block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")

@@ -75,7 +75,7 @@ def map_ram(
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """`device` as a torch.device, with an index if it is a CUDA device.
+    """Return `device` as a torch.device, with an index if it is a CUDA device.
 
     Raises ConfigError unless `device` is the CPU or a CUDA device that this process can use.
     """

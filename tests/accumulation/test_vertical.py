@@ -351,9 +351,10 @@ def test_without_blocks_nothing_is_recomputed(tmp_path: Path) -> None:
 
 
 def with_known_activations(directory: Path, extra: float) -> tuple[nn.Module, Any]:
-    """Return (model, runtime), where the plan knows the activations of a micro-batch from example inputs.
+    """Return (model, runtime), where the plan knows from example inputs how large activations are.
 
-    The budget of RAM is the smallest one that the plan accepts, plus `extra` times these activations.
+    The budget of RAM is the smallest that the model needs, plus `extra` times the bytes of activations of one
+    micro-batch.
     """
     model = without_dropout(entry("transformer").make())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

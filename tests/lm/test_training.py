@@ -1,4 +1,7 @@
-"""Tests of the training loop: its recipe, learning rate schedule, reports, and effect on the model."""
+"""Tests of the training loop: it trains as plain torch does, by its recipe and learning rate schedule.
+
+They also test its report of each step, and the loss on text that is held out of training.
+"""
 
 from __future__ import annotations
 

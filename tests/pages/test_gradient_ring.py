@@ -38,7 +38,7 @@ WATCHDOG = 30
 """Seconds for which `held` holds copies back at most. Then the copies go on, and the test fails."""
 
 BIG = 4 * BLOCK
-"""Elements of a float32 gradient that fills four blocks of the ring. The smallest ring has two blocks."""
+"""Elements of a float32 gradient of four ring blocks, which is twice the size of the smallest ring."""
 
 
 RING = 8 * BLOCK
