@@ -1,9 +1,9 @@
 """Training steps of a decoder: compares infinity with peers, in turns, and with the limit of this machine.
 
 Each contender, infinity or a peer, is a process of its own. While one contender trains a turn, the others
-wait or are not running, so that all contenders meet the same state of a noisy disk. In a round
-each contender has one turn, and the next round has the reverse order. Ratios of speeds are taken within a
-round. The disk is measured by infinity's I/O engine before each turn of infinity.
+wait or are not running, so that all contenders meet the same state of a noisy disk. In a round each
+contender has one turn, and the next round has the reverse order. Ratios of speeds are taken within a round.
+The disk is measured by infinity's I/O engine before each turn of infinity.
 
 The limit is the least time of a step: on the CPU max(compute + update, disk), and on a GPU max(compute,
 update, disk, link). "compute" is the time of forward and backward of the same model with everything in

@@ -64,7 +64,7 @@ def opened(home: str, directory: Path, model: nn.Module, update: str = "auto") -
 
 
 def away(runtime: Any) -> list[int]:
-    """Bytes of each parameter page that rests outside the tier that computes and has to be brought there."""
+    """Return the bytes of each parameter page that rests outside of the tier where the model computes."""
     plan = runtime.plan
     computes_in = Tier.HOST if plan.unified else Tier.DEVICE
     homes = [homes[Kind.PARAMETER] for homes in plan.homes]

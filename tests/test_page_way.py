@@ -1,6 +1,7 @@
 """Tests that pages go from NVMe to the device and back by the functions that docs/architecture.md names.
 
-Every function that the section "A page's way" names is called, and first calls come in the section's order.
+Every function that the section "A page's way" names is called. The first calls come in the order of the
+section, except those of ANY_TIME.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Task:
     decoder: dict[str, int]
     """Arguments of DecoderConfig, by name."""
     decoder_file: str
-    """Path of the file that defines Decoder, which imports nothing but torch."""
+    """Path of the file that defines Decoder. The file imports nothing but torch."""
     batch: int
     seq: int
     learning_rate: float

@@ -144,8 +144,8 @@ class States:
     def master(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
         """Return the fp32 master of a parameter, (numel,) in memory order.
 
-        It is made from `values` and from what they lack of the master, which is read from the optimizer page.
-        values: the parameter's present values in the parameter page, (numel,) in memory order.
+        values: the parameter's present values in the parameter page, (numel,) in memory order. What they lack
+        of the master is read from the optimizer page; see `StatePage.master_bytes`.
         """
         page = self.pages[unit]
         if values.dtype == torch.float32 or parameter in page.edited:
