@@ -1,9 +1,9 @@
 """Training steps of a decoder: compares infinity with peers, in turns, and with the limit of this machine.
 
 Each contender, infinity or a peer, is a process of its own. While one contender trains a turn, the others
-wait or are not running, so that all contenders meet the same state of a noisy disk. The order is reversed
-each round, ratios are taken within a round, and the disk is measured by infinity's I/O engine before each
-turn of infinity.
+wait or are not running, so that all contenders meet the same state of a noisy disk. In a round each
+contender has one turn, and the next round has the reverse order. Ratios of speeds are taken within a round.
+The disk is measured by infinity's I/O engine before each turn of infinity.
 
 The limit is the least time of a step: on the CPU max(compute + update, disk), and on a GPU max(compute,
 update, disk, link). "compute" is the time of forward and backward of the same model with everything in
@@ -48,7 +48,10 @@ PEER = "deepspeed:nvme"
 
 
 def parse(argv: list[str] | None) -> tuple[Job, bool]:
-    """Read the command line: the job, and whether to print its report as JSON."""
+    """Parse the command line, and return (the job, whether to print its report as JSON).
+
+    argv: arguments without the program's name; None means those of this process.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=PRESETS, default="309m")
     parser.add_argument("--ours", type=specs.ours, action="append", metavar="SPEC", help=specs.OURS_HELP)

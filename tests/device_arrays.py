@@ -38,7 +38,10 @@ class Counted(Kernels):
 
 
 class Allocations(TorchDispatchMode):
-    """A mode that records (operation, bytes) of every tensor that operations under it make in new storage."""
+    """A dispatch mode that lists in `found` the tensors with new storage that torch operations make.
+
+    Each entry is (name of the operation, bytes of the tensor). Operations outside of its `with` do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +150,10 @@ def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
 
 
 def total(pieces: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of a gradient in pieces, added in the order of the runtime's CPU code."""
+    """Return the sum of squares of a gradient, with the bits that a runtime gets when the CPU computes it.
+
+    pieces: the pieces of the gradient, one for each chunk in which the parameter lies, in memory order.
+    """
     found = 0.0
     with ThreadPool(threads=1) as pool:
         for each in pieces:

@@ -19,22 +19,28 @@ from statistics import median
 
 
 class Growth:
-    """A record of memory in use at several points of a run, which itself takes hardly any memory."""
+    """A record of memory in use, sampled by `look` at several points of a run.
+
+    `steps`, `heap`, `objects` and `mapped` have one entry for each sample, and take hardly any memory.
+    """
 
     def __init__(self) -> None:
         self.steps = array("q")
         self.heap = array("q")
-        """Bytes that the C library's heap has handed out, at each look. 0 where the library does not tell."""
+        """For each sample, bytes that the C library's heap has handed out; 0 if the library does not tell."""
         self.objects = array("q")
-        """Number of Python's small objects, at each look. Large objects are part of `heap`."""
+        """For each sample, number of Python's small objects. Large objects are part of `heap`."""
         self.mapped = array("q")
-        """Bytes of anonymous mappings that the C library's heap did not make, at each look.
+        """For each sample, bytes of anonymous mappings that the C library's heap did not make.
 
         These are Python's arenas, stacks and infinity's own mappings.
         """
 
     def look(self, step: int) -> None:
-        """Collect garbage and record what is in use after `step` steps. Nothing should be under way."""
+        """Take a sample: collect garbage, and record the memory in use after `step` steps of training.
+
+        The caller sees to it that no transfer and no update is under way.
+        """
         gc.collect()
         # Python caches some 4096 attribute lookups of types, each of which may keep a string alive.
         getattr(sys, "_clear_internal_caches", sys._clear_type_cache)()
@@ -45,9 +51,9 @@ class Growth:
         self.steps.append(step)
 
     def per_step(self, counts: array[int]) -> float:
-        """The median of the growth per step in the intervals between looks.
+        """Return the growth of `counts` per step: the median over the intervals between successive samples.
 
-        Growth that happens only a few times thus does not count. counts: `heap`, `objects` or `mapped`.
+        Growth in fewer than half of the intervals thus does not count. counts: `heap`, `objects` or `mapped`.
         """
         looks = pairwise(zip(self.steps, counts, strict=True))
         return median((after - before) / (end - start) for (start, before), (end, after) in looks)
@@ -63,7 +69,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _heap() -> tuple[int, int]:
-    """(bytes that the C library has handed out, bytes that it has from the kernel)."""
+    """Return (bytes that the C library's heap has handed out, bytes that the heap has from the kernel).
+
+    Both are 0 if the library has no mallinfo2.
+    """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):  # not glibc, or older than 2.33
         return 0, 0
@@ -76,11 +85,14 @@ def _heap() -> tuple[int, int]:
 _CACHED_SIZES = range(24, 1041, 16)
 """Sizes in bytes of the blocks that malloc keeps in a thread's cache (tcache) when the thread frees them."""
 _MOST_KEPT = 32
-"""A number of blocks larger than a thread's cache keeps of each size (7, and 16 since glibc 2.42)."""
+"""Number of blocks that are freed of each size. A thread's cache keeps fewer: 7, or 16 since glibc 2.42."""
 
 
 def _fill_the_cache(library: ctypes.CDLL) -> None:
-    """Fill this thread's cache of freed blocks, so that its share of the count is constant."""
+    """Fill this thread's cache of freed blocks (tcache).
+
+    mallinfo2 counts cached blocks as handed out. With a full cache they add the same bytes to every sample.
+    """
     library.malloc.restype = ctypes.c_void_p
     library.malloc.argtypes = [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]

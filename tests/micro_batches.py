@@ -64,9 +64,10 @@ def found_by(
 ) -> Found:
     """Train a model of tests/zoo.py, offloaded, and return (losses of all steps, gradients of the last step).
 
-    of: the model with its batches and loss. vertical: whether to use runtime.accumulate, which gets
-    `options`, and not the plain loop. loss_of: a loss in place of that of `of`. count: micro-batches a step.
-    device_factor: the device budget as a multiple of the smallest.
+    of: the model with its batches and loss. vertical: True takes micro-batches through runtime.accumulate,
+    which gets `options`; False takes them through the plain loop. home, compute, device_factor: as in
+    small_runtime.opened. device: where the model is. loss_of: used instead of the loss of `of`, if given.
+    count: number of micro-batches in a step.
     """
     model = without_dropout(of.make(device))
     with opened(model, directory, home=home, compute=compute, device_factor=device_factor) as runtime:
@@ -91,7 +92,8 @@ def found_by(
 def assert_same(of: Entry, directory: Path, **options: Any) -> None:
     """Assert that runtime.accumulate gives the losses and gradients of the plain loop, to the bit.
 
-    options: those of `found_by`; `together` and `recompute` go to runtime.accumulate only.
+    of, directory, options: as in `found_by`. The options `together` and `recompute` are for
+    runtime.accumulate, so that the plain loop runs without them.
     """
     kept = {name: options[name] for name in options if name not in ("together", "recompute")}
     expected = found_by(of, directory, vertical=False, **kept)

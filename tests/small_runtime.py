@@ -40,10 +40,13 @@ def opened(
     states: str = "fp32",
     device_factor: int = 1,
 ) -> Iterator[Any]:
-    """Offload the model, trained by AdamW, to the device where it is. Yields the runtime.
+    """Offload the model with AdamW, and yield the runtime.
 
-    home: where pages rest (see homes.py). device_factor: a factor by which the device budget is multiplied.
-    Above 1, parameters may rest on the device, too. Asserts that nothing is left in the directory at the end.
+    The runtime computes on the device where the model is, or on the CPU if that is the meta device.
+
+    home: where pages rest (see homes.py). compute, states: as in infinity.Precision. device_factor: a factor
+    by which the device budget is multiplied. Above 1, parameters may rest on the device, too. Asserts that
+    nothing is left in the directory at the end.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute, states=states)
@@ -62,7 +65,7 @@ def opened(
 
 
 def files(directory: Path) -> list[str]:
-    """Names of the files in the directory."""
+    """Return the names of the files in the directory."""
     return [each.name for each in directory.iterdir()]
 
 
@@ -104,8 +107,9 @@ def in_both(
 ) -> tuple[Any, Any]:
     """Call `act(model, gradients)` on a paged model and on an equal plain model, and return both results.
 
-    gradients: a function without arguments that returns copies of all gradients of the model by name. of: the
-    model's entry in the zoo. home, device_factor: as in `opened`.
+    Returns (result of the paged model, result of the plain model). gradients: a function without arguments
+    that returns copies of all gradients of the model by name. of: the model's entry in the zoo. device: where
+    the models are made. home, device_factor: as in `opened`.
     """
     plain = of.make(device)
     expected = act(plain, lambda: gradients_of(plain))

@@ -66,10 +66,10 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [edit, save, save_optimizer, load,
 
 @functools.cache
 def done_well(operation: Callable[[Any, Any], Any]) -> tuple[Any, dict[str, int]]:
-    """Run an operation after one training step, without faults: ((returned value, states), transfers).
+    """Train one step, run `operation(model, runtime)` without faults, and return (results, transfers).
 
-    states: the state dicts of model and optimizer after the operation. transfers: how many transfers to and
-    from the disk the operation made, by kind, such as "read".
+    results: what the operation returned, and the state dicts of model and optimizer after it. transfers: how
+    many transfers to and from the disk the operation made, by kind, such as "read".
     """
     clean("nvme", "bf16")  # not below, where its check for leaked threads would see the other runtime's
     with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:

@@ -1,7 +1,8 @@
-"""Bytes in every pool after every phase, and bytes moved between tiers, against formulas from the plan.
+"""Tests that the bytes in use in every pool and the bytes moved between tiers are those that formulas give.
 
 The model has L equal blocks, each of them a unit. In the formulas P is the bytes of a parameter page, T of
-the page's trained part, G of a gradient page, and S of an optimizer page.
+the page's trained part, G of a gradient page, and S of an optimizer page. Staging is the host RAM in which
+chunks are updated, and where gradients may wait for their update. A chain is the update of one chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def blocks(*, bias: bool = False) -> nn.Sequential:
 
 
 def forward(model: nn.Module) -> torch.Tensor:
-    """The loss of a forward. The input requires a gradient, so that each block's backward needs a weight."""
+    """Run a forward and return its loss.
+
+    The input requires a gradient, so that the backward of every block needs the block's weight.
+    """
     return model(torch.ones(3, WIDTH, requires_grad=True)).square().mean()
 
 
@@ -60,7 +64,7 @@ def opened(home: str, directory: Path, model: nn.Module, update: str = "auto") -
 
 
 def away(runtime: Any) -> list[int]:
-    """Bytes of each parameter page that rests outside the tier that computes and has to be brought there."""
+    """Return the bytes of each parameter page that rests outside of the tier where the model computes."""
     plan = runtime.plan
     computes_in = Tier.HOST if plan.unified else Tier.DEVICE
     homes = [homes[Kind.PARAMETER] for homes in plan.homes]
@@ -68,7 +72,11 @@ def away(runtime: Any) -> list[int]:
 
 
 def check_resting(runtime: Any) -> None:
-    """Assert what holds while nothing is under way: homes hold all pages, staging holds only gradients."""
+    """Assert how many bytes are in use in each pool and tier while nothing is under way.
+
+    Homes take the bytes that the plan says, staging has only gradients that wait there for their update, and
+    the pool of resident pages has only the pages that are present.
+    """
     plan, store = runtime.plan, runtime._components.store
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
@@ -130,9 +138,9 @@ def test_peaks_of_every_phase(home: str, tmp_path: Path) -> None:
 
 
 def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, int]:
-    """Bytes that the last of `number` steps moved over each edge, which is a way from one tier to another.
+    """Train `number` steps, and return the bytes that the last of them moved over each edge.
 
-    Reads ahead for the next step are included.
+    An edge is a way from one tier to another, in one direction. Reads ahead for the next step are included.
     """
     for _ in range(number - 1):
         step(model, runtime)
@@ -149,13 +157,17 @@ def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, i
 def test_bytes_moved_where_everything_is_on_disk(
     home: str, bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of the third step, with room for one resident page and one chain, updated before step() returns.
+    """The third step moves exactly these bytes. There is room for one resident page and one chain at a time,
+    and all updates run inside step().
 
-    nvme -> host   2 (L - 1) P   forward and backward each find one page resident already
-                 + L T           parameters for updates; unified memory uses the resident page in place
-                 + L G + L S     less the gradients that updates still find staged
-    host -> nvme   L T + L G + L S, the last gradients included, because later chains take all of the staging
-    host -> device 2 (L - 1) P + T, for the update of the resident page, where the device has its own memory
+    nvme -> host   2 (L - 1) P   parameters; forward and backward each find one page resident already
+                 + L T           parameters for updates; on unified memory (L - 1) T, because the page that
+                                 is resident is updated in place
+                 + L G + L S     gradients and states, except gradients that updates still find in staging
+    host -> nvme   L T + L G + L S; even the last gradients are written, as later chains need all of staging
+    host -> device 2 (L - 1) P for forward and backward, and T for the result of the update of the page that
+                   is resident; nothing on unified memory
+    device -> host nothing, because the CPU, which stands for the device, makes gradients in RAM
     """
     staged = StagedGradients(monkeypatch)
     model = blocks(bias=bias)
@@ -185,10 +197,11 @@ def test_bytes_moved_where_everything_is_on_disk(
 def test_an_update_under_the_next_forward_shares_its_read_of_the_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On unified memory with all pages on disk, updates use the parameters that the next forward reads.
+    """On unified memory with all pages on disk, lazy updates use the parameters that the next forward reads.
 
-    Only the last step's updates read L T themselves. Gradients that updates find staged are neither written
-    nor read, because zero_grad() comes before the updates.
+    Over four steps, parameters are read for forward and backward, for the updates of the last step, which no
+    forward follows, and at most five more times. Gradients that are in staging at step() are neither written
+    nor read, because zero_grad() comes before the updates that use them.
     """
     model, steps, staged = blocks(), 4, StagedGradients(monkeypatch)
     with opened("unified-nvme", tmp_path, model) as runtime:
@@ -218,11 +231,11 @@ def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("home", ["unified", "host", "device"])
 def test_bytes_moved_where_memory_is_home(home: str, tmp_path: Path) -> None:
-    """Where no page rests on the disk, a step moves bytes only between RAM and the device.
+    """Where no page rests on the disk, the third step moves bytes only between RAM and the device.
 
     unified: nothing moves, because everything is used in place. host, with room for one resident page:
-    parameters go up as they do from the disk. device: parameters and states go down and up for the update,
-    and so do gradients, which the CPU sums.
+    2 (L - 1) P + T go up, as when pages rest on the disk. device: T + G + S of each block go down to RAM and
+    up again, because the CPU adds the gradients and computes the updates.
     """
     model = blocks()
     with opened(home, tmp_path, model) as runtime:

@@ -1,4 +1,7 @@
-"""Tests of offloading models in RAM, on the meta device and from weight files, to train or only to infer."""
+"""Tests that models offloaded in RAM, on the meta device and from weight files train and infer correctly.
+
+They also test what the plan knows of activations, and the warning if activations exceed the budget.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,9 @@ def test_after_a_step_the_plan_knows(tmp_path: Path) -> None:
 
 
 def test_activations_that_exceed_the_budget_are_said_once(tmp_path: Path) -> None:
-    """Without example inputs pages fill the budget, and the first step warns that activations exceed it."""
+    """Without example inputs the plan leaves no room for activations. The first step warns by how many bytes
+    activations exceed the budget, and the second step does not warn again.
+    """
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     x = torch.randn(1000, 64)
     budget = infinity.Budget(host=3 * 2 * 64 * 64 * 4, nvme={tmp_path: ROOMY})

@@ -1,4 +1,8 @@
-"""A page's way from NVMe to the device and back, through the functions that docs/architecture.md names."""
+"""Tests that pages go from NVMe to the device and back by the functions that docs/architecture.md names.
+
+Every function that the section "A page's way" names is called. The first calls come in the order of the
+section, except those of ANY_TIME.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,9 @@ import infinity
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 NAMED = re.compile(r"`([A-Z]\w+)\.(\w+)`")
 ANY_TIME = {"NvmeTier.lease", "Store.write", "ParameterPage.leave", "NvmeTier.read", "Store.read"}
-"""Functions whose first call may come at any time: from filling pages, another page or an earlier update."""
+"""Functions of which only the call is checked and not its order. Their first call may be for another purpose,
+such as filling the pages, another page or an earlier update.
+"""
 
 
 def named() -> list[str]:

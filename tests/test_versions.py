@@ -1,4 +1,4 @@
-"""Versions: a tool has the same version in all files, and the package has the version of its metadata."""
+"""Tests that all files name the same version of a tool, and that the package has its metadata's version."""
 
 import re
 import sys

@@ -1,4 +1,7 @@
-"""Task: the model, data and settings that a contender trains with, sent to its process as JSON."""
+"""Task: the model, data and settings of a benchmark's contender, sent to the contender's process as JSON.
+
+A contender is infinity, or a peer with which infinity is compared. Each one trains in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Task:
     decoder: dict[str, int]
     """Arguments of DecoderConfig, by name."""
     decoder_file: str
-    """Path of the file that defines Decoder, which imports nothing but torch."""
+    """Path of the file that defines Decoder. The file imports nothing but torch."""
     batch: int
     seq: int
     learning_rate: float
@@ -34,7 +37,7 @@ class Task:
     """Norm to which all gradients together are clipped; None if they are not clipped."""
     device: str
     directory: str
-    """Directory for the swap files of this contender alone, which is removed after the run."""
+    """Directory for swap files, which no other contender uses. It is removed after the run."""
     text: str
     """Path of the file whose bytes are the tokens."""
     budgets: dict[str, str | int | None]
@@ -45,12 +48,12 @@ class Task:
     """When infinity's updates run: the argument `update` of infinity.offload."""
 
     def to_json(self) -> str:
-        """The task as one line of JSON."""
+        """Encode the task as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> Task:
-        """The task that `to_json` wrote as `line`."""
+        """Return the task that `to_json` encoded as `line`."""
         return Task(**json.loads(line))
 
     def model(self) -> torch.nn.Module:
@@ -79,7 +82,7 @@ class Contender(Protocol):
         """Run a training step, and return the loss. tokens, targets: int64 (batch, seq)."""
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the contender and its last step that are reported, as JSON values."""
+        """Return what the benchmark reports about the contender and its last step: name -> JSON value."""
 
     def close(self) -> None:
         """Free the memory, files and threads of the contender."""

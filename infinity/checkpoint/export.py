@@ -36,7 +36,7 @@ from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
 _WINDOW = 1 << 20
-"""Greatest number of elements of a tensor that are in RAM at a time, as one part."""
+"""Greatest number of elements in one of the parts in which a tensor is read and written."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.uint16: "U16",

@@ -31,7 +31,7 @@ class DeviceUpdates:
     """Updates, on the device, of chunks whose arrays stay at the same addresses for a whole run."""
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor, kernels: Kernels) -> None:
-        """Write the table of `chunks` into `memory`.
+        """Write a DeviceTable, which tells kernels where the arrays of `chunks` lie, into `memory`.
 
         memory: a uint8 tensor on the device, as DeviceTable takes it. kernels: the kernels for the updates.
         """
@@ -40,17 +40,20 @@ class DeviceUpdates:
         self._stream: torch.cuda.Stream | None = None
 
     def row(self, whose: Hashable) -> int:
-        """The index of a parameter's sum of squares in `DeviceTable.totals`. whose: the parameter's key."""
+        """The index of a parameter's sum of squares in the result of `DeviceTable.totals`.
+
+        whose: the parameter's key, one of `Chunk.parameters`.
+        """
         return self.table.rows[whose]
 
     def update(self, updates: Mapping[Hashable, ParameterUpdate], scale: float) -> None:
-        """Queue an optimizer step for the parameters that are keys of `updates`.
+        """Queue an optimizer step on the device for some of the parameters; other parameters do not change.
 
-        Other parameters of the same chunks are not changed. scale: the factor of the gradients, as in
-        cpu_adam.Update. Gradients that are not finite are used like all others, as on the CPU, and are not
-        reported. The call allocates no memory on the device and does not wait for the device. One launch
-        updates parameters that lie within MOST_PARAMETERS rows of the table and have at most MOST_HYPERS
-        different hyper-parameters.
+        updates: a parameter's key, as in `Chunk.parameters` -> its update. scale: the factor of the
+        gradients, as in cpu_adam.Update. Gradients that are not finite are used like all others, as on the
+        CPU, and are not reported. The call allocates no memory on the device and does not wait for the
+        device. One launch is enough if the indices (`row`) of the parameters span at most MOST_PARAMETERS and
+        they have at most MOST_HYPERS different hyper-parameters.
         """
         self.order()
         rows = sorted(
@@ -62,7 +65,7 @@ class DeviceUpdates:
     def measure(self) -> None:
         """Queue the computation of the sum of squares of each parameter's gradient.
 
-        The sums are then in the table's `totals`, at the indices that `row` returns. The sum of a parameter
+        `DeviceTable.totals` gives the sums, at the indices that `row` returns. The sum of a parameter
         is finite if and only if all elements of the parameter's gradient are finite, because the square of
         any finite element is far below the largest value of float64.
         """
@@ -105,7 +108,8 @@ class DeviceUpdates:
 def _launches(rows: Sequence[tuple[int, ParameterUpdate]]) -> Iterator[Sequence[tuple[int, ParameterUpdate]]]:
     """Divide `rows` into as few launches as MOST_PARAMETERS and MOST_HYPERS allow.
 
-    rows: pairs (row of the table, update), in the order of rows. Yields the rows of each launch.
+    rows: pairs (index of a parameter in the DeviceTable, its update), sorted by index. Yields the pairs of
+    each launch.
     """
     start = 0
     hypers: set[Hyper] = set()

@@ -235,11 +235,12 @@ def _place(
 
 
 def _start(aligned: int, numel: int, chunk_elements: int) -> int:
-    """Return the element of a region at which the next trainable parameter, of `numel` elements, starts.
+    """Return where in a trainable region the next parameter starts, in elements from the region's start.
 
-    aligned: the first element behind the earlier parameters that has the alignment of parameters. If the
-    parameter is cut by the end of a chunk, every piece of it must begin at a multiple of BLOCK elements from
-    the parameter's start. The result is later than `aligned` where this needs it.
+    aligned: the first place behind the earlier parameters that has PARAMETER_ALIGNMENT. numel: the
+    parameter's number of elements. If a chunk's end cuts the parameter, each of its pieces must begin at a
+    multiple of BLOCK elements from the parameter's start. A gap is left before the parameter where only a
+    place later than `aligned` achieves this.
     """
     chunk_end = aligned - aligned % chunk_elements + chunk_elements
     if aligned + numel <= chunk_end:

@@ -76,16 +76,25 @@ class HuggingFaceModel:
         self._choosy = "logits_to_keep" in known
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting the next token; see LanguageModel.loss."""
+        """Compute the mean cross-entropy of predicting the next token, as LanguageModel.loss says.
+
+        tokens: int64 (batch, seq + 1), on the model's device.
+        """
         found: torch.Tensor = self.model(**self._training(tokens)).loss
         return found.float()
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> Mapping[str, Any]:
-        """Keyword arguments for a call of the model; see LanguageModel.example_inputs."""
+        """Make keyword arguments like those with which `loss` calls the model.
+
+        The parameters are those of LanguageModel.example_inputs.
+        """
         return self._training(torch.zeros(batch, seq + 1, dtype=torch.int64, device=device))
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits of the token after `position`; see LanguageModel.next_token_logits."""
+        """Compute the logits of the token after `position` (from 0): float32 (batch, vocabulary).
+
+        tokens: int64 (batch, seq); tokens after `position` do not affect the result.
+        """
         keep = {"logits_to_keep": torch.tensor([position], device=tokens.device)} if self._choosy else {}
         logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **keep).logits
         return logits[:, 0 if self._choosy else position].float()
@@ -168,7 +177,10 @@ def _broken(what: object, error: Exception) -> ConfigError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which transformers prints no warnings. They are meant for programs that call it directly."""
+    """Make a context in which transformers prints no warnings.
+
+    The warnings are meant for programs that call transformers directly.
+    """
     try:
         from transformers.utils import logging as theirs
     except ImportError:

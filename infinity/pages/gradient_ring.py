@@ -64,7 +64,9 @@ class Job:
         self.number = 0
         self.event: Event | None = None
         self.ready = False
-        """Whether the part is in the ring and `event` is set, or sending the part has failed."""
+        """Whether the worker may take the job: the copy into the ring is queued, with `event` recorded behind
+        it, or sending the part has failed.
+        """
 
 
 def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:
@@ -146,10 +148,11 @@ class GradientRing:
             yield start, min(start + step, count)
 
     def await_room(self, counts: Sequence[int], itemsize: int) -> None:
-        """Wait, without the GIL, until the ring has room for new gradients, as far as `fit` demands.
+        """Wait, without the GIL, until `fit` says that the ring has room for the parts of new gradients.
 
-        counts: number of elements of each contiguous piece of gradient that is to be sent. itemsize: bytes
-        of an element. The wait also ends if there is a `failure`, which `send` then raises.
+        counts: numbers of elements of the contiguous tensors to be sent, each of which `windows` cuts into
+        parts. itemsize: bytes of an element. The wait also ends if there is a `failure`, which `send` then
+        raises.
         """
         sizes = [(end - start) * itemsize for count in counts for start, end in self.windows(count, itemsize)]
         self._wait(
@@ -160,9 +163,9 @@ class GradientRing:
         """Copy one part of a new gradient into the ring, and queue a job that brings the part to host RAM.
 
         fresh: the part, (n,), contiguous, in device memory; `windows` gives the parts. use: function that
-        the worker calls with the part once the part is in host RAM. Returns the job's number, for `settle`.
-        Waits for room in the ring, but not for the copy. Raises DeviceError, or the error in `failure` if
-        there is one.
+        the worker calls with the part once the part is in host RAM. Returns the job's number, for `arrived`,
+        `wait` and `settle`; jobs are numbered from 1 in the order of `send`. Waits for room in the ring, but
+        not for the copy. Raises DeviceError, or the error in `failure` if there is one.
         """
         job = Job(fresh.dtype, use)
         try:
@@ -182,15 +185,21 @@ class GradientRing:
         return job.number
 
     def arrived(self, number: int) -> bool:
-        """Whether job `number` and all jobs before it are done. Never blocks."""
+        """Whether the worker is done with all jobs up to `number` (as `send` returned it). Never blocks.
+
+        A job that failed or was dropped counts as done.
+        """
         return self._done >= number
 
     def wait(self, number: int | None = None) -> None:
-        """Wait, without the GIL, until job `number` is done or has failed. None: wait for all jobs."""
+        """Wait, without the GIL, until job `number` (as `send` returned it) is done or has failed.
+
+        None: wait for all jobs. Raises no error of a job; `settle` does.
+        """
         self._wait(lambda: not self._jobs if number is None else self._done >= number)
 
     def settle(self, number: int | None = None) -> None:
-        """Wait as `wait` does, then raise the error in `failure`, if there is one."""
+        """Wait as `wait` does, then raise the error in `failure`, if there is one. number: as in `wait`."""
         self.wait(number)
         if self._failure is not None:
             raise self._failure.again()
@@ -221,7 +230,8 @@ class GradientRing:
     def _wait(self, ready: Callable[[], bool], *, room: bool = False) -> None:
         """Wait until `ready()` is true or the ring is closed.
 
-        room: whether telemetry counts this as a wait for room in the ring, not for a copy.
+        ready: is called again after each change, under `_changed`. room: True if the caller waits for room
+        in the ring, False if it waits for copies; telemetry counts the two apart.
         """
         with self._changed:
             if ready() or self._closed:

@@ -60,7 +60,7 @@ class Home:
         return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A view of bytes [offset, offset + nbytes) of `memory`."""
+        """Return a view of bytes [offset, offset + nbytes) of `memory`."""
         assert self.memory is not None
         return self.memory[offset : offset + nbytes]
 

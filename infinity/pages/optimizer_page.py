@@ -36,18 +36,18 @@ class StatePage:
             plan.state_format(index, chunk_index) for chunk_index in range(len(layout.chunks))
         ]
         self.version = 0
-        """Number of times that code other than updates has written states. A chain that has read states
-        ahead compares it, to see whether they are still right.
+        """A number that grows whenever code other than an update writes to the page. A chain (the update of a
+        chunk) that has read states ahead compares it, to see whether what it read is still right.
         """
         self.begun = [False] * len(layout.chunks)
-        """Index of a chunk -> whether the chunk's moments have values, from a decided update or from
-        `States.write`.
+        """Index of a chunk -> whether the chunk's moments have values. They get values from `States.write`,
+        or as soon as it is decided that the chunk is updated, even before the update has run.
         """
         self.steps = [0] * len(layout.parameters)
         """Index of a parameter -> number of updates that the parameter has had."""
         self.has_moments: set[int] = set()
-        """Indices of the parameters whose moments have values, from a decided update or from
-        `States.write`.
+        """Indices of the parameters whose moments have values. They get values from `States.write`, or as
+        soon as it is decided that the parameter is updated, even before the update has run.
         """
         self.edited: set[int] = set()
         """Indices of parameters that user code has edited since their last update. For such a parameter,
@@ -57,11 +57,11 @@ class StatePage:
         self._offsets = [plan.state_offset(index, each) for each in range(len(layout.chunks))]
 
     def offset(self, chunk_index: int) -> int:
-        """Bytes from the start of the optimizer page to the states of a chunk."""
+        """Distance in bytes from the start of the optimizer page to the states of a chunk."""
         return self._offsets[chunk_index]
 
     def master_bytes(self, chunk_index: int) -> int:
-        """Bytes at the start of a chunk's states that belong to the fp32 masters of its parameters.
+        """Number of bytes, at the start of a chunk's states, that belong to its parameters' fp32 masters.
 
         For bf16 parameters they are the array "remainder": the low 16 bits of each master, which the
         parameter itself lacks. For fp16 they are the array "master", for fp32 there are none. Unlike
@@ -87,16 +87,16 @@ class StatePage:
         }
 
     def place(self, chunk_index: int, name: str, piece: Piece) -> tuple[int, int]:
-        """Find a piece's entries in the array `name` of a chunk's states: (offset in the optimizer page,
-        size), both in bytes.
+        """Find the entries of a piece of a parameter in the array `name` of a chunk's states.
 
-        piece: the part of a parameter that lies in the chunk.
+        Returns (distance from the start of the optimizer page to the entries, size of the entries), both in
+        bytes. piece: the part of the parameter that lies in the chunk.
         """
         offset, nbytes = self.formats[chunk_index].place(name, piece.offset, piece.count)
         return self._offsets[chunk_index] + offset, nbytes
 
     def seed(self, parameter: int, step: int) -> int:
-        """The 32-bit seed of stochastic rounding for a parameter's moments in one update.
+        """Return the 32-bit seed of stochastic rounding for a parameter's moments in one update.
 
         step: number of the parameter's update, from 1. The seed depends on the parameter's name and the
         step alone, so that results do not depend on pages, chunks and ranks.
@@ -122,10 +122,11 @@ class States:
             page.edited.add(parameter)
 
     def encode(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """Split a new fp32 master: write the optimizer page's part, and return the parameter page's part.
+        """Give a parameter a new fp32 master, and return the values for the parameter page.
 
-        values: the values of the new master, (numel,) in memory order, of any floating dtype. The result is
-        (numel,) in memory order, in the parameter's dtype.
+        The caller writes these values, (numel,) in memory order and in the parameter's dtype. What they lack
+        of the master is written to the optimizer page here; see `StatePage.master_bytes`. values: the new
+        master, (numel,) in memory order, of any floating dtype.
         """
         page = self.pages.get(unit)
         dtype = page.layout.parameters[parameter].dtype if page is not None else values.dtype
@@ -141,10 +142,10 @@ class States:
         return master.to(dtype)
 
     def master(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 master of a parameter, (numel,) in memory order. Reads the master's part in the
-        optimizer page.
+        """Return the fp32 master of a parameter, (numel,) in memory order.
 
-        values: the parameter's values in the parameter page, (numel,) in memory order.
+        values: the parameter's present values in the parameter page, (numel,) in memory order. What they lack
+        of the master is read from the optimizer page; see `StatePage.master_bytes`.
         """
         page = self.pages[unit]
         if values.dtype == torch.float32 or parameter in page.edited:
@@ -155,7 +156,7 @@ class States:
 
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
         """Replace a parameter's fp32 master, but only if the new master rounds to the parameter's present
-        values.
+        values. Otherwise do nothing.
 
         values: the present values in the parameter page, (numel,) in memory order. master: the new master,
         in the parameter's shape and with any strides.
@@ -169,7 +170,8 @@ class States:
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's "step" and moments, named as in torch, in its shape and strides.
 
-        The result is {} before the first update, unless the rule's states exist from the start.
+        Before the parameter's first update the result is {}, except for optimizers such as Adagrad, whose
+        constructor creates the states.
         """
         page = self.pages[unit]
         begun = parameter in page.has_moments
@@ -232,7 +234,7 @@ class States:
         page.begun[chunk_index] = True
 
     def _initial(self) -> dict[str, torch.Tensor]:
-        """Name of each array that holds a moment -> initial value of the entries, a tensor of shape (1,)."""
+        """Return the name of each array that holds a moment -> initial value of its entries, shape (1,)."""
         found: dict[str, torch.Tensor] = {}
         for name in self.rule.moments:
             block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")
@@ -240,8 +242,10 @@ class States:
         return found
 
     def _encoded(self, moment: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode values of a moment: name of each array that stores them -> entries. values: float32
-        (numel,).
+        """Encode values of a moment in the format of the pages.
+
+        moment: name of the moment in torch. values: float32 (numel,). Returns the name of each array that
+        stores the moment -> the entries of the array.
         """
         if self.rule.states != "int8":
             return {moment: values.to(moments.DTYPES[self.rule.states])}

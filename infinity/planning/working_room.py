@@ -92,6 +92,6 @@ WORKING_ROOMS = (
     WorkingRoom(2, chains=1, transit_buffers=1),
     LEAST,
 )
-"""The working rooms in the order in which the search tries them. Working rooms without NVMe come first, so
-that a model stays in memory if it fits there at all.
+"""The working rooms, in the order in which the search for a placement (infinity/planning/search.py) tries
+them. Working rooms without NVMe come first, so that a model stays in memory if it fits there at all.
 """

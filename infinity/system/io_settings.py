@@ -78,14 +78,17 @@ class StripeProfile:
 
 
 def disk_key(directory: str | os.PathLike[str]) -> str:
-    """A text that identifies the disk under an existing directory by host, device, file system and kernel."""
+    """Return a text that identifies the disk on which an existing directory lies.
+
+    The text names the host, the numbers of the block device, the file system and the kernel.
+    """
     device = os.stat(directory).st_dev
     where = f"{os.major(device)}:{os.minor(device)}"
     return f"{platform.node()} {where} {machine.file_system(directory)} Linux {machine.kernel()}"
 
 
 def now() -> str:
-    """The present time in UTC, as the ISO 8601 text that profiles contain."""
+    """Return the present time in UTC, as the ISO 8601 text that profiles contain."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
@@ -113,17 +116,18 @@ class Profile:
             self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
     def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
-        """What `infinity tune` found for the disk under an existing directory; None if the disk was not
-        tuned.
+        """Return what `infinity tune` found for the disk under an existing directory.
+
+        The result is None if the disk was not tuned.
         """
         entry = self._disks.get(disk_key(directory))
         return None if entry is None else _disk_profile(entry)
 
     def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
-        """What `infinity tune` found for the disks under these directories, used together; None if they
-        were not tuned together.
+        """Return what `infinity tune` found for the disks under these directories, used together.
 
-        The result's shares are in the order of `directories`.
+        The result's shares are in the order of `directories`. It is None if these disks were not tuned
+        together.
         """
         key, order = _key_of_all(directories)
         if key not in self._stripes:
@@ -142,18 +146,18 @@ class Profile:
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
         """Set what was found for several disks that are used together, in memory only. `save` writes
-        everything to the file.
+        everything to the file. The shares of `found` are in the order of `directories`.
         """
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
     def save(self) -> bool:
-        """Replace the file in one step. Returns whether the operating system allowed it."""
+        """Replace the file atomically by one with everything. Returns whether the system allowed it."""
         return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
 
 def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
-    """The I/O settings for an existing directory: those that `infinity tune` found, or else `DEFAULT`.
+    """Return the I/O settings for an existing directory: those that `infinity tune` found, or else `DEFAULT`.
 
     If the environment variable INFINITY_AIO names another backend than the tuned settings, `DEFAULT` is
     returned. A file of tuned settings that cannot be used is ignored with a warning.
@@ -172,9 +176,10 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
 
 
 def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
-    """The fraction of all bytes that each of these directories should hold, as `infinity tune` found.
+    """Read from the user's cache which fraction of all bytes each of `directories` should hold.
 
-    None where these directories were not tuned together.
+    The fractions are those that `infinity tune` found, in the order of `directories`. The result is None if
+    these directories were not tuned together.
     """
     found = Profile().stripes(directories)
     return None if found is None else found.shares
@@ -216,10 +221,10 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """The text that identifies a set of disks in `Profile`'s file, and the order of the disks in this text.
+    """Return (the text that identifies a set of disks in `Profile`'s file, the order of the disks there).
 
-    The text is the same for every order of the directories. The order is a list of indices of
-    `directories`.
+    The text is the same for every order of `directories`. Entry i of the order is the index in `directories`
+    of the disk that the text names in place i, from 0. A set's shares are stored in this order, too.
     """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)

@@ -36,7 +36,10 @@ class Tier(enum.Enum):
 
 
 def less_margin(free: int, margin: int) -> int:
-    """The default budget in bytes: `free` - `margin`, at least 0, in whole 4 KiB. A pure function."""
+    """Return a tier's default budget in bytes: `free` - `margin`, at least 0, rounded down to whole 4 KiB.
+
+    free: bytes of the tier's memory that are free now. margin: bytes of them to leave unused.
+    """
     return max(0, free - margin) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
@@ -72,7 +75,7 @@ def map_ram(
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """`device` as a torch.device, with an index if it is a CUDA device.
+    """Return `device` as a torch.device, with an index if it is a CUDA device.
 
     Raises ConfigError unless `device` is the CPU or a CUDA device that this process can use.
     """

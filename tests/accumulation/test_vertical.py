@@ -291,12 +291,12 @@ def blocks_that_move(runtime: Any, count: int) -> list[int]:
 
 @pytest.mark.parametrize(("device_factor", "resting"), [(3, 0), (4, 0), (5, 1)])
 def test_recomputed_blocks_drop_what_they_dropped(device_factor: int, resting: int, tmp_path: Path) -> None:
-    """Recomputed blocks draw the same dropout masks as in the forward, and the plan fixes the order of draws.
+    """Blocks that are recomputed in the backward draw the same dropout masks as in the forward.
 
-    The test checks the order in which blocks run. A block is moving if its page is not always resident. In
-    the forward, a micro-batch stops before each moving block except the first of them. In the backward it
-    stops after each moving block. It goes on when all micro-batches have stopped there, the first
-    micro-batch first. resting: how many blocks, from the first on, are always resident.
+    The blocks also run in the order that follows from where pages rest. A block is moving if its page is not
+    always resident. In the forward, a micro-batch stops before each moving block except the first of them.
+    In the backward it stops after each moving block. Once all micro-batches have stopped there, they go on,
+    the first micro-batch first. resting: how many blocks, from the first on, are always resident.
     """
     here = threading.local()
     Masks = dict[tuple[int, int], list[float]]  # masks by (block, micro-batch), in the order of the draws
@@ -351,9 +351,10 @@ def test_without_blocks_nothing_is_recomputed(tmp_path: Path) -> None:
 
 
 def with_known_activations(directory: Path, extra: float) -> tuple[nn.Module, Any]:
-    """Return (model, runtime), where the plan knows the activations of a micro-batch from example inputs.
+    """Return (model, runtime), where the plan knows from example inputs how large activations are.
 
-    The budget of RAM is the smallest one that the plan accepts, plus `extra` times these activations.
+    The budget of RAM is the smallest that the model needs, plus `extra` times the bytes of activations of one
+    micro-batch.
     """
     model = without_dropout(entry("transformer").make())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

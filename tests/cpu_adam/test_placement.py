@@ -1,6 +1,7 @@
 """Tests of the choice of CPUs for update threads.
 
-They take one CPU of each core, respect the cgroup's CPU quota, and leave cores to the training itself.
+Update threads take one CPU of each core and respect the cgroup's CPU quota. If there are enough cores, some
+are left to the threads that compute forward and backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Tests of device kernels compiled by NVRTC, without a GPU: the compiled code, its errors and its cache.
+"""Tests of device kernels compiled by NVRTC, without a GPU.
+
+The compiled code computes exactly what the source says and is cached, and errors carry the compiler's words.
 
 test_device_update.py runs kernels from the same sources, compiled for the CPU.
 """

@@ -1,4 +1,7 @@
-"""Tests of infinity.formats.optimizer_rules: hyper-parameters, arrays of states, and refused options."""
+"""Tests of infinity.formats.optimizer_rules: every option of a parameter group counts or is refused.
+
+Arrays of states have torch's names and first values, and start on multiples of 4096 bytes.
+"""
 
 from __future__ import annotations
 

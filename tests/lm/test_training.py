@@ -1,4 +1,7 @@
-"""Tests of the training loop: its recipe, learning rate schedule, reports, and effect on the model."""
+"""Tests of the training loop: it trains as plain torch does, by its recipe and learning rate schedule.
+
+They also test its report of each step, and the loss on text that is held out of training.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,10 @@ def test_a_model_of_matrices_alone_has_one_group() -> None:
 
 
 def in_plain_torch(text: Text, how: Recipe) -> list[tuple[float, float, float]]:
-    """Train a preset in plain PyTorch, and return (loss, gradient norm, learning rate) of each step."""
+    """Train a preset in plain PyTorch, and return (loss, gradient norm, learning rate) of each step.
+
+    text: what to train on. how: the recipe that `train` would follow. The norm is that before clipping.
+    """
     tiny = preset_of()
     model, batches = tiny.model, Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     optimizer = make_optimizer(model, how.learning_rate)
@@ -135,7 +141,7 @@ def test_it_trains_as_plain_torch_does(accumulate: int, text: Text) -> None:
 
 
 class Components:
-    """Batches of another Batches object, each cut into `count` micro-batches."""
+    """The batches of `whole`, each of them cut into `count` micro-batches, for use in place of a Batches."""
 
     def __init__(self, whole: Batches, count: int) -> None:
         self._whole = whole

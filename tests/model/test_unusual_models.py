@@ -109,11 +109,11 @@ class Borrower(nn.Module):
 
 
 def gradients_of_two(models: tuple[nn.Module, nn.Module], read: tuple[Read, Read]) -> list[Tensor | None]:
-    """Run two backwards and an edit of a weight, each of which involves both models.
+    """Run two backwards through two models, edit a weight, and return [all gradients, the edited weight].
 
-    Returns all gradients and the edited weight. models: (outer, inner), where outer calls inner in its
-    forward. read: for each model, the function that reads a parameter's gradient. The second backward is of
-    the product of one weight of each model.
+    models: (outer, inner), where outer calls inner in its forward. read: for each model, the function that
+    returns a parameter's gradient. The first backward is that of outer's forward, the second is that of a
+    product of a weight of outer and one of inner. The edit of a weight of inner uses a weight of outer.
     """
     outer, inner = models
     outer(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()

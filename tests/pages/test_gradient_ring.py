@@ -38,7 +38,7 @@ WATCHDOG = 30
 """Seconds for which `held` holds copies back at most. Then the copies go on, and the test fails."""
 
 BIG = 4 * BLOCK
-"""Elements of a float32 gradient that fills four blocks of the ring. The smallest ring has two blocks."""
+"""Elements of a float32 gradient of four ring blocks, which is twice the size of the smallest ring."""
 
 
 RING = 8 * BLOCK
@@ -46,7 +46,11 @@ RING = 8 * BLOCK
 
 
 class Layers(nn.Module):
-    """Linear layers whose weights have these numbers of elements. BLOCK elements fill a block of the ring."""
+    """A model of linear layers, which all get the same input. Its forward returns a loss.
+
+    sizes: number of elements of each layer's weight, multiples of 64. BLOCK float32 elements fill one block
+    of the ring. bias: whether the layers have biases.
+    """
 
     def __init__(self, *sizes: int, bias: bool = True) -> None:
         super().__init__()
@@ -68,9 +72,10 @@ def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @contextlib.contextmanager
 def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> Iterator[Any]:
-    """The runtime of a model with parameters on the device, all else in RAM, and a ring of two blocks.
+    """Offload a model with parameters on the device, all else in RAM, and a ring of two blocks.
 
-    device: None for a device whose memory the CPU can read, which has no ring.
+    Yields the runtime. device: None for a device whose memory the CPU can read, which has no ring. options:
+    those of infinity.offload; precision is fp32 by default.
     """
     precision = options.pop("precision", infinity.Precision(compute="fp32"))
     budget = infinity.Budget(device=ROOMY, host=ROOMY)
@@ -122,7 +127,8 @@ def held(device: EmulatedDevice, runtime: Any) -> Iterator[Callable[[], None]]:
 def finished(model: nn.Module, runtime: Any) -> dict[str, Any]:
     """Finish a step after its backward: clip, update and zero the gradients.
 
-    Returns gradients, norm, parameters and optimizer states.
+    Returns copies of the "gradients" before clipping, their "norm", and "parameters" and "optimizer" states
+    after the update.
     """
     found: dict[str, Any] = {"gradients": [runtime.grad(each) for each in model.parameters()]}
     found["norm"] = float(runtime.clip_grad_norm_(0.5))
@@ -140,7 +146,10 @@ def stepped(model: nn.Module, runtime: Any) -> dict[str, Any]:
 
 @functools.cache
 def expected(*sizes: int, bias: bool = True) -> dict[str, Any]:
-    """The results of one step of Layers(*sizes) on a device whose memory the CPU can read."""
+    """Train Layers(*sizes, bias=bias) for one step without a ring, and return the results as `finished` does.
+
+    The device's memory is RAM, which the CPU can read.
+    """
     model = Layers(*sizes, bias=bias)
     with mock.patch.object(driver_module._emulation, "now", None), opened(None, model) as runtime:
         return stepped(model, runtime)

@@ -1,4 +1,7 @@
-"""Tests in whole runtimes: what the prefetch engine reads ahead and counts, how the loss scale changes."""
+"""Tests of the prefetch engine in whole runtimes: once it knows the order of a step, no page is missed.
+
+They also test what it does where it does not know the order or has no room, and how the loss scale changes.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +59,11 @@ def opened(
     faults: Any = None,
     update: str = "auto",
 ) -> Iterator[tuple[Any, Any]]:
-    """Offload Layers with all pages on disk and room for `units` resident parameter pages: (model, runtime).
+    """Offload Layers with all pages on disk, and yield (model, runtime).
 
-    home: "nvme", or "unified-nvme" where the device's memory is RAM. compute: of Precision. faults: injected
-    into the disk's I/O. update: of `offload`.
+    units: number of parameter pages for which the memory that computes has room. home: "nvme", or
+    "unified-nvme" for a device whose memory is RAM. compute: as in Precision. faults: Faults for the disk's
+    I/O, or None. update: as in `offload`. Asserts that no file is left in the directory at the end.
     """
     torch.manual_seed(3)
     model = Layers()
@@ -328,9 +332,10 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
 
 
 def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """Train six steps with this link to the device, and return (loss, misses) of each step.
+    """Train six steps, with all pages on disk, and return [(loss, `Stats.misses`) of each step].
 
-    The second step uses other layers, in another order. misses: as in Stats.
+    link: what copies between RAM and the device. directory: a new directory for the pages. options: those of
+    `opened`. The second step uses other layers, in another order, than the other steps.
     """
     monkeypatch.setattr("infinity.pages.store.open_link", lambda device: link)
     directory.mkdir()
@@ -348,7 +353,10 @@ def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, *
 def test_copies_under_way_keep_no_page_from_its_room(
     update: str, units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resident page can give way to another page while an update's result is still copied into it."""
+    """A page into which an update's result is still being copied can be evicted to make room for another.
+
+    Losses are those of a run whose copies end at once. So are misses, if step() completes all updates.
+    """
     held = HeldLink()
     found, expected = (
         with_link(link, tmp_path / type(link).__name__, monkeypatch, update=update, units=units)

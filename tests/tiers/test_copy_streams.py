@@ -1,4 +1,7 @@
-"""Tests of the copy streams' order of copies and kernels, on streams that run in any order they may."""
+"""Tests of the copy streams: copies and kernels that use the same memory keep their order, and copies end.
+
+They run on an emulated device, whose seed decides in which of the permitted orders streams do their work.
+"""
 
 from __future__ import annotations
 
@@ -235,7 +238,10 @@ def test_no_copy_after_it_overtakes_a_kernel_from_before_it(
 
 
 def test_nothing_but_a_wait_waits_for_copies_that_are_held(machine: Machine) -> None:
-    """While all copies are held, all calls of the link between host and device but waits return at once."""
+    """While the device does no copy, no method of the link blocks, except those whose purpose is to wait.
+
+    Once the copies go on, they have the right results.
+    """
     link = machine.link()
     for stream in link.streams.values():
         machine.device.hold(stream)

@@ -1,4 +1,8 @@
-"""Tests of the link between host and device: for a device that is RAM, an emulated device, and a GPU."""
+"""Tests of the link that copies between host and device.
+
+From RAM to RAM, copies are done at once. An emulated device is used in one thread only, inside its context.
+On a GPU, no copy overtakes the kernels that used its memory before.
+"""
 
 from __future__ import annotations
 
