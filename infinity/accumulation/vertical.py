@@ -216,10 +216,10 @@ class Accumulator:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that the model repeats, in order.
+    """Return the blocks that the model repeats, such as a decoder's layers, in the model's order.
 
-    A block is an element of an nn.ModuleList, nn.Sequential or nn.ModuleDict that has modules inside, where
-    another such element has the same type. Modules inside of a block are no blocks themselves.
+    A block is a direct child of an nn.ModuleList, nn.Sequential or nn.ModuleDict. It has children itself, and
+    another child of the same container has the same type. Modules inside of a block are no blocks themselves.
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()

@@ -14,9 +14,9 @@ Progress = Callable[[str], None]
 """A function that is called before each trial, with a text that names the settings of the trial."""
 
 _LATENCY = 0.064
-"""Settings with more bytes in flight than the disk moves in this many seconds are not tried, unless these are
-fewer than `_LEAST_IN_FLIGHT` bytes. A disk without other users needs far fewer bytes in flight (Little's
-law), but a deeper queue gets more of a shared disk.
+"""A sweep tries no settings with more bytes in flight than the disk writes in this many seconds, or than
+`_LEAST_IN_FLIGHT` if that is more. A disk without other users needs far fewer bytes in flight
+(Little's law), but a deeper queue gets more of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -51,7 +51,7 @@ THOROUGH = Effort(
 
 @dataclass(frozen=True)
 class Measured:
-    """The median rates of one combination of settings, in bytes per second."""
+    """The median rates of one combination of settings over `trials` trials, in bytes per second."""
 
     settings: IoSettings
     read: float
@@ -73,11 +73,11 @@ class DiskSweep:
     """
     chosen: Measured
     best: dict[str, Measured]
-    """The fastest settings in each mode ("read", "write" or "mixed"), among the settings that every pass
-    tried.
+    """The fastest settings in each mode ("read", "write" or "mixed"), among the settings that stayed to the
+    end of the sweep. Slow settings are dropped earlier, after fewer trials.
     """
     points: tuple[Measured, ...]
-    """The rates of all settings that were tried. Settings with the most trials come first."""
+    """The rates of all settings that were tried. Those that stayed longest in the sweep come first."""
 
 
 def sweep_disk(

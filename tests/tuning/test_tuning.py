@@ -1,4 +1,7 @@
-"""Tests of tuning real directories: its report, the settings it keeps, its refusals, and nothing left."""
+"""Tests of `infinity tune` on real directories: test files, report, plot, and the settings that it keeps.
+
+It must also refuse unusable directories and options before it measures, and leave no file behind.
+"""
 
 import errno
 import json
