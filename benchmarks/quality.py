@@ -172,9 +172,9 @@ def on_nvme(plan: infinity.Plan) -> infinity.Plan:
 
 
 def trainings(options: argparse.Namespace) -> Iterator[Callable[[], Run]]:
-    """Yield the trainings to run, as functions. All trainings of one seed come before the next seed.
+    """Yield the trainings to run, as functions. All trainings of one seed come before those of the next.
 
-    A report of the first trainings therefore has pairs of runs that can be compared.
+    So even a report of the first few trainings has runs of one seed, which can be compared with each other.
     """
     for seed in range(options.seeds):
         for states in options.states:

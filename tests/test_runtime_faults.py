@@ -55,10 +55,11 @@ def sweep(
     """Run trainings in each of which another I/O call fails, and return the number of trainings by outcome.
 
     The outcome is "poisoned" if the error ended the runtime, "repeated" if a step raised the error and was
-    repeated, and "unnoticed" if no step raised it, which happens to a read ahead that was never needed. In the
-    last two cases, asserts that the training has the bits of a clean one. home, compute: one of CASES. fault:
-    (kind of the calls, errno). spread: number of calls to choose, at equal distances; None: all calls of this
-    kind.
+    repeated, and "unnoticed" if no step raised it: only a read ahead that was never needed had failed. In the
+    last two cases, asserts that the training has the bits of a clean one.
+
+    home, compute: one of CASES. fault: (kind of the calls, errno). spread: number of calls to choose, at
+    equal distances; None: all calls of this kind.
     """
     kind, code = fault
     expected = clean(home, compute)
@@ -138,8 +139,8 @@ def moved(runtime: Any) -> Moved:
 def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Path) -> None:
     """Every short transfer is followed by one transfer of the rest, and no bit of the training changes.
 
-    So the number of transfers is the sum of the numbers of requests, short transfers and retries. All of these
-    are the engine's own counts, because the number of requests differs from run to run.
+    So the number of transfers is the sum of the numbers of requests, short transfers and retries. All of
+    these are the engine's own counts, because the number of requests differs from run to run.
     """
     expected = clean(home, compute)  # not below, where its check for threads would see the other runtime's
     faults, trained = Faults(), Trained()

@@ -190,7 +190,10 @@ class Recurrent(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A model that recomputes its blocks in the backward pass. One block is used and recomputed twice."""
+    """A model that recomputes its blocks in the backward pass. One block is used, and recomputed, twice.
+
+    reentrant: the variant of torch.utils.checkpoint.
+    """
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -224,7 +227,7 @@ class PartlyFrozen(nn.Module):
 
 
 class ScaledLinear(torch.autograd.Function):
-    """x @ weight.t() * scale, in a function that takes and saves parameters unseen by module hooks."""
+    """The autograd function x @ weight.t() * scale. It takes and saves parameters where no module hook runs."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

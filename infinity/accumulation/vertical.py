@@ -109,9 +109,10 @@ class Accumulator:
         return losses
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take a new gradient of a parameter, to be added in the order of the micro-batches.
+        """Take a new gradient of a parameter from autograd, to be added to the stored gradient.
 
-        unit: the unit's index. parameter: the parameter's index in the unit.
+        Gradients of micro-batches that run together are held back until they can be added in the order of
+        the micro-batches. unit: the unit's index. parameter: the parameter's index in the unit.
         """
         if self._group is None or not self._group.add(unit, parameter, gradient):
             self._add(unit, parameter, gradient)

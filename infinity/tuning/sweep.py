@@ -32,7 +32,7 @@ class Effort:
     """Sizes in bytes of the I/O blocks that are tried."""
     depths: tuple[int, ...]
     slice_seconds: float
-    """Seconds for which one trial measures each mode: reads, writes and both mixed."""
+    """Seconds that one trial spends on each of the three modes: reads, writes and both mixed."""
 
 
 QUICK = Effort(
@@ -92,9 +92,9 @@ def sweep_disk(
     """Find the best I/O settings for the disk that a test file is on.
 
     file: the test file. backends: names of the I/O backends that work there. All combinations of the backends
-    with the block sizes and queue depths of `effort` are tried. seconds: seconds for all trials.
-    bytes_in_flight: the most bytes in flight that are tried. progress: called before each trial. Raises
-    StorageError and StorageFull if I/O fails.
+    with the block sizes and queue depths of `effort` are tried. seconds: seconds for all trials together.
+    bytes_in_flight: settings with more bytes in flight (block size times queue depth) are left out. progress:
+    called before each trial. Raises StorageError or StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)

@@ -161,7 +161,7 @@ def test_gradients_that_nobody_resets_go_on_growing(home: str, tmp_path: Path) -
 
 
 class Two(nn.Module):
-    """A model of three layers, of which each forward uses one."""
+    """A model of three linear layers. A forward uses only the layer whose index it is given."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -362,9 +362,10 @@ def train(runtime: Any, model: nn.Module, twin: nn.Module, steps: int) -> None:
 
 
 def check_smallest(parts: tuple[Part, ...], place: str) -> None:
-    """Check that a model of `parts` trains in its smallest budgets with pages at `place`, and in no less.
+    """Assert that a model of `parts` trains in the smallest budgets that its plan names, and in no less.
 
-    4 KiB less in any tier must be refused, and the refusal must name a budget that does suffice.
+    place: kind of machine, one of PLACES in tests/hard_budgets.py. With 4 KiB less in any one tier, `offload`
+    must raise BudgetError, and must accept the budget that this error names for the tier.
     """
     parts = tuple(part for part in parts if part.kind != "tied") or (Part("norm", 1),)
     with tempfile.TemporaryDirectory() as name:

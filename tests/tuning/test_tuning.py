@@ -50,7 +50,10 @@ def memory() -> Memory:
 
 
 def disk(path: str = "/a", **rates: float) -> DiskSweep:
-    """Make an example of a sweep's outcome for the disk `path`. rates: changed rates, in bytes/s, by mode."""
+    """Make an example of a sweep's results for the disk at `path`.
+
+    rates: rates of the best settings in bytes/s, by mode, where they shall differ from the example's.
+    """
     found = Measured(
         IoSettings("threads", MIB, 4), **({"read": 2e9, "write": 1e9, "mixed": 1.5e9} | rates), trials=3
     )
