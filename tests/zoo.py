@@ -227,7 +227,7 @@ class PartlyFrozen(nn.Module):
 
 
 class ScaledLinear(torch.autograd.Function):
-    """The autograd function x @ weight.t() * scale. It takes and saves parameters where no module hook runs."""
+    """The autograd function x @ weight.t() * scale. It takes and saves parameters without a module hook."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

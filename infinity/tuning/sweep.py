@@ -91,10 +91,12 @@ def sweep_disk(
 ) -> DiskSweep:
     """Find the best I/O settings for the disk that a test file is on.
 
-    file: the test file. backends: names of the I/O backends that work there. All combinations of the backends
-    with the block sizes and queue depths of `effort` are tried. seconds: seconds for all trials together.
-    bytes_in_flight: settings with more bytes in flight (block size times queue depth) are left out. progress:
-    called before each trial. Raises StorageError or StorageFull if I/O fails.
+    Tries the combinations of the backends with the block sizes and queue depths of `effort`. Left out are
+    those with more bytes in flight (block size times queue depth) than `bytes_in_flight`, than half of the
+    test file or than `_LATENCY` allows, and those for which no time is left.
+
+    file: the test file. backends: names of the I/O backends that work there. seconds: seconds for all trials
+    together. progress: called before each trial. Raises StorageError or StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)
