@@ -1,9 +1,10 @@
 """Process of one contender of train.py: builds the model, then trains as many steps as the parent asks for.
 
 Only peers/process.py starts this program. Its argument is the number of the file descriptor to which it
-writes its replies, each a line of JSON. The first line of stdin is the task, and each further line asks for
-a turn. The first reply comes when the model is built, and then one reply after each turn. The process ends
-when stdin ends, or when its parent does.
+writes its replies, each a line of JSON. The first line of stdin is the task (peers/task.py). Each further
+line asks for a turn, which is a number of steps: {"lead": untimed steps, "steps": timed steps}. The first
+reply comes when the model is built, and then one reply after each turn. The process ends when stdin ends, or
+when its parent does.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def main() -> int:
 def turn(task: Task, contender: Contender, batches: Batches, lead: int, steps: int) -> dict[str, Any]:
     """Train `lead` untimed steps and then `steps` timed steps, and return the reply to the parent process.
 
-    The reply has the losses of all steps, and mean seconds and bytes of a timed step. After the untimed
-    steps a timed step starts as in an endless run, with the pages that the step before has prefetched.
+    The reply has: the losses of all steps, untimed ones first ("losses"); per timed step, the mean seconds
+    ("seconds") and the mean bytes read and written ("bytes"); peak bytes of memory since the process started
+    ("rss_peak", "device_peak"); what the contender tells about itself ("facts"). Untimed steps let the first
+    timed step start as in an endless run, with pages that the step before has prefetched.
     """
     losses = [contender.step(*batches.next()) for _ in range(lead)]
     finish(task)
@@ -74,13 +77,17 @@ def turn(task: Task, contender: Contender, batches: Batches, lead: int, steps: i
 
 
 def finish(task: Task) -> None:
-    """Wait until the device has finished its work."""
+    """Wait until the device has finished all work that was queued. Returns at once if it is the CPU."""
     if task.device == "cuda":
         torch.cuda.synchronize()
 
 
 def usage() -> dict[str, int]:
-    """Bytes that this process has read from and written to storage, and peak bytes of memory by kind."""
+    """Return the bytes that this process has moved so far, and the peaks of its memory in bytes.
+
+    "read_bytes", "write_bytes": bytes read from and written to storage. "rss_peak": sum of the peak RSS of
+    this process and its descendants. "device_peak": peak of torch's CUDA memory, 0 without CUDA.
+    """
     moved = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {
         "read_bytes": int(moved["read_bytes"]),
@@ -103,7 +110,7 @@ def memory(field: str, process: str = "self") -> int:
 
 
 def family(process: str = "self") -> list[str]:
-    """Ids of a process and of all its descendants."""
+    """Return the ids of a process and of all its descendants. process: its id, or "self"."""
     found = [process]
     for thread in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended

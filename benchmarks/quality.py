@@ -2,16 +2,16 @@
 
 A preset is trained on text, with several seeds: "all-device" (every page rests in RAM) with each format of
 moments, and plain PyTorch with a bf16 model, fp32 masters and torch.optim.AdamW (fused). With seed 0 there
-are further runs: "all-NVMe" (no page rests in RAM), whose bits must equal those of all-device in every
-step, and plain PyTorch with the foreach AdamW, which shows the effect of the rounding of another
-implementation.
+are further runs: "all-NVMe" (every page rests on NVMe), whose losses must equal those of all-device bit by
+bit in every step, and plain PyTorch with the foreach AdamW, which shows how much a loss changes when only
+the rounding differs.
 
     python benchmarks/quality.py --directory DISK [--model 30m --steps 300 --batch 4 --seq 128]
         [--seeds 3 --states fp32,bf16,int8] [--results DIR] [--json]
 
 `--results DIR`: writes quality-MODEL.md, .json and .svg to DIR after each run (the plot needs matplotlib).
-`--json`: the last line of stdout is one JSON object. The exit code is 1 if the bits of an all-NVMe run
-differ. benchmarks/quality_report.py explains the comparisons, and when a difference is "within noise".
+`--json`: the last line of stdout is one JSON object. The exit code is 1 if a loss of an all-NVMe run has
+other bits. benchmarks/quality_report.py explains the comparisons, and when a difference is "within noise".
 """
 
 from __future__ import annotations
@@ -124,11 +124,11 @@ def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> R
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Compute the loss of plain PyTorch before the first update, with seed 0 and infinity's rounding.
+    """Compute the loss of plain PyTorch before the first update, with parameters as infinity rounds them.
 
-    Torch and infinity round some fp32 masters to different bf16 parameters: those exactly between two of
-    them. The result has the loss with infinity's rounding ("loss"), the number of elements of all parameters
-    ("elements"), and the number of elements that torch rounds otherwise ("ties").
+    Torch and infinity differ where an fp32 master lies exactly between two bf16 values. The result has the
+    loss with seed 0 ("loss"), the number of elements of all parameters ("elements"), and the number of
+    elements that torch rounds to another value ("ties").
     """
     chosen, batches, _ = job(options, 0)
     masters = [each.detach() for each in real(chosen, 0).parameters()]
@@ -155,13 +155,16 @@ def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches,
 
 
 def real(chosen: LanguageModel, seed: int) -> torch.nn.Module:
-    """A model like `chosen.model`, built in RAM and initialised by its own code with `seed`."""
+    """Build a model like `chosen.model` in RAM and return it. Its own code initialises it, with `seed`.
+
+    `chosen.model` may be on the meta device, without values.
+    """
     torch.manual_seed(seed)
     return type(chosen.model)(chosen.model.config)  # type: ignore[arg-type, call-arg]
 
 
 def on_nvme(plan: infinity.Plan) -> infinity.Plan:
-    """A copy of `plan` with the home of every page on NVMe. The working room in RAM keeps its size."""
+    """Return a copy of `plan` with the home of every page on NVMe. The pools in RAM keep their sizes."""
     homes = tuple(
         {kind: None if tier is None else Tier.NVME for kind, tier in unit.items()} for unit in plan.homes
     )
@@ -169,9 +172,9 @@ def on_nvme(plan: infinity.Plan) -> infinity.Plan:
 
 
 def trainings(options: argparse.Namespace) -> Iterator[Callable[[], Run]]:
-    """Yield the trainings to run, as functions. All trainings of one seed come before the next seed.
+    """Yield the trainings to run, as functions. All trainings of one seed come before those of the next.
 
-    A report of the first trainings therefore has pairs of runs that can be compared.
+    So even a report of the first few trainings has runs of one seed, which can be compared with each other.
     """
     for seed in range(options.seeds):
         for states in options.states:
@@ -190,9 +193,10 @@ def on_disk(options: argparse.Namespace, seed: int, states: str) -> Run:
 
 
 def compared(facts: dict[str, Any], states: list[str], runs: list[Run]) -> dict[str, Any]:
-    """The report of the runs so far. facts: entries about the whole benchmark, which the report includes.
+    """Return the report of the runs so far, for JSON. facts: entries that the report gets as they are.
 
-    Losses are written with five digits, but all figures are computed from losses with all digits.
+    states: the formats of moments that the benchmark compares. The report has the losses with five digits,
+    but all figures are computed from losses with all digits.
     """
     short = [asdict(run) | {"losses": [float(f"{loss:.5g}") for loss in run.losses]} for run in runs]
     return facts | {"same_bits": same_bits(runs, states)} | summary(runs) | {"runs": short}

@@ -49,7 +49,11 @@ def pairwise(
 def covered(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> pytest.MarkDecorator:
-    """Parametrise a test by all allowed combinations. Those that `pairwise` leaves out are marked `slow`."""
+    """Parametrise a test by all allowed combinations. Those that `pairwise` leaves out are marked `slow`.
+
+    factors: the values of each of the test's arguments, by the argument's name. allowed: tells whether a
+    combination (a dict from argument to value) makes sense.
+    """
     quick = pairwise(factors, allowed)
     found = [
         pytest.param(

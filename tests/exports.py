@@ -21,7 +21,7 @@ from infinity.pages.store import injected
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """The directory to export to. Runtimes keep their pages in the directory `swap` beside it."""
+    """The directory to export to, which does not exist yet. Makes `swap` beside it, for runtimes' pages."""
     (tmp_path / "swap").mkdir()
     return tmp_path / "out"
 
@@ -83,9 +83,10 @@ def seen(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
 
 
 class Owner(nn.Module):
-    """A module with the own parameters of another module and without its children.
+    """A module that holds only the parameters which `module` owns itself, not those of its children.
 
-    The parameters of all children at once would not fit the smallest budgets.
+    Passed to `full_parameters`, it brings few pages into memory. The pages of all children together would not
+    fit the smallest budgets.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -98,7 +99,7 @@ def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def masters(model: nn.Module, runtime: Any) -> dict[str, torch.Tensor]:
-    """Return every parameter by name, as the runtime itself reads it.
+    """Return the value of every parameter by name, read through the runtime's internals and not by an export.
 
     A trainable parameter is returned as its fp32 master. A frozen one is returned in float32 if it is of a
     floating dtype, and otherwise as it is.

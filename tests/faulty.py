@@ -50,7 +50,7 @@ def watchdog() -> Iterator[None]:
 
 @dataclass
 class Trained:
-    """The outcome of `train`: losses, final states, and what failed."""
+    """The outcome of `train`: losses, final parameters and optimizer states, and what failed."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,8 @@ def one_step(model: Any, runtime: Any, step: int) -> float:
 def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], None], code: int) -> Trained:
     """Train STEPS steps under the faults that `prepare` injects, or until an error has ended the runtime.
 
-    A step that fails is repeated after zero_grad(). code: the errno that every error must have.
+    A step that fails is repeated after zero_grad(). Asserts that every error is a StorageError with the errno
+    `code`, and that a runtime which an error has ended refuses all further use.
     """
     faults = Faults()
     with opened(home, compute, directory, faults) as (model, runtime):
@@ -145,7 +146,10 @@ def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], 
 
 
 def poisoned(runtime: Any, code: int, directory: Path) -> bool:
-    """Call zero_grad(). Returns whether the runtime refuses the call because an error has ended it."""
+    """Call zero_grad(), and return whether the runtime refuses the call because an error has ended it.
+
+    Asserts that this error has the errno `code` and names a file in `directory`.
+    """
     try:
         runtime.optimizer.zero_grad()
     except StorageError as error:
@@ -161,7 +165,10 @@ def check_error(error: StorageError, code: int, directory: Path) -> None:
 
 
 def check_refuses(model: Any, runtime: Any, code: int, directory: Path) -> None:
-    """Assert that every use of the runtime raises the error that ended it."""
+    """Assert that every use of the model and the runtime raises the StorageError that ended the runtime.
+
+    code: the error's errno. directory: where the file that the error names lies.
+    """
     of = entry("tied")
     parameter = next(model.parameters())
     for use in (

@@ -13,7 +13,9 @@ import infinity
 from infinity.tiers import Tier
 
 PLACES = ("unified", "unified-nvme", "apart", "apart-nvme")
-"""Kinds of machine. An "apart" device has memory of its own, a "unified" one has not. "nvme" adds a disk."""
+"""Kinds of machine. "apart": the device has memory of its own. "unified": it has none, and computes in host
+RAM. With "-nvme" the machine also has a disk for pages.
+"""
 
 FP32 = infinity.Precision(compute="fp32")
 
@@ -49,14 +51,20 @@ def offload(model: nn.Module, sizes: dict[Tier, int], directory: Path) -> Any:
 
 
 def smallest(model: nn.Module, place: str, directory: Path) -> dict[Tier, int]:
-    """Plan the model's training, and return the smallest budget in bytes that will do for each tier."""
+    """Plan the model's training, and return by tier the smallest budget in bytes that will do.
+
+    place: one of PLACES. directory: for the pages on NVMe.
+    """
     budget = roomy(place, directory)
     found = infinity.plan(model, adamw(model), budget=budget, precision=FP32, device="cpu").smallest
     return dict(found)
 
 
 def check_budgets(runtime: Any, sizes: dict[Tier, int], directory: Path) -> None:
-    """Assert that no tier holds, or ever held, more than its budget."""
+    """Assert that no tier holds more than its budget, and that no pool ever did hold more than its size.
+
+    sizes: budget of each tier in bytes. directory: that of the pages on NVMe.
+    """
     store = runtime._components.store
     for name, pool in store.pools.items():
         counters = pool.counters

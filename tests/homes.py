@@ -16,11 +16,14 @@ from infinity.tiers import Tier
 from infinity.tiers.tier import usable_device
 
 ROOMY = 64 << 20
-"""Bytes of a budget that is more than any model of the tests needs in any tier."""
+"""A budget in bytes for one tier, which is more than any model in the tests needs there."""
 
 
 def room_on(device: str | torch.device) -> int:
-    """Bytes of a device budget with ROOMY bytes for a model and, on CUDA, what torch takes besides."""
+    """Return a device budget in bytes that leaves ROOMY bytes to the model.
+
+    On CUDA the budget is larger than ROOMY, by the bytes that torch itself takes on the device.
+    """
     at = usable_device(device)
     if at.type == "cpu":
         return ROOMY
@@ -31,7 +34,7 @@ def room_on(device: str | torch.device) -> int:
 
 
 CUDA_HOMES = ("device", "host", "nvme", "mixed")
-"""The homes that need a device with memory of its own, and so can be tested on CUDA."""
+"""Those of HOMES that assume a device with memory of its own. Tests run these on CUDA, too."""
 
 HOMES = ("device", "host", "nvme", "unified", "unified-nvme", "mixed")
 """Names of the places where a model's pages rest. In "unified" and "unified-nvme" the CPU is its own device,
@@ -39,13 +42,18 @@ and in the others the CPU stands for a device with a tier of its own.
 """
 
 both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
-"""Parametrises `home`: pages on NVMe with a device tier apart, or pages in RAM with the CPU as the device."""
+"""Parametrises `home` by "nvme" (all pages on NVMe, and a device tier apart from RAM) and "unified" (all
+pages in RAM, where the CPU computes).
+"""
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def places(*homes: str, cuda: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrise `home` and `device`: `homes` with the CPU as the device, and `cuda` with a CUDA device."""
+    """Parametrise `home` and `device`: each of `homes` with "cpu", and each of `cuda` with "cuda".
+
+    The cases with "cuda" are skipped where there is no CUDA device.
+    """
     found: list[Any] = [pytest.param(home, "cpu", id=home) for home in homes]
     found += [pytest.param(home, "cuda", id=f"{home} with cuda", marks=needs_cuda) for home in cuda]
     return pytest.mark.parametrize("home, device", found)
@@ -55,7 +63,10 @@ each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mar
 
 
 def evict_all(engine: Any) -> None:
-    """Send away every page that can leave, as the engine does for a page that needs all of the room."""
+    """Evict every parameter page that may leave the memory where the model computes.
+
+    engine: a runtime's PrefetchEngine. Pages that are in use stay.
+    """
     engine._evict_others(set())
 
 

@@ -14,8 +14,8 @@ from infinity.tiers.link import Transfer
 SIZE = 512
 """int32 elements of each tensor that Machine.memory makes."""
 OLD, PAGE, SEEN = 1, 2, 0
-"""Values that memory is filled with: OLD where a copy will write, PAGE in what is copied, SEEN where a kernel
-will put what it reads.
+"""Values that tests fill memory with at first: OLD the target of a copy, PAGE its source, and SEEN the
+tensor to which a kernel will write what it reads. So a test can tell which of these writes have happened.
 """
 
 
@@ -37,7 +37,7 @@ class Machine:
         return made
 
     def memory(self, value: int) -> torch.Tensor:
-        """A tensor of SIZE elements equal to `value`, which the machine keeps until all work is done."""
+        """Make a tensor of SIZE elements equal to `value`. It stays alive as long as the machine."""
         made = torch.full((SIZE,), value, dtype=torch.int32)
         self._kept.append(made)
         return made
@@ -63,7 +63,10 @@ class Machine:
         self.compute.synchronize()
 
     def tried(self, transfer: Transfer) -> bool:
-        """Give all work that is not held up time to end, and return whether the transfer has ended."""
+        """Poll a transfer many times, so that all work which can end does end; return whether it has ended.
+
+        A result of False means that the transfer waits for work that is held up, such as by `never_ends`.
+        """
         return any(transfer.done() for _ in range(500))
 
 

@@ -1,7 +1,8 @@
-"""A counter of gradients that updates find in staging, so that these gradients are never read from a disk.
+"""A counter of the gradient bytes that updates find in staging, and therefore do not read from a disk.
 
-Tests of bytes moved subtract them from what their formulas give. How many gradients stay in staging depends
-on where leases lie in the pool, and thereby on when writes end, so that no formula gives this number.
+Tests have formulas for the bytes that a step moves, and subtract the counted bytes from them. No formula
+gives the counted bytes: which gradients stay in staging depends on where leases lie in the pool, and
+thereby on when writes end.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from infinity.optim.chain import Chain
 
 
 class StagedGradients:
-    """Counts the bytes of gradients that updates find in staging, for one runtime at a time."""
+    """Counts the bytes of gradients that the updates of one runtime find in staging, from construction on.
+
+    Choose the runtime by the attribute `runtime`. monkeypatch: undoes the counting at the end of the test.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runtime: Any = None
-        """The runtime whose updates count, or None. Updates while a runtime is made never count."""
+        """The runtime whose updates are counted; None if none are. To be set after `offload` has returned."""
         self._nbytes = 0
         compute = Chain.compute
 
@@ -31,6 +35,9 @@ class StagedGradients:
         monkeypatch.setattr(Chain, "compute", counting)
 
     def count(self) -> int:
-        """Return the bytes of gradients found in staging since the last call, each rounded up to 4 KiB."""
+        """Return the bytes that were counted since the last call of `count`, and start again at 0.
+
+        The gradients of each chunk are rounded up to a multiple of 4 KiB.
+        """
         found, self._nbytes = self._nbytes, 0
         return found

@@ -42,7 +42,7 @@ from infinity.tiers import Tier
 __all__ = ["watchdog"]
 
 SPREAD = 4
-"""Number of calls of each kind that are made to fail by default. With -m slow all calls fail in turn."""
+"""Number of I/O calls of each kind that are made to fail, one in each training. With -m slow all are."""
 
 
 def failing(kind: str, nth: int, code: int) -> Callable[[Faults], None]:
@@ -52,11 +52,14 @@ def failing(kind: str, nth: int, code: int) -> Callable[[Faults], None]:
 def sweep(
     home: str, compute: str, fault: tuple[str, int], directory: Path, spread: int | None = None
 ) -> dict[str, int]:
-    """Make the I/O calls of one kind fail, one in each training. Returns how often each outcome occurred.
+    """Run trainings in each of which another I/O call fails, and return the number of trainings by outcome.
 
-    fault: (kind, errno). spread: how many of the calls to fail, None for all. The outcome is "poisoned" if
-    the error ended the runtime, "repeated" if a step failed and was repeated, and "unnoticed" if a read ahead
-    failed that was never needed. In the last two cases the training must give the bits of a clean training.
+    The outcome is "poisoned" if the error ended the runtime, "repeated" if a step raised the error and was
+    repeated, and "unnoticed" if no step raised it: only a read ahead that was never needed had failed. In the
+    last two cases, asserts that the training has the bits of a clean one.
+
+    home, compute: one of CASES. fault: (kind of the calls, errno). spread: number of calls to choose, at
+    equal distances; None: all calls of this kind.
     """
     kind, code = fault
     expected = clean(home, compute)
@@ -136,7 +139,8 @@ def moved(runtime: Any) -> Moved:
 def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Path) -> None:
     """Every short transfer is followed by one transfer of the rest, and no bit of the training changes.
 
-    The number of requests depends on when other requests end, so that the test takes it from the engine.
+    So the number of transfers is the sum of the numbers of requests, short transfers and retries. All of
+    these are the engine's own counts, because the number of requests differs from run to run.
     """
     expected = clean(home, compute)  # not below, where its check for threads would see the other runtime's
     faults, trained = Faults(), Trained()
@@ -167,7 +171,7 @@ def counted(action: Callable[[], Any], faults: Faults, kind: str) -> int:
 
 
 def trained_before() -> tuple[Any, torch.optim.Optimizer]:
-    """(model, optimizer) of plain PyTorch after one step, so that the optimizer has states."""
+    """Train one step in plain PyTorch, so that the optimizer has states, and return (model, optimizer)."""
     of = entry("tied")
     model = of.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,4 +1,7 @@
-"""A backend of PagedOptimizer without pages: an OptimizerCore that runs the CPU kernels on plain tensors."""
+"""A backend for PagedOptimizer in tests: it updates plain tensors with the CPU kernels, instead of pages.
+
+It stands in for the runtime behind the protocol OptimizerCore (infinity/optim/paged_optimizer.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from infinity.formats.optimizer_rules import Rule
 
 
 class MemoryBackend:
-    """A backend of PagedOptimizer that updates contiguous fp32 or bf16 parameters by their `.grad`."""
+    """An OptimizerCore whose step() updates contiguous fp32 or bf16 parameters from their `.grad`.
+
+    `reads` counts calls of `read_state`. `capacity` is the most bytes that `check_capacity` allows; None: no
+    limit.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: ThreadPool) -> None:
         self.rule = Rule.of(optimizer)

@@ -22,26 +22,32 @@ Batch = tuple[Tensor, Tensor]
 
 
 def words(step: int, micro: int) -> Batch:
-    """Token ids (3, SEQUENCE) and the ids that should follow, both int64."""
+    """Return the batch of a step and micro-batch: token ids, and for each the id that follows it.
+
+    Both are int64 (3, SEQUENCE). The same arguments give the same batch.
+    """
     generator = torch.Generator().manual_seed(1000 * step + micro)
     ids = torch.randint(VOCABULARY, (3, SEQUENCE + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
 
 
 def images(step: int, micro: int) -> Batch:
-    """Images (6, 3, 9, 9) in float32 and classes (6,)."""
+    """Return the batch of a step and micro-batch: float32 images (6, 3, 9, 9) and their classes (6,)."""
     generator = torch.Generator().manual_seed(1000 * step + micro)
     return torch.randn(6, 3, 9, 9, generator=generator), torch.randint(CLASSES, (6,), generator=generator)
 
 
 def vectors(step: int, micro: int) -> Batch:
-    """Rows (7, DIM) in float32 and classes (7,)."""
+    """Return the batch of a step and micro-batch: float32 vectors (7, DIM) and their classes (7,)."""
     generator = torch.Generator().manual_seed(1000 * step + micro)
     return torch.randn(7, DIM, generator=generator), torch.randint(CLASSES, (7,), generator=generator)
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The cross entropy on the model's device, a float32 scalar whatever dtype the model computes in."""
+    """Return the cross entropy of the model's output, a float32 scalar on the model's device.
+
+    batch: (inputs, target classes). The output is converted to float32 first.
+    """
     device = next(model.parameters()).device
     inputs, targets = (each.to(device) for each in batch)
     return F.cross_entropy(model(inputs).float().flatten(0, -2), targets.flatten())
@@ -103,7 +109,10 @@ class Tied(Transformer):
 
 
 class Borrowing(nn.Module):
-    """A model that uses parameters outside their modules' forward: a linear layer's and the embedding's."""
+    """A model whose own forward uses parameters that its children hold.
+
+    They are the weight and the bias of a linear layer that is never called, and the embedding's weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +151,7 @@ def channels_last() -> nn.Module:
 
 
 class Mixture(nn.Module):
-    """A mixture that sends each sequence to one of six experts. The sixth is never chosen."""
+    """A mixture of experts that sends each sequence to one of six. The sixth expert is never chosen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +190,10 @@ class Recurrent(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A model that recomputes its blocks in the backward pass. One block is used and recomputed twice."""
+    """A model that recomputes its blocks in the backward pass. One block is used, and recomputed, twice.
+
+    reentrant: the variant of torch.utils.checkpoint.
+    """
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -215,7 +227,7 @@ class PartlyFrozen(nn.Module):
 
 
 class ScaledLinear(torch.autograd.Function):
-    """x @ weight.t() * scale, in a function that takes and saves parameters unseen by module hooks."""
+    """The autograd function x @ weight.t() * scale. It takes and saves parameters without a module hook."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -288,12 +300,12 @@ class Entry:
     """A function from (step, micro-batch) to (inputs, targets), with the same result every time."""
     loss: Callable[[nn.Module, Batch], Tensor] = cross_entropy
     keep: tuple[str, ...] = ()
-    """Name patterns of parameters that stay float32 where the other parameters are bfloat16."""
+    """Name patterns of parameters that must stay float32 in bfloat16 training; for `Precision.keep`."""
     one_gradient: bool = True
     """Whether autograd hands over each parameter's gradient once in a backward pass, already summed."""
 
     def make(self, device: str = "cpu") -> nn.Module:
-        """A new model with the same weights every time, in training mode."""
+        """Build a new model on `device`, in training mode. Its weights are the same in every call."""
         torch.manual_seed(7)
         return self.build().to(device)
 
@@ -320,5 +332,5 @@ ENTRIES = (
 
 
 def entry(name: str) -> Entry:
-    """The zoo's model of that name."""
+    """Return the entry of ENTRIES with this name."""
     return next(each for each in ENTRIES if each.name == name)

@@ -1,4 +1,8 @@
-"""Process: a contender's process (contender.py) as its parent sees it. The process ends with its parent."""
+"""Process: starts a contender in a process of its own (contender.py), and talks to it.
+
+A contender is infinity or another program, training the same model in the same benchmark. Its process ends
+when the parent process ends.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,9 @@ class ContenderFailed(Exception):
 class Process:
     """A contender in a process of its own, to be used in a `with` statement.
 
-    The end of the statement kills the process and removes the task's directory. name: used in error messages.
-    python: path of the interpreter. timeout: seconds to wait for a reply.
+    The end of the statement kills the process and removes the directory `task.directory`. name: the name of
+    the contender in error messages. task: the training job. python: path of the interpreter that runs the
+    contender. timeout: seconds to wait for a reply.
     """
 
     def __init__(self, name: str, task: Task, python: str, timeout: float) -> None:
@@ -57,13 +62,18 @@ class Process:
         self._send(task.to_json())
 
     def ready(self) -> dict[str, Any]:
-        """Wait until the contender has built its model, and return its first reply; see contender.py."""
+        """Wait until the contender has built its model, and return its first reply. Raises ContenderFailed.
+
+        The reply has the version of torch ("torch"), the number of torch's threads ("threads"), the RSS
+        before the model was built ("rss_before"), and the entries of `usage` in contender.py.
+        """
         return self._reply()
 
     def turn(self, lead: int, steps: int) -> dict[str, Any]:
-        """Train `lead` untimed steps and then `steps` timed steps; returns the reply of contender.py.
+        """Have the contender train `lead` untimed and then `steps` timed steps, and return its reply.
 
-        Raises ContenderFailed.
+        The reply is the result of `turn` in contender.py. Raises ContenderFailed if the process has ended
+        or does not reply in time.
         """
         self._send(json.dumps({"lead": lead, "steps": steps}))
         return self._reply()
@@ -120,7 +130,7 @@ class Process:
 
 
 def _session(leader: int) -> list[int]:
-    """Ids of the processes in a session. leader: id of the process that leads the session."""
+    """Return the ids of the processes in a session. leader: id of the process that leads the session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended

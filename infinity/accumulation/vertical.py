@@ -109,9 +109,10 @@ class Accumulator:
         return losses
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take a new gradient of a parameter, to be added in the order of the micro-batches.
+        """Take a new gradient of a parameter from autograd, to be added to the stored gradient.
 
-        unit: the unit's index. parameter: the parameter's index in the unit.
+        Gradients of micro-batches that run together are held back until they can be added in the order of
+        the micro-batches. unit: the unit's index. parameter: the parameter's index in the unit.
         """
         if self._group is None or not self._group.add(unit, parameter, gradient):
             self._add(unit, parameter, gradient)
@@ -216,10 +217,10 @@ class Accumulator:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that the model repeats, in order.
+    """Return the blocks that the model repeats, such as a decoder's layers, in the model's order.
 
-    A block is an element of an nn.ModuleList, nn.Sequential or nn.ModuleDict that has modules inside, where
-    another such element has the same type. Modules inside of a block are no blocks themselves.
+    A block is a direct child of an nn.ModuleList, nn.Sequential or nn.ModuleDict. It has children itself, and
+    another child of the same container has the same type. Modules inside of a block are no blocks themselves.
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()

@@ -127,9 +127,9 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """Context that gives a temporary directory, which is renamed to `target` at the end.
+    """Context that yields a new temporary directory beside `target`, and renames it to `target` at the end.
 
-    After an error the temporary directory is removed; see [Note: all or nothing].
+    After an error in the context, the temporary directory is removed; see [Note: all or nothing].
     """
     made = [each for each in target.parents if not each.exists()]
     directory = target.parent / f".infinity-export-{secrets.token_hex(8)}"
@@ -164,8 +164,10 @@ def sync(path: Path) -> None:
 
 
 def storing(operation: str, path: Path) -> contextlib.AbstractContextManager[None]:
-    """Context that turns OSError into StorageError. The cure for a full file system is written for exports.
+    """Context that turns OSError into StorageError.
 
-    operation: a verb for the error message. path: the file or directory that the message names.
+    If the file system is full, the error's advice is to free space or to export to another file system.
+    operation: what was tried, as a verb for the error message, such as "write". path: the file or directory
+    that the message names.
     """
     return storage_errors(operation, path, cure={errno.ENOSPC: _FULL, errno.EDQUOT: _FULL})

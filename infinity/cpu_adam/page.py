@@ -1,4 +1,7 @@
-"""Pages: checks of the arrays and segments of a thread pool's job, and their conversion to native types."""
+"""Pages: checks of the arrays and segments of a thread pool's job, and their conversion to native types.
+
+A segment is a range of elements of the arrays that belongs to one parameter.
+"""
 
 from __future__ import annotations
 

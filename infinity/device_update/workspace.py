@@ -1,7 +1,8 @@
 """The workspace of device updates: memory on the device that the plan reserves beside the pages.
 
-The workspace holds the table of the parameters' pieces (infinity/device_update/table.py), the sum of squares
-of each block of gradients, and the total of these sums for each parameter. This module computes sizes only.
+A piece is the part of a parameter that lies in one chunk. The workspace holds a table of all pieces
+(infinity/device_update/table.py), the sum of squares of each block of BLOCK gradient elements, and the
+total of these sums for each parameter. This module computes sizes only.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from infinity.layout.chunks import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
-"""Size in bytes of the entry of a `DeviceTable` for one piece of a parameter."""
+"""Size in bytes of an entry of a `DeviceTable`, which describes one piece of a parameter."""
 _LENGTH = 256
 """The length of every part of the workspace is a multiple of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSize:
-    """The size of a workspace, given by the numbers of pieces, blocks and parameters in the workspace."""
+    """The size of a workspace for `parameters` parameters, which chunks cut into `pieces` pieces."""
 
     pieces: int
     blocks: int
-    """Number of blocks of gradients, of BLOCK elements each. Each block has one sum of squares."""
+    """Number of blocks of gradients. A piece is cut into blocks of BLOCK elements and a shorter last one."""
     parameters: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Sizes in bytes of the parts of the workspace.
+        """Sizes in bytes of the six parts of the workspace, in the order in which they lie.
 
-        The parts are: totals of the parameters, sums of the blocks, entries of the pieces, running sums of
-        tiles by piece, running sums of blocks by piece, and running sums of blocks by parameter.
+        The parts are: the sum of squares of each parameter's gradient, the sum of squares of each block, the
+        table's entry of each piece, the number of tiles before each piece, the number of blocks before each
+        piece, and the number of blocks before each parameter. A tile is the elements that one warp updates.
         """
         counts = (
             8 * self.parameters,

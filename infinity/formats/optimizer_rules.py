@@ -33,10 +33,10 @@ class StateArray:
     name: str
     """The name of the array.
 
-    "master" holds fp32 masters. "remainder" holds the remainders of split masters (see
-    infinity/formats/master_weights.py). The array of a moment is named by the moment's key in torch's state,
-    such as "exp_avg". The array named like a moment with ".scale" appended holds the exponents of the
-    moment's int8 codes.
+    "master" holds the fp32 masters of fp16 parameters. "remainder" holds the low 16 bits of fp32 masters,
+    which bf16 parameters lack (infinity/formats/master_weights.py). The array of a moment is named by the
+    moment's key in torch's state, such as "exp_avg". A moment of int8 codes has a second array for the
+    exponents of the codes, named by the same key with ".scale" appended.
     """
     dtype: torch.dtype
     per: int = 1

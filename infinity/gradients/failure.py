@@ -6,7 +6,10 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class GradientFailure:
-    """Holder of the latest error that left a gradient partly added, or partly written to its page's home."""
+    """Holds, as `error`, the latest error that made the gradients of the current step invalid, or None.
+
+    Such an error left a gradient partly added to the stored one, or partly written to its page's home.
+    """
 
     def __init__(self) -> None:
         self.error: InfinityError | None = None

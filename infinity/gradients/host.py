@@ -88,8 +88,9 @@ class Gradients:
     def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
         """Wait, without the runtime's lock, until the gradient ring has room for `fresh`, a new gradient.
 
-        Returns at once if the gradient does not go through the ring. If the wait raises an exception, the
-        gradients of this step are lost, and `check` raises an error until `clear`.
+        parameter: the index in the unit of the parameter that the gradient belongs to. Returns at once if the
+        gradient does not go through the ring. If the wait raises an exception, the gradients of this step
+        are lost, and `check` raises an error until `clear`.
         """
         if self._ring is None or self.on_device(unit):
             return
@@ -102,12 +103,13 @@ class Gradients:
 
     @contextmanager
     def adding(self, unit: int, parameter: int, dtype: torch.dtype) -> Iterator[GradientPage]:
-        """Context in which the caller adds one new gradient to a parameter's gradient, piece by piece.
+        """Context in which the caller adds a new gradient of a parameter. Yields the unit's gradient page.
 
-        dtype: the new gradient's dtype. Raises ConfigError after clipping, after an eager update, or at
-        another loss scale. Where the user declared one backward per step, it also raises ConfigError for a
-        second gradient, or for another dtype than the parameter's. These two errors, and any exception inside
-        the context, lose the gradients of this step: `check` raises an error until `clear`.
+        parameter: the parameter's index in the unit. dtype: the new gradient's dtype. Raises ConfigError
+        after clipping, after the unit's eager update, or if the loss scale changed since the first gradient
+        of this step. Where the user declared one backward per step, a second gradient of the parameter, or
+        a dtype other than the parameter's, also raises ConfigError. These two errors, and any exception
+        inside the context, lose the gradients of this step: `check` raises an error until `clear`.
         """
         page = self.pages[unit]
         self._check_addition(page, parameter)
@@ -122,7 +124,7 @@ class Gradients:
         page.arrivals[parameter] += 1
 
     def pieces(self, page: GradientPage, parameter: int) -> list[tuple[int, Piece]]:
-        """List the pieces of a parameter as pairs (chunk, piece), in the order in which to add them.
+        """List the pieces of a parameter as (index of the chunk in the page, piece), in the order of adding.
 
         A piece is the part of a parameter in one chunk. Pieces in chunks that are staged already come first:
         staging another chunk might push such a chunk out before its piece is added.
@@ -147,9 +149,10 @@ class Gradients:
                 page.chunks[chunk_index].blocks[parameter, begin] = _NO_SUMS
 
     def add_piece(self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor) -> None:
-        """Add one piece of a new gradient to a chunk that is in RAM. fresh: the piece, (piece.count,).
+        """Add one piece of a new gradient to the stored gradient in a chunk that is in RAM.
 
-        A piece from a device with its own memory goes through the gradient ring, whose worker adds it later.
+        chunk_index, piece: a pair from `pieces`. fresh: the new gradient's elements, (piece.count,). If they
+        are on a device with its own memory, they go through the gradient ring, whose worker adds them later.
         """
         chunk = page.chunks[chunk_index]
         data = page.memory(chunk_index)
@@ -180,7 +183,7 @@ class Gradients:
         self._on_device.add(unit, parameter, flat)
 
     def norm(self) -> float:
-        """Wait for all gradients, and return their 2-norm as the optimizer would see it.
+        """Wait until all gradients have been added, and return their 2-norm as the optimizer would see it.
 
         Raises the errors of `check`.
         """
@@ -197,7 +200,7 @@ class Gradients:
         return math.sqrt(squares) * self.unscale
 
     def finite(self) -> bool:
-        """Wait for all gradients, and return whether all their elements are finite.
+        """Wait until all gradients have been added, and return whether all their elements are finite.
 
         Raises the errors of `check`.
         """
@@ -221,10 +224,10 @@ class Gradients:
                 raise failure.again()
 
     def read(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """A copy of a parameter's gradient as the optimizer would see it, in the accumulation dtype.
+        """Return a copy of a parameter's gradient as the optimizer would see it, in the accumulation dtype.
 
-        None if the parameter has no gradient. Raises the errors of `check`, and ConfigError if an eager
-        update has used the gradient.
+        Returns None if the parameter has no gradient. Raises the errors of `check`, and ConfigError if an
+        eager update has used the gradient.
         """
         self.check()
         page = self.pages.get(unit)
@@ -335,10 +338,12 @@ class Gradients:
         *,
         again: bool,
     ) -> int:
-        """Send a new gradient through the ring, whose worker then calls `_accumulate` for each part.
+        """Send a new gradient through the ring, whose worker then calls `_accumulate` for each part of it.
 
-        target: the stored gradient. blocks: array that gets the sums of squares. again: as in `_accumulate`.
-        Returns the number of the worker's last job for this gradient, for `GradientRing.wait`.
+        fresh: the new gradient, which is sent in parts that fit the ring. target: the stored gradient, of
+        the same length as `fresh`. blocks: array that gets the sums of squares, one for each cpu_adam.BLOCK
+        elements. again: as in `_accumulate`. Returns the number of the worker's last job for this gradient,
+        for `GradientRing.wait`; 0 if the gradient has no elements.
         """
         number = 0
         for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):

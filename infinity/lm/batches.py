@@ -24,7 +24,7 @@ class Batches:
     """Makes batches of token windows from a text, for training and for the loss on held-out text."""
 
     def __init__(self, text: Text, language_model: LanguageModel, *, batch: int, seq: int, seed: int) -> None:
-        """Choose the text, the model whose vocabulary splits the text into tokens, and the sizes.
+        """text: where the windows are taken from. language_model: its vocabulary splits the text into tokens.
 
         batch: number of windows in a batch. seq: number of tokens that are predicted in a window; a window
         has seq + 1 tokens. seed: seed of the positions of the training windows.

@@ -72,7 +72,10 @@ def generate(
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int | None:
-    """Draw the next token from `logits`, float32 (vocabulary,); None if the largest is NaN or infinite."""
+    """Draw the next token from `logits`, float32 (vocabulary,), and return its number in the vocabulary.
+
+    Returns None if the largest logit is NaN or infinite. temperature: as in `generate`.
+    """
     if not logits.max().isfinite():
         return None
     if temperature == 0:

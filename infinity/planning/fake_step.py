@@ -46,7 +46,7 @@ class FakeStep:
     page.
     """
     operations: Operations
-    """All tensor operations of the step, with those that only make views."""
+    """All tensor operations of the step, including those that only make views."""
 
 
 def run_fake_step(
@@ -141,8 +141,8 @@ class _Watch(TorchDispatchMode):
         self._saving = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` without its autograd graph, for autograd to save. A tensor that is saved with its
-        graph keeps itself alive.
+        """Return `tensor` without its autograd graph, which autograd saves in its place. If autograd saved
+        `tensor` itself, graph and tensor would keep each other alive, and the tensor would count for ever.
         """
         self._saving = True
         try:
@@ -170,8 +170,8 @@ class _Watch(TorchDispatchMode):
         weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
 
     def _scratch(self, func: Any, result: Any) -> None:
-        """Count the memory that an operator allocates and frees within its call. On CUDA, attention's
-        backward operators hold their gradients a second time, in fp32.
+        """Raise `peak` by the memory that the operator `func` allocates and frees within its call. Only
+        attention's backward operators on CUDA do: they hold their gradients, `result`, once more in fp32.
         """
         if _ATTENTION.fullmatch(func.overloadpacket.__name__):
             gradients = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]

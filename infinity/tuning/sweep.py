@@ -14,9 +14,9 @@ Progress = Callable[[str], None]
 """A function that is called before each trial, with a text that names the settings of the trial."""
 
 _LATENCY = 0.064
-"""Settings with more bytes in flight than the disk moves in this many seconds are not tried, unless these are
-fewer than `_LEAST_IN_FLIGHT` bytes. A disk without other users needs far fewer bytes in flight (Little's
-law), but a deeper queue gets more of a shared disk.
+"""A sweep tries no settings with more bytes in flight than the disk writes in this many seconds, or than
+`_LEAST_IN_FLIGHT` if that is more. A disk without other users needs far fewer bytes in flight
+(Little's law), but a deeper queue gets more of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -32,7 +32,7 @@ class Effort:
     """Sizes in bytes of the I/O blocks that are tried."""
     depths: tuple[int, ...]
     slice_seconds: float
-    """Seconds for which one trial measures each mode: reads, writes and both mixed."""
+    """Seconds that one trial spends on each of the three modes: reads, writes and both mixed."""
 
 
 QUICK = Effort(
@@ -51,7 +51,7 @@ THOROUGH = Effort(
 
 @dataclass(frozen=True)
 class Measured:
-    """The median rates of one combination of settings, in bytes per second."""
+    """The median rates of one combination of settings over `trials` trials, in bytes per second."""
 
     settings: IoSettings
     read: float
@@ -73,11 +73,11 @@ class DiskSweep:
     """
     chosen: Measured
     best: dict[str, Measured]
-    """The fastest settings in each mode ("read", "write" or "mixed"), among the settings that every pass
-    tried.
+    """The fastest settings in each mode ("read", "write" or "mixed"), among the settings that stayed to the
+    end of the sweep. Slow settings are dropped earlier, after fewer trials.
     """
     points: tuple[Measured, ...]
-    """The rates of all settings that were tried. Settings with the most trials come first."""
+    """The rates of all settings that were tried. Those that stayed longest in the sweep come first."""
 
 
 def sweep_disk(
@@ -91,10 +91,12 @@ def sweep_disk(
 ) -> DiskSweep:
     """Find the best I/O settings for the disk that a test file is on.
 
-    file: the test file. backends: names of the I/O backends that work there. All combinations of the backends
-    with the block sizes and queue depths of `effort` are tried. seconds: seconds for all trials.
-    bytes_in_flight: the most bytes in flight that are tried. progress: called before each trial. Raises
-    StorageError and StorageFull if I/O fails.
+    Tries the combinations of the backends with the block sizes and queue depths of `effort`. Left out are
+    those with more bytes in flight (block size times queue depth) than `bytes_in_flight`, than half of the
+    test file or than `_LATENCY` allows, and those for which no time is left.
+
+    file: the test file. backends: names of the I/O backends that work there. seconds: seconds for all trials
+    together. progress: called before each trial. Raises StorageError or StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)

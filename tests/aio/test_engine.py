@@ -191,9 +191,10 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
 
 
 def _the_new(name: str, before: set[int]) -> int:
-    """The kernel's id of the one thread named `name` that is not in `before`.
+    """Wait until this process has exactly one thread named `name` that is not in `before`, and return its id.
 
-    Waits until there is only one, because threads of earlier probes may still be ending.
+    before: ids of threads that existed earlier. Threads of engines that were opened for a moment, to see what
+    works, may still be ending, so there can be several new ones at first.
     """
     end = time.monotonic() + BOUND
     while len(found := threads_of(name) - before) != 1:

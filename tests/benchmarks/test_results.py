@@ -27,7 +27,7 @@ each_result = pytest.mark.parametrize("result", FOUND, ids=lambda each: each.pat
 
 
 def section(readme: str) -> str:
-    """The text of the section "Measured" in README, without the targets of its links."""
+    """Return the section "Measured" of README without the targets of its links. readme: README's text."""
     text = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
     return re.sub(r"\]\([^)]*\)", "]", text)
 
@@ -35,7 +35,7 @@ def section(readme: str) -> str:
 def numbers(data: Any, *, below: tuple[str, ...] = ()) -> Iterator[float]:
     """Iterate over the numbers in JSON data, except those under the key "sweep".
 
-    below: where keys are given, only numbers that lie under one of these keys are returned.
+    below: if not empty, only numbers that lie at any depth under one of these keys are yielded.
     """
     if isinstance(data, dict):
         for key in data.keys() - {"sweep"}:
@@ -48,7 +48,10 @@ def numbers(data: Any, *, below: tuple[str, ...] = ()) -> Iterator[float]:
 
 
 def stated(figure: dict[str, Any], *keys: str) -> list[str]:
-    """Return all numbers, as text, that `figure` of a result file has in its texts under the given keys."""
+    """Return the numbers, as written, in the texts that `figure` has under the given keys.
+
+    figure: an entry of "figures" in a result file.
+    """
     return NUMBER.findall(" ".join(figure[key] or "" for key in keys))
 
 
@@ -59,10 +62,12 @@ def is_one_of(text: str, values: set[float]) -> bool:
 
 
 def of_turns(data: dict[str, Any], contender: str) -> dict[str, str | None]:
-    """Return the texts that a result file must show for one contender, made from benchmarks/train.py's data.
+    """Return the texts that a figure of a result file must have, made from benchmarks/train.py's data.
 
-    They are the median step time and the peak RSS of the peer ("peer") and of the contender ("ours"), the
-    median of the ratios between both ("ratio"), and the least and the largest ratio ("spread").
+    contender: name of a run of infinity in the data; it is compared with the first peer. "peer", "ours":
+    median step time and peak RSS of the peer and of the contender. "ratio": median of the ratios of their
+    speeds. "spread": the least and the largest ratio. Without a peer, "peer" and "ratio" are None and
+    "spread" is missing.
     """
 
     def cell(name: str) -> str:

@@ -247,7 +247,10 @@ def test_processes_are_kept_if_their_peaks_fit_in_memory_with_what_compute_takes
 
 
 class Canned:
-    """A fake of a contender's process: every turn() returns the same result, and fails after finish()."""
+    """A fake of `Process` (benchmarks/peers/process.py) that trains nothing.
+
+    Every turn() returns the reply `turn`. After finish(), turn() fails.
+    """
 
     def __init__(self, turn: dict[str, Any]) -> None:
         self._turn, self.name, self.timeout, self._ended = turn, "canned", 1.0, False
@@ -316,9 +319,9 @@ def _running(process: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["nvme", "cpu", "cpu3"])
 def test_deepspeed_trains(mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """DeepSpeed trains in this mode. The test is skipped where DeepSpeed is not installed.
+    """benchmarks/train.py trains the contender "deepspeed:MODE", and its losses are plausible.
 
-    DeepSpeed compiles its operators when they are first used.
+    The test is skipped where DeepSpeed is not installed. DeepSpeed compiles its operators at their first use.
     """
     pytest.importorskip("deepspeed")
     assert train.main(arguments(tmp_path, "--peer", f"deepspeed:{mode}", "--json")) == 0

@@ -125,7 +125,10 @@ def test_a_disk_too_full_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_link_speed_counts_bytes_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Link speed is bytes divided by the time between two events. Fake events are always 10 ms apart."""
+    """The probe of a link computes its speed as bytes divided by the time between two CUDA events.
+
+    The CUDA events here are fakes that are always 10 ms apart.
+    """
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

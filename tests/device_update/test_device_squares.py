@@ -1,4 +1,7 @@
-"""Tests that sums of squares on the device have the CPU's bits, with two launches for all parameters."""
+"""Tests that the sums of squares of gradients have the same bits on the device as on the CPU.
+
+Two kernel launches must be enough for all parameters together.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from infinity.device_update.table import Chunk
 
 
 def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, float]:
-    """Have the device measure the sum of squares of each parameter's gradient, and return the sums by name.
+    """Have the device compute the sum of squares of each parameter's gradient, and return the sums by name.
 
-    values: each gradient in pieces, each of which becomes a chunk of its own. All pieces of a gradient but
-    the last have a multiple of BLOCK elements. Asserts that two launches suffice.
+    values: the pieces of each gradient, by the parameter's name. Each piece is put into a chunk of its own.
+    All pieces of a gradient but the last must have a multiple of BLOCK elements. Asserts that the device
+    runs two kernels for all gradients together.
     """
     chunks = []
     for name, pieces in values.items():

@@ -1,4 +1,8 @@
-"""Tests of the tensors that stand in for evicted parameters: any shape, almost no memory, NaN when read."""
+"""Tests of placeholders, the tensors that stand in for the values of evicted parameters.
+
+They can have any shape and dtype, take almost no memory, and read as NaN where the dtype has it. On a device,
+the test driver notices writes to them.
+"""
 
 import ctypes
 import errno
@@ -35,9 +39,10 @@ def kib(field: str, file: str) -> int:
 
 
 def proportional_share() -> int:
-    """KiB of this process's proportional share of anonymous and shared memory.
+    """Return the KiB of anonymous and shared memory that the kernel charges to this process.
 
-    The share of files is left out, because it changes when another process that maps torch's libraries ends.
+    Memory that n processes map counts 1/n (PSS). Mapped files are left out: their share changes when another
+    process that maps torch's libraries ends.
     """
     return kib("Pss_Anon", "/proc/self/smaps_rollup") + kib("Pss_Shmem", "/proc/self/smaps_rollup")
 
@@ -314,7 +319,8 @@ def test_a_stand_in_that_is_written_to_and_gone_is_seen_too() -> None:
 def test_memory_that_kernels_may_still_read_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The release of a placeholder's memory waits for kernels that may still read the memory.
 
-    Without that wait, the test driver reports a violation.
+    With that wait, the emulated device reports no use of unmapped memory. With the wait taken away, it
+    reports one.
     """
 
     class Hasty:

@@ -31,7 +31,11 @@ ENTRIES = [each for each in zoo.ENTRIES if each.one_gradient]
 
 
 def cases() -> list[Any]:
-    """Cases of (model, home, device). The first two models have every home, the others two homes each."""
+    """Return test cases of (entry of the zoo, home, device).
+
+    On the CPU, the first two entries get every home, and each other entry gets two homes. On CUDA, every
+    entry gets all of CUDA_HOMES.
+    """
     found = []
     for number, each in enumerate(ENTRIES):
         homes = HOMES if number < 2 else (HOMES[number % 6], HOMES[(number + 3) % 6])
@@ -82,7 +86,7 @@ def test_units_are_updated_in_the_backward_that_is_declared_the_last(tmp_path: P
 
 
 def parameters_in_ram(runtime: Any) -> list[int]:
-    """Indices of the units whose parameters rest in RAM and whose states rest on NVMe."""
+    """Return the indices of the units with parameters at rest in RAM and optimizer states on NVMe."""
     return [
         unit
         for unit, home in enumerate(runtime.plan.homes)
@@ -91,7 +95,10 @@ def parameters_in_ram(runtime: Any) -> list[int]:
 
 
 def test_step_does_not_wait_for_what_began_early(tmp_path: Path) -> None:
-    """Units whose update began in the backward are still being updated when step() returns."""
+    """Of the units whose update began in the backward, some are still being updated when step() returns.
+
+    Reads from the disk are slowed down for this.
+    """
     faults = Faults()
     with opened(tmp_path, faults=faults, more=384 << 10) as (model, runtime):
         for step in range(2):  # the first step has no states to read
@@ -130,10 +137,10 @@ def test_a_view_that_code_holds_is_updated_before_step_returns(tmp_path: Path) -
 def test_what_is_written_is_what_the_plan_says(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes written in a step agree with the plan.
+    """A step writes what the plan counts for updates, plus the gradients that staging had no room for.
 
-    Lazy updates write the gradients that the plan counts, except those that found room in staging. The plan
-    counts no gradients of eager updates, so any that found no room are written in addition.
+    The plan counts all gradients on the disk for lazy updates, so a step writes at most what the plan says.
+    For eager updates it counts none, so a step writes at least what the plan says.
     """
     staged = StagedGradients(monkeypatch)
     with opened(tmp_path, update=update, more=256 << 10) as (model, runtime):
@@ -309,7 +316,11 @@ def test_a_parameter_that_backward_needs_after_its_update_is_named(tmp_path: Pat
 
 
 def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) -> dict[str, torch.Tensor]:
-    """Train two steps, and return the parameters. fail: called before the second step, to inject a fault."""
+    """Train two steps, wait until all updates are written, and return the model's parameters by name.
+
+    faults: the faults of the runtime's I/O. fail: called before the second step, to add a fault to `faults`.
+    An error of the second step is raised.
+    """
     with opened(directory, faults=faults, more=256 << 10) as (model, runtime):
         for step, inject in enumerate((lambda: None, fail)):
             inject()
@@ -323,7 +334,7 @@ def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) ->
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_fault_is_a_typed_error_or_changes_no_bit(kind: str, tmp_path: Path) -> None:
-    """After a failed I/O request, either a retry gives the same bits, or StorageError is raised."""
+    """After a failed I/O request, StorageError is raised, or the parameters have the bits of a clean run."""
     clean = one_step_after(tmp_path, Faults(), lambda: None)
     failed = 0
     for number in (1, 2, 3, 5, 8, 13, 21, 34, 55):

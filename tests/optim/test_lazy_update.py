@@ -33,11 +33,12 @@ def opened(
     faults: Any = None,
     more: int = 0,
 ) -> Iterator[Any]:
-    """Offload a model in bf16, and yield (model, runtime, learning rate scheduler).
+    """Offload a model in bf16 with its pages in `directory`, and yield (model, runtime, scheduler).
 
-    Asserts at the end that no file is left. home: one of HOMES in tests/homes.py. model: None makes a small
-    model with tied parameters. faults: injects faults into the runtime's I/O. more: bytes of host budget
-    beyond what `home` needs.
+    The scheduler halves the learning rate at each of its steps. Asserts at the end that no file is left.
+    home: one of HOMES in tests/homes.py. update: as in `offload`. model: None makes a small model with tied
+    parameters. faults: injects faults into the runtime's I/O. more: bytes of host budget beyond what `home`
+    needs.
     """
     model = TIED.make() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -62,9 +63,11 @@ def pending(runtime: Any) -> list[int]:
 
 
 def train(home: str, directory: Path, update: str, act: Callable[[Any, Any, int], Any]) -> list[Any]:
-    """Train four steps. Return the loss and the result of `act` after each step(), and the final states.
+    """Train four steps, and assert that step() leaves updates pending if and only if `update` is "lazy".
 
-    act: called with the model, the runtime and the step number.
+    Returns a list: for each step, a pair of the loss and the result of `act`; then the final state dicts of
+    the model and of the optimizer. act: called right after each step(), with the model, the runtime and the
+    step number.
     """
     directory.mkdir()
     seen = []
@@ -126,7 +129,7 @@ def reload(model: Any, runtime: Any, step: int) -> None:
 
 
 def another_rate(model: Any, runtime: Any, step: int) -> None:
-    """Change the learning rate after step(). The pending updates must keep the rate that step() saw."""
+    """Change the learning rate after step(). Pending updates must still use the rate that step() saw."""
     for group in runtime.optimizer.param_groups:
         group["lr"] *= 0.7
 
@@ -158,7 +161,7 @@ def test_gradients_that_nobody_resets_go_on_growing(home: str, tmp_path: Path) -
 
 
 class Two(nn.Module):
-    """A model of three layers, of which each forward uses one."""
+    """A model of three linear layers. A forward uses only the layer whose index it is given."""
 
     def __init__(self) -> None:
         super().__init__()

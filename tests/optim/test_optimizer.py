@@ -1,4 +1,7 @@
-"""Tests of PagedOptimizer without pages: its updates, calls, hooks and schedulers work as torch's do."""
+"""Tests of PagedOptimizer on plain tensors (tests/update_backend.py) instead of pages.
+
+It must update parameters, run closures and hooks, obey schedulers and refuse misuse as torch's optimizers do.
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ Run = dict[str, Any]
 
 
 class Odd(nn.Module):
-    """A model with parameters of one element, of less and more than a block of int8 codes, of several chunks.
+    """A model with parameters of one element, of less and of more than a block, and of several chunks.
 
-    A block is the codes of a moment that share one exponent.
+    A block is a run of elements whose int8 codes of a moment share one exponent.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class Twins(RuleBasedStateMachine):
         super().__init__()
         self.stack = contextlib.ExitStack()
         self.graphs: list[tuple[Forward, Tensor, Tensor]] = []
-        """Forwards whose backward is still to come: (arguments, paged model's output, twin's output)."""
+        """Forwards whose backward is still to come: (input, paged model's output, twin's output)."""
         self.held: list[tuple[Tensor, Tensor, str]] = []
         """Views that are held: (view of the paged model's parameter, the twin's view, kind of view)."""
         self.clipped = False
@@ -262,8 +262,9 @@ class Twins(RuleBasedStateMachine):
     def let_go(self, error: BudgetError, *, fits: bool = True) -> None:
         """Drop the views in `held`, which keep pages in memory, after an operation failed for lack of room.
 
-        error: of that operation. It must say how much is needed. fits: whether the operation would fit if no
-        view were held. If so, assert that at least one was, because nothing else explains the error.
+        error: the operation's error; asserts that its `needed` is positive. fits: whether the operation would
+        fit if no view were held. If it would, asserts that at least one view was held, because nothing else
+        explains the error.
         """
         assert self.held or not fits, error
         assert error.needed is not None
@@ -308,7 +309,7 @@ class Twins(RuleBasedStateMachine):
 
 
 def _values(found: Any) -> Any:
-    """The tensor without its autograd graph. Anything else is returned as it is."""
+    """Return `found` without its autograd graph if it is a tensor, and as it is otherwise."""
     return found.detach() if isinstance(found, Tensor) else found
 
 
@@ -335,7 +336,10 @@ def test_many_more_random_operations() -> None:
 
 
 def train(runtime: Any, model: nn.Module, twin: nn.Module, steps: int) -> None:
-    """Train both models for `steps` steps. Losses and gradients must be equal at every step."""
+    """Train the paged model and its plain twin for `steps` steps.
+
+    Asserts at every step that losses and gradients have equal bits, and that parameters are close.
+    """
     optimizer = adamw(twin)
     arguments = Forward(tuple(range(len(twin.parts))), 0, 0)
     for _ in range(steps):
@@ -358,9 +362,10 @@ def train(runtime: Any, model: nn.Module, twin: nn.Module, steps: int) -> None:
 
 
 def check_smallest(parts: tuple[Part, ...], place: str) -> None:
-    """Check that a model of `parts` trains in its smallest budgets with pages at `place`, and in no less.
+    """Assert that a model of `parts` trains in the smallest budgets that its plan names, and in no less.
 
-    4 KiB less in any tier must be refused, and the refusal must name a budget that does suffice.
+    place: kind of machine, one of PLACES in tests/hard_budgets.py. With 4 KiB less in any one tier, `offload`
+    must raise BudgetError, and must accept the budget that this error names for the tier.
     """
     parts = tuple(part for part in parts if part.kind != "tied") or (Part("norm", 1),)
     with tempfile.TemporaryDirectory() as name:

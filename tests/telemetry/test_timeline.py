@@ -68,7 +68,7 @@ class Slow:
 
 
 def simple(rows: dict[str, list[Event]]) -> dict[str, list[tuple[Any, ...]]]:
-    """The events of each row as (name, start, end, args), in microseconds."""
+    """Convert a timeline's events, by row, to tuples (name, start, end, args) with times in microseconds."""
     return {
         row: [(each["name"], each["start"] // 1000, each["end"] // 1000, each["args"]) for each in found]
         for row, found in rows.items()
@@ -251,7 +251,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
 
 
 class FakeEvent:
-    """A fake CUDA event, recorded when it is made. Its time is the next of `times`, in milliseconds."""
+    """A fake CUDA event that is recorded when it is made, at the next of `FakeEvent.times` (milliseconds)."""
 
     times: Iterator[float]
 

@@ -1,4 +1,7 @@
-"""Tests of tuning real directories: its report, the settings it keeps, its refusals, and nothing left."""
+"""Tests of `infinity tune` on real directories: test files, report, plot, and the settings that it keeps.
+
+It must also refuse unusable directories and options before it measures, and leave no file behind.
+"""
 
 import errno
 import json
@@ -47,7 +50,10 @@ def memory() -> Memory:
 
 
 def disk(path: str = "/a", **rates: float) -> DiskSweep:
-    """Make an example of a sweep's outcome for the disk `path`. rates: changed rates, in bytes/s, by mode."""
+    """Make an example of a sweep's results for the disk at `path`.
+
+    rates: rates of the best settings in bytes/s, by mode, where they shall differ from the example's.
+    """
     found = Measured(
         IoSettings("threads", MIB, 4), **({"read": 2e9, "write": 1e9, "mixed": 1.5e9} | rates), trials=3
     )
