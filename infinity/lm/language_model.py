@@ -43,10 +43,11 @@ class LanguageModel(Protocol):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str
     ) -> tuple[Any, ...] | Mapping[str, Any]:
-        """Make arguments like those with which `loss` calls the model, for infinity.plan and offload.
+        """Make arguments for a call of `model`, for `example_inputs` of infinity.plan and infinity.offload.
 
-        batch: number of sequences. seq: number of tokens predicted in a sequence. device: where the tensors
-        are made.
+        They are a tuple of positional arguments or a mapping of keyword arguments, with the shapes and dtypes
+        of the arguments with which `loss` calls the model. batch: number of sequences. seq: number of
+        tokens predicted in a sequence. device: where the tensors are made.
         """
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
@@ -57,10 +58,10 @@ class LanguageModel(Protocol):
 
 
 class PresetModel:
-    """The decoder of a preset, whose tokens are bytes."""
+    """A LanguageModel made of the decoder of a preset. Its tokens are bytes."""
 
     def __init__(self, name: str) -> None:
-        """Build the decoder on the meta device. name: a key of PRESETS."""
+        """Build the decoder on the meta device. name: a key of `infinity.lm.presets.PRESETS`."""
         preset = PRESETS[name]
         self.name = name
         self.parameters = preset.decoder.parameters

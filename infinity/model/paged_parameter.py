@@ -24,9 +24,10 @@ class Pager(Protocol):
     """What paged parameters call in their runtime. `infinity.model.pager.Pager` implements it."""
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result.
+        """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
 
-        places: the places of the paged parameters among the arguments.
+        Until the function returns, the pages stay resident where the model computes. places: the places of
+        the paged parameters among the arguments.
         """
 
     def copy(self, place: Place) -> torch.Tensor:

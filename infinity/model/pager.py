@@ -81,10 +81,11 @@ class Pager:
             self.prefetch_engine.demand(units, _kind_now())
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result.
+        """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
 
-        If the result is a view of a page, later edits through the view are noticed, too. Raises BudgetError
-        if the pages do not fit together, and StorageError if a page cannot be read.
+        Until the function returns, the pages stay resident where the model computes. If the result is a
+        view of a page, later edits through the view are noticed, too. Raises BudgetError if the pages do
+        not fit together, and StorageError if a page cannot be read.
         """
         with self.lock:
             self.refuse()
@@ -130,7 +131,7 @@ class Pager:
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
-        """Context in which the pages of all `units` stay present.
+        """Context in which the pages of all `units` stay resident where the model computes.
 
         At the end of the context, edits of their parameters are written to the pages' homes. The runtime's
         lock is not held in the context, because autograd's threads, for which code in the context may wait,
