@@ -73,17 +73,17 @@ class PresetModel:
         self.vocabulary: Vocabulary = Bytes()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting the next token; see LanguageModel.loss."""
+        """Compute the mean cross-entropy of predicting the next token; see LanguageModel.loss."""
         found: torch.Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
         return found
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> tuple[Any, ...]:
-        """Arguments for a call of the decoder; see LanguageModel.example_inputs."""
+        """Make arguments for a call of the decoder; see LanguageModel.example_inputs."""
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return tokens, tokens
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits of the token after `position`; see LanguageModel.next_token_logits."""
+        """Compute the logits of the token after `position`; see LanguageModel.next_token_logits."""
         logits: torch.Tensor = self.model(tokens)
         return logits[:, position].float()
 

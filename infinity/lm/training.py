@@ -58,7 +58,7 @@ class StepReport:
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """An AdamW optimizer for `model`, with weight decay on matrices only, as is usual for language models."""
+    """Make an AdamW optimizer for `model`. Only parameters of two or more dimensions get weight decay."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]

@@ -133,9 +133,9 @@ class PagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, which is None before a backward.
+        """None while the parameter has no gradient; else reading this property raises ConfigError.
 
-        After a backward the gradient is in a page, and reading this property raises ConfigError.
+        The gradient is in a page then, and `runtime.grad(p)` returns a copy of it.
         """
         place = self._place
         if place.pager.has_gradient(place):
@@ -239,8 +239,8 @@ def _can_be_replaced(parameter: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if torch can put the data of `other` into `parameter`; raise ConfigError if it cannot.
 
     At least one of the two is a paged parameter. Module.to and similar methods call this function through
-    torch._has_compatible_shallow_copy_type. With False as the answer, they would replace the paged parameter
-    by a new Parameter.
+    torch._has_compatible_shallow_copy_type. It never returns False, because these methods would then replace
+    the paged parameter by a new Parameter.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if not torch._has_compatible_shallow_copy_type(parameter, other):

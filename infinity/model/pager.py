@@ -213,10 +213,11 @@ class Pager:
             self._gradients.drop(place.page.index, place.index)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
-        """Return `result`, an operation's result, and keep an alias of each view of a page that is in it.
+        """Keep an alias of each tensor in `result` that is a view of a page, and return `result`.
 
         By the alias (a loan) the runtime notices later edits through the view. In a call of state_dict, a
-        copy of the parameter in RAM is returned instead of a view.
+        copy of the parameter in RAM is returned instead of a view. result: the result of an operation on
+        parameters. places: the places of these parameters.
         """
         for place in places:
             base = place.page.residency

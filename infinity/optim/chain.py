@@ -115,7 +115,7 @@ class Chain:
 
     @property
     def needed_ahead(self) -> int:
-        """Bytes of staging for `read_ahead`: the states, and room for the parameter slice if that is read."""
+        """Bytes of staging for `read_ahead`: states, plus the parameter slice if it must be read later."""
         apart = not (self._store.device.shares_host or self.page.home.in_place)
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 
@@ -226,7 +226,7 @@ class Chain:
         self._to(ChainState.READING)
 
     def arrive(self) -> None:
-        """Note that the reads have ended or failed while the gate is closed: READING -> GATED."""
+        """Note that all reads have ended or failed while the gate is closed: READING -> GATED."""
         assert self.decision is None
         self._to(ChainState.GATED)
 
@@ -259,7 +259,7 @@ class Chain:
         self._to(ChainState.IDLE)
 
     def forget_gradient(self) -> None:
-        """Drop the gradient of a DUE chain, once it was written home. It will be read from there."""
+        """Drop the gradient of a DUE chain after it was written home, from where it will be read again."""
         assert self.state is ChainState.DUE
         self._gradient = self._kept = NOTHING
 

@@ -43,7 +43,10 @@ class _Tally:
     peaks: dict[str, int] = field(default_factory=dict)
 
     def finish(self, seconds: float) -> None:
-        """Complete the sums of one step at its end. seconds: the wall time of the step."""
+        """Complete the sums of one step at its end: count the step, its wall time and its seconds of compute.
+
+        seconds: the wall time of the step. Compute is what stalls and updates leave of it.
+        """
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
         self.seconds = seconds
@@ -189,7 +192,8 @@ class Meter:
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
         """Count a wait of the training thread for a transfer over `edge`.
 
-        seconds: the length of the wait, which ended now. wait: the reason of the wait.
+        edge: the direction between two neighbouring tiers, such as NVMe to host. seconds: the length of the
+        wait, which ended now. wait: the reason of the wait.
         """
         with self._lock:
             tally = self._now.edges[edge]
@@ -240,8 +244,8 @@ class Meter:
     def updating(self, seconds: float) -> None:
         """Count time in which the training thread worked on updates or waited for updates.
 
-        seconds: the length of this time, which ended now, without stalls. Within `stalling` of the same
-        thread nothing is counted, since the stall counts the time.
+        seconds: the length of this time, which ended now, less the stalls in it, which are counted apart.
+        Within `stalling` of the same thread nothing is counted, since the stall counts the time.
         """
         if self._thread.waits:
             return

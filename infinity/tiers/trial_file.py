@@ -87,9 +87,9 @@ class TestFile(Closing):
     """A file without a name in `directory`, filled with bytes, which vanishes when it is closed.
 
     The file vanishes also when the process ends. A context manager. nbytes: size of the file, preallocated
-    so that a full disk shows at once. memory: the bytes to write. settings: the I/O settings for writing.
-    seconds: the time limit for writing. If a slow disk needs longer, the file stays shorter, but it gets at
-    least `SMALLEST` bytes.
+    so that a full disk shows at once. memory: RAM for all requests, whose bytes fill the file. settings:
+    the I/O settings for writing. seconds: the time limit for writing. If a slow disk needs longer, the file
+    stays shorter, but it gets at least `SMALLEST` bytes.
 
     Raises StorageError for a directory that cannot be written, StorageFull where the directory does not
     have that much room.
