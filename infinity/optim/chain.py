@@ -346,7 +346,7 @@ class Chain:
         self.state = ChainState.LOST
 
     def _still_right(self, present: Present | None) -> bool:
-        """Whether the states that were read ahead are still current, and no further staging is needed."""
+        """Whether the states that were read ahead are still current, and the chain needs no more staging."""
         if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
             return False
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None

@@ -176,7 +176,8 @@ class TestFile(Closing):
     def _fill(self, nbytes: int, seconds: float, settings: IoSettings) -> tuple[int, float]:
         """Write the file from its start until `nbytes` bytes are written or `seconds` seconds are over.
 
-        Returns the number of bytes written, and the bytes per second.
+        If time is short, `SMALLEST` bytes are written all the same. Returns the number of bytes written, and
+        the bytes per second.
         """
         written, in_flight = 0, deque[aio.Future]()
         buffers = max(1, self._memory.nbytes // REQUEST_BYTES)

@@ -162,9 +162,10 @@ def logs() -> Any:
 
 
 def test_a_micro_batch_more_needs_a_workspace_more() -> None:
-    """The headroom grows by 32 MiB, one workspace of Hopper, for each micro-batch computed beside the first.
+    """One more micro-batch adds a workspace of cuBLAS (32 MiB on Hopper) to the headroom, and the share of
+    its activations that is lost to fragmentation.
 
-    Micro-batches that are computed together have a thread each, and each thread has a workspace of cuBLAS.
+    Micro-batches that are computed together have a thread each, and each thread has a workspace.
     """
     headroom = Headroom.for_cuda(HOPPER, {})
     assert headroom.one_more(0) == 32 * MIB
