@@ -26,9 +26,10 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def work(options: argparse.Namespace) -> None:
-    """Build a model, then train one turn for each line that arrives on stdin, until stdin ends.
+    """Build a model, print a line of JSON when it is ready, then train one turn for each line on stdin.
 
-    After each turn, print a line of JSON with the seconds of a step and the last loss.
+    After each turn of `options.steps` steps, print a line of JSON with the mean seconds of a step and the
+    last loss. Returns when stdin ends. options: the program's options.
     """
     import torch
 

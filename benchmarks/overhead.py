@@ -102,7 +102,9 @@ class Layout:
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """The numbers with which the fitted formula (see the module) multiplies the factors a to e."""
+        """The multipliers of the factors a to e in the fitted formula (see the module): 1, and the whole
+        model's numbers of units, chunks, parameters and further pieces.
+        """
         further = max(0, self.parameters - self.chunks)
         return 1, *(self.units * each for each in (1, self.chunks, self.parameters, further))
 
@@ -225,7 +227,10 @@ def batch() -> torch.Tensor:
 
 
 def plain_calls(layout: Layout, calls: Calls) -> tuple[int, int]:
-    """Run forward and backward of the model without infinity; returns their calls: (Python, C)."""
+    """Run a forward and backward of the model without infinity, and count the calls in it.
+
+    Returns (number of calls of Python functions, number of calls of C functions).
+    """
     model, x = model_of(layout).to(torch.bfloat16), batch()
 
     def step() -> None:
@@ -238,7 +243,10 @@ def plain_calls(layout: Layout, calls: Calls) -> tuple[int, int]:
 def step_calls(
     layout: Layout, calls: Calls, *, home: str, update: str, directory: str, steps: int
 ) -> list[tuple[int, int]]:
-    """Train with infinity; returns the calls of each of `steps` steps after the warm-up: (Python, C)."""
+    """Train with infinity, and count the calls in each of `steps` steps after the warm-up.
+
+    Returns for each step (number of calls of Python functions, number of calls of C functions).
+    """
     model, x = model_of(layout), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     accumulation = 1 if update == "eager" else None
@@ -268,9 +276,10 @@ def step_calls(
 def measure(
     layouts: list[Layout], home: str, update: str, directory: str, steps: int
 ) -> list[dict[str, Any]]:
-    """Train every layout; returns for each the median number of calls of a step, and how they spread.
+    """Train every layout, and return a dictionary for each: its fields, and the calls of a step.
 
-    The calls of the model itself are subtracted.
+    "python", "c" and "sum" are medians over the steps, and "spread" is the largest less the smallest sum. The
+    calls of the model itself are subtracted.
     """
     found = []
     for layout in layouts:
@@ -291,9 +300,10 @@ def measure(
 
 
 def fitted(layouts: list[Layout], rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit the formula (see the module); returns its factors "a" to "e" for each kind of call.
+    """Fit the formula (see the module) to each kind of call: "python", "c" and their "sum".
 
-    rows: the result of `measure`. "worst" is the largest relative error of the fit.
+    rows: the result of `measure` for `layouts`. Returns, for each kind, a dictionary of the factors "a" to
+    "e" and of the fit's largest relative error, "worst".
     """
     terms = np.array([layout.terms for layout in layouts], dtype=np.float64)
     found = {}

@@ -13,9 +13,11 @@ from turns import Bench
 
 
 def report_of(bench: Bench) -> dict[str, Any]:
-    """The report of a run: figures of every contender that had a turn, and ratios to the first peer's speed.
+    """Make the report of a finished run of train.py, as a dictionary that `show` prints and JSON can hold.
 
-    Contenders of infinity also have the limit of a step, and the predictions of their plans.
+    It has the figures of every contender (a process that trains the model with infinity or with a peer) that
+    had a turn, and its speed relative to that of the run's first peer. The figures of a contender that trains
+    with infinity also include the least time that a step can take here, and what its plan predicted.
     """
     job = bench.job
     facts = machine_facts()
@@ -50,10 +52,11 @@ def report_of(bench: Bench) -> dict[str, Any]:
 
 
 def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """The figures of one contender over all its turns.
+    """Sum up one contender's turns: seconds of a step, tokens per second, peaks of memory, bytes of disk I/O,
+    losses.
 
-    ready: what the contender replied when its model was built. turns: its replies after each turn; see
-    contender.py. tokens: number of tokens in a step.
+    ready: what the contender's process replied when its model was built. turns: what it replied after each
+    turn; contender.py makes both. tokens: number of tokens in a step.
     """
     seconds = [turn["seconds"] for turn in turns]
     return {
@@ -77,19 +80,23 @@ def summary(ready: dict[str, Any], turns: list[dict[str, Any]], tokens: int) -> 
 
 
 def _peak(turn: dict[str, Any]) -> int:
-    """Peak bytes of RAM in the whole life of the contender's process, until the end of this turn.
+    """The peak bytes of RAM of the contender's process from its start to the end of this turn.
 
-    infinity reports the peak of planning apart, because a plan bounds memory only after planning.
+    turn: the process's reply after the turn. A process that trains with infinity reports two peaks, one
+    before its plan was made and one after, because a plan bounds memory only from then on. The larger of the
+    two is returned.
     """
     planning: int = turn["facts"].get("plan", {}).get("rss_planning", 0)
     return max(turn["rss_peak"], planning)
 
 
 def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the predictions of plans with measurements: seconds of a step, and bytes of RAM.
+    """Compare what a contender's plans predicted with what was measured: seconds of a step, and bytes of RAM.
 
-    Every process has made a plan of its own. The turns of a process are compared with this plan, and the
-    ratio of seconds is the median over turns.
+    turns: the replies of a contender that trains with infinity. Each turn is compared with the plan that its
+    own process made. Returns a dictionary with the medians of the predicted seconds and of their ratio to
+    the measured seconds, the planned bytes of RAM, and the most bytes by which a process grew. The ratio is
+    None if no plan has a prediction.
     """
     plans = [turn["facts"]["plan"] for turn in turns]
     predictions = [plan["prediction"]["seconds"] for plan in plans if plan["prediction"] is not None]
@@ -112,9 +119,10 @@ def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(contenders: dict[str, dict[str, Any]], peer: str) -> dict[str, dict[str, Any]]:
-    """The speed of every other contender divided by the speed of `peer`: by round, and the median.
+    """Divide the speed of every contender except `peer` by the speed of `peer` in the same round.
 
-    Only rounds count in which both had a turn.
+    contenders: the figures of each contender, as `summary` returns them, by name. Returns, by name, the
+    ratios of all rounds in which both had a turn ("rounds") and their median ("median").
     """
     theirs = dict(zip(contenders[peer]["rounds"], contenders[peer]["seconds"], strict=True))
     found = {}
@@ -127,7 +135,7 @@ def ratios(contenders: dict[str, dict[str, Any]], peer: str) -> dict[str, dict[s
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the report as tables in Markdown."""
+    """Print a report, made by `report_of`, as tables in Markdown."""
     machine, settings = report["machine"], report["settings"]
     print(f"\n{machine.get('gpu', machine['cpu'])}, {machine['cpus']} CPUs, {settings['device']}")
     name = "quick" if settings["quick"] else settings["model"]
@@ -163,7 +171,11 @@ def _show_contenders(report: dict[str, Any]) -> None:
 
 
 def _show_ours(report: dict[str, Any]) -> None:
-    """Print the table that compares the contenders of infinity with their limits and plans."""
+    """Print a table with a row for each contender that trains with infinity, if there is any.
+
+    A row compares the measured seconds of a step with the least seconds possible here and with the seconds
+    that the plan predicted, and the growth of RAM with the plan's bytes.
+    """
     ours = {name: each for name, each in report["contenders"].items() if "limit" in each}
     if not ours:
         return
@@ -188,9 +200,11 @@ def _show_ours(report: dict[str, Any]) -> None:
 
 
 def prediction_cells(plan: dict[str, Any]) -> tuple[str, str]:
-    """Two cells of a table: the predicted seconds with what limits them, and predicted over measured seconds.
+    """Format a prediction as two cells of a table.
 
-    plan: the result of `beside_the_plan`.
+    The first cell has the predicted seconds of a step and, in parentheses, the resource that limits the step.
+    The second cell has the predicted seconds divided by the measured seconds. plan: the result of
+    `beside_the_plan`.
     """
     if plan["predicted_s"] is None:
         return "unknown", ""

@@ -46,7 +46,7 @@ def package_of(file: str) -> str:
 
 
 def noun_of(file: Path) -> str:
-    """The first paragraph of a file's docstring, which says the noun of the file."""
+    """The first paragraph of a Python file's docstring, which names what the file implements (its noun)."""
     return (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0]
 
 

@@ -1,4 +1,8 @@
-"""Threads: none waits for ever, whichever thread runs the backward. On CUDA autograd's own threads run it."""
+"""Tests that no thread waits for ever when several threads use one paged model.
+
+Backwards run in a thread of the test's own, and on CUDA in autograd's threads. Gradients stay those of the
+plain model.
+"""
 
 from __future__ import annotations
 

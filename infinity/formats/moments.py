@@ -107,6 +107,8 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
     """Choose the biased exponent of each block of an int8 moment; return the exponents, int32 (rows,).
 
+    It is the biased exponent of the block's largest element as a float32. If that element is so near the
+    end of its binade that it would be rounded up, it is the next exponent. It is at least span + 1.
     magnitude: absolute values, float32 (rows, CODE_BLOCK), one block in each row. span: as in `encode`.
     """
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
@@ -114,11 +116,11 @@ def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
 
 
 def _nearest(magnitude: torch.Tensor, exponent: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the nearest int8 codes of some magnitudes, and their errors.
+    """Find the int8 code nearest to each magnitude, for blocks whose exponents are given.
 
-    Returns (codes without the sign bit, int32 (rows, CODE_BLOCK); sums of squared errors, float64 (rows,)).
-    magnitude: absolute values, float32 (rows, CODE_BLOCK). exponent: the rows' biased exponents, int32
-    (rows,). span: as in `encode`.
+    Returns (codes without the sign bit, int32 (rows, CODE_BLOCK); the sum over each row of the squared errors
+    of the decoded values, float64 (rows,)). magnitude: absolute values, float32 (rows, CODE_BLOCK), one block
+    in each row. exponent: the rows' biased exponents, int32 (rows,). span: as in `encode`.
     """
     unit = _unit(exponent, span).unsqueeze(1)
     y = (magnitude.double() / unit.double() + 1).to(torch.float32)
@@ -144,9 +146,9 @@ def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
 
 
 def _components(count: int) -> Iterator[tuple[slice, slice]]:
-    """Divide `count` elements into parts that are converted one at a time.
+    """Divide a moment of `count` elements into parts of at most _BLOCKS blocks, to be converted one by one.
 
-    Yields (slice of elements, slice of blocks) for each part.
+    Yields for each part (slice into the moment's elements, slice into the exponents of its blocks).
     """
     for block in range(0, -(-count // CODE_BLOCK), _BLOCKS):
         yield (

@@ -67,7 +67,7 @@ class _Node:
     must_cut: bool = False
     """True if the module or a descendant is a list of experts (mixture of experts).
 
-    Two experts are never in the same unit.
+    Such a module is cut even if it fits into one unit, because two experts are never in the same unit.
     """
 
     def members(self) -> Iterator[int]:

@@ -43,10 +43,11 @@ class LanguageModel(Protocol):
     def example_inputs(
         self, batch: int, seq: int, device: torch.device | str
     ) -> tuple[Any, ...] | Mapping[str, Any]:
-        """Make arguments like those with which `loss` calls the model, for infinity.plan and offload.
+        """Make arguments for a call of `model`, for `example_inputs` of infinity.plan and infinity.offload.
 
-        batch: number of sequences. seq: number of tokens predicted in a sequence. device: where the tensors
-        are made.
+        They are a tuple of positional arguments or a mapping of keyword arguments, with the shapes and dtypes
+        of the arguments with which `loss` calls the model. batch: number of sequences. seq: number of
+        tokens predicted in a sequence. device: where the tensors are made.
         """
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
@@ -57,10 +58,10 @@ class LanguageModel(Protocol):
 
 
 class PresetModel:
-    """The decoder of a preset, whose tokens are bytes."""
+    """A LanguageModel made of the decoder of a preset. Its tokens are bytes."""
 
     def __init__(self, name: str) -> None:
-        """Build the decoder on the meta device. name: a key of PRESETS."""
+        """Build the decoder on the meta device. name: a key of `infinity.lm.presets.PRESETS`."""
         preset = PRESETS[name]
         self.name = name
         self.parameters = preset.decoder.parameters
@@ -72,17 +73,17 @@ class PresetModel:
         self.vocabulary: Vocabulary = Bytes()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of predicting the next token; see LanguageModel.loss."""
+        """Compute the mean cross-entropy of predicting the next token; see LanguageModel.loss."""
         found: torch.Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
         return found
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> tuple[Any, ...]:
-        """Arguments for a call of the decoder; see LanguageModel.example_inputs."""
+        """Make arguments for a call of the decoder; see LanguageModel.example_inputs."""
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return tokens, tokens
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits of the token after `position`; see LanguageModel.next_token_logits."""
+        """Compute the logits of the token after `position`; see LanguageModel.next_token_logits."""
         logits: torch.Tensor = self.model(tokens)
         return logits[:, position].float()
 

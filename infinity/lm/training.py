@@ -20,7 +20,7 @@ from infinity.telemetry.stats import Stats
 _WEIGHT_DECAY = 0.1
 _BETAS = (0.9, 0.95)
 _WARM_UP = 10
-"""Divisor of the number of steps: the learning rate rises in the first tenth, at most 100 steps."""
+"""The learning rate rises during the first 1/_WARM_UP of a run's steps, but during at most 100 steps."""
 _FLOOR = 0.1
 """Fraction of the highest learning rate that is left at the end of the cosine decay."""
 
@@ -58,7 +58,7 @@ class StepReport:
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """An AdamW optimizer for `model`, with weight decay on matrices only, as is usual for language models."""
+    """Make an AdamW optimizer for `model`. Only parameters of two or more dimensions get weight decay."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -80,7 +80,11 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
 def train(
     language_model: LanguageModel, runtime: Runtime, batches: Batches, recipe: Recipe
 ) -> Iterator[StepReport]:
-    """Train the model, and yield a report after each step. A step begins when its report is asked for."""
+    """Train the model for `recipe.steps` steps, and yield a report after each.
+
+    The next step is computed only when the caller takes its report from the iterator. runtime: the runtime
+    that pages `language_model.model`. batches: gives the batch of every micro-batch.
+    """
     device, optimizer = runtime.plan.device, runtime.optimizer
     scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
     language_model.model.train()

@@ -24,9 +24,10 @@ class Pager(Protocol):
     """What paged parameters call in their runtime. `infinity.model.pager.Pager` implements it."""
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result.
+        """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
 
-        places: the places of the paged parameters among the arguments.
+        Until the function returns, the pages stay resident where the model computes. places: the places of
+        the paged parameters among the arguments.
         """
 
     def copy(self, place: Place) -> torch.Tensor:
@@ -132,9 +133,9 @@ class PagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, which is None before a backward.
+        """None while the parameter has no gradient; else reading this property raises ConfigError.
 
-        After a backward the gradient is in a page, and reading this property raises ConfigError.
+        The gradient is in a page then, and `runtime.grad(p)` returns a copy of it.
         """
         place = self._place
         if place.pager.has_gradient(place):
@@ -238,8 +239,8 @@ def _can_be_replaced(parameter: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if torch can put the data of `other` into `parameter`; raise ConfigError if it cannot.
 
     At least one of the two is a paged parameter. Module.to and similar methods call this function through
-    torch._has_compatible_shallow_copy_type. With False as the answer, they would replace the paged parameter
-    by a new Parameter.
+    torch._has_compatible_shallow_copy_type. It never returns False, because these methods would then replace
+    the paged parameter by a new Parameter.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if not torch._has_compatible_shallow_copy_type(parameter, other):

@@ -81,10 +81,11 @@ class Pager:
             self.prefetch_engine.demand(units, _kind_now())
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` while the pages of `places` are present, and return its result.
+        """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
 
-        If the result is a view of a page, later edits through the view are noticed, too. Raises BudgetError
-        if the pages do not fit together, and StorageError if a page cannot be read.
+        Until the function returns, the pages stay resident where the model computes. If the result is a
+        view of a page, later edits through the view are noticed, too. Raises BudgetError if the pages do
+        not fit together, and StorageError if a page cannot be read.
         """
         with self.lock:
             self.refuse()
@@ -130,7 +131,7 @@ class Pager:
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
-        """Context in which the pages of all `units` stay present.
+        """Context in which the pages of all `units` stay resident where the model computes.
 
         At the end of the context, edits of their parameters are written to the pages' homes. The runtime's
         lock is not held in the context, because autograd's threads, for which code in the context may wait,
@@ -212,10 +213,11 @@ class Pager:
             self._gradients.drop(place.page.index, place.index)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
-        """Return `result`, an operation's result, and keep an alias of each view of a page that is in it.
+        """Keep an alias of each tensor in `result` that is a view of a page, and return `result`.
 
         By the alias (a loan) the runtime notices later edits through the view. In a call of state_dict, a
-        copy of the parameter in RAM is returned instead of a view.
+        copy of the parameter in RAM is returned instead of a view. result: the result of an operation on
+        parameters. places: the places of these parameters.
         """
         for place in places:
             base = place.page.residency

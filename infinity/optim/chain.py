@@ -41,9 +41,10 @@ Present = tuple[torch.Tensor, Transfer]
 
 
 class Chain:
-    """The update of one chunk. The methods of this class change the chain's state.
+    """The update of one chunk. `Updater` owns the chains and decides in which order they run.
 
-    `Updater` owns the chains and decides in which order they run.
+    The states, such as IDLE and DUE, are explained in `ChainState`. "IDLE -> DUE" in a docstring says which
+    state a method expects, and which state it leaves.
     """
 
     def __init__(self, update: ChunkUpdate, store: Store, health: Health) -> None:
@@ -61,13 +62,13 @@ class Chain:
         self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
         """While COMPUTING, the ticket by which to wait for the running update; else None."""
         self.copy: Transfer = ARRIVED
-        """The copy of new parameters to the device while WRITING; without one ARRIVED, an ended transfer."""
+        """While WRITING, the copy of new parameters to the device; ARRIVED, an ended transfer, if none."""
         self._store = store
         self._health = health
         self._state_page = update.state_page
         self._gradient_page = update.gradient_page
         self._has_copy = not store.device.shares_host and self.page.home.tier is not Tier.DEVICE
-        """Whether a resident page is a copy in device memory, to which new parameters are copied as well."""
+        """Whether the model uses a copy of the page in device memory, which `write` also has to update."""
         self._start = self.page.layout.chunk_start(self.chunk_index)
         self._state_offset = self._state_page.offset(self.chunk_index)
         self.parameter_bytes = round_up(self.chunk.count * update.dtype.itemsize, PAGE_ALIGNMENT)
@@ -88,15 +89,15 @@ class Chain:
         self.was_ahead = False
         """Whether the states were read before the gate opened."""
         self._at_home: Memory | None = None
-        """The inputs in their pages' homes, if `rests` and after the first update; else None."""
+        """Views of the inputs in their homes, made by the first update of a chain with `rests`; else None."""
 
     def present(self) -> Present | None:
-        """Return the copy of the parameter page that the model uses, if it is in host RAM or arrives there.
+        """Return the copy of the parameter page with which the model computes, if this copy is in host RAM.
 
-        None if there is no such copy, and if the model uses the page's home itself.
-
-        Another thread may drop the last view of the copy at any moment, which frees its bytes. So a caller
-        that asks for staging according to this result must keep the result until the chain has the staging.
+        A copy that is still being read into host RAM counts too. Returns None if there is no such copy, or
+        if the model computes in device memory or with the bytes of the page's home. Another thread may drop
+        the last view of the copy at any moment, which frees its bytes. So a caller that asks for staging
+        according to this result must keep the result until the chain has the staging.
         """
         if self.page.home.in_place or not self._store.device.shares_host:
             return None
@@ -114,7 +115,7 @@ class Chain:
 
     @property
     def needed_ahead(self) -> int:
-        """Bytes of staging for `read_ahead`: the states, and room for the parameter slice if that is read."""
+        """Bytes of staging for `read_ahead`: states, plus the parameter slice if it must be read later."""
         apart = not (self._store.device.shares_host or self.page.home.in_place)
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 
@@ -127,7 +128,7 @@ class Chain:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient of a DUE chain when the gate opened, uint8; empty if it must be read from home."""
+        """The gradient of a DUE chain, uint8, kept since the gate opened; empty if it is taken from home."""
         return self._gradient
 
     @property
@@ -163,10 +164,11 @@ class Chain:
     # --- transitions ------------------------------------------------------------------------------------
 
     def open(self, decision: Decision) -> bool:
-        """Open the gate: IDLE -> DUE, or READING or GATED -> READING. Returns whether the chain is DUE.
+        """Open the gate: IDLE -> DUE, or READING or GATED -> READING.
 
         decision: the update to compute. If the states that were read ahead cannot be used any more, the
-        chain gives up its staging and is DUE.
+        chain gives up its staging and is DUE. Returns True if the chain is DUE, so that it still needs
+        staging, and False if it is READING.
         """
         assert self.decision is None
         if self.rests:
@@ -224,7 +226,7 @@ class Chain:
         self._to(ChainState.READING)
 
     def arrive(self) -> None:
-        """Note that the reads have ended or failed while the gate is closed: READING -> GATED."""
+        """Note that all reads have ended or failed while the gate is closed: READING -> GATED."""
         assert self.decision is None
         self._to(ChainState.GATED)
 
@@ -257,16 +259,16 @@ class Chain:
         self._to(ChainState.IDLE)
 
     def forget_gradient(self) -> None:
-        """Drop the gradient of a DUE chain, once it was written home. It will be read from there."""
+        """Drop the gradient of a DUE chain after it was written home, from where it will be read again."""
         assert self.state is ChainState.DUE
         self._gradient = self._kept = NOTHING
 
     def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit the update to the update threads: READING -> COMPUTING.
 
-        A chain that never needs staging goes DUE -> COMPUTING. All reads have succeeded before. awaited:
-        whether the caller is about to wait for the update. Raises the error by which the gradient was lost
-        on its way down from a device.
+        A chain that never needs staging goes DUE -> COMPUTING; for any other, `gather` has returned before.
+        awaited: whether the caller is about to wait for the update. Raises the error by which the gradient
+        was lost on its way down from a device.
         """
         if self.rests:
             self._take_at_home()
@@ -344,7 +346,7 @@ class Chain:
         self.state = ChainState.LOST
 
     def _still_right(self, present: Present | None) -> bool:
-        """Whether the states that were read ahead are still current, and no further staging is needed."""
+        """Whether the states that were read ahead are still current, and the chain needs no more staging."""
         if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
             return False
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None

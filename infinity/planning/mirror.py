@@ -29,9 +29,9 @@ def mirrored(
     A unit can be mirrored if its parameters are at home on the device and the CPU updates the unit. The
     unit's parameter page then gets a home in host RAM, and the copy on the device takes the room of the
     page's old home. Units without pages on NVMe are chosen first, because their updates then read nothing
-    from disk. homes: the tier of every page. sizes: bytes of every page, by kind and unit. host_free: bytes
-    of host RAM that no page takes. updated_on_device: units that the device updates, which are not
-    mirrored.
+    from disk. homes: the tier of every page. sizes: for each kind of page, the bytes of each unit's page, by
+    index of the unit. host_free: bytes of host RAM that no page takes. updated_on_device: indices of the
+    units that the device updates, which are not mirrored.
     """
     pages = sizes[Kind.PARAMETER]
     found = [

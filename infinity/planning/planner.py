@@ -74,10 +74,10 @@ def make_plan(
 
     rule: the optimizer's rule; None for inference. available: bytes that replace budgets that are None, and
     the memory that torch takes on the device in addition to live tensors. speeds: the machine's rates, for
-    the prediction. activations: bytes at the peak of a step, which count against the budget of the tier
-    that computes. If `activations` is None, a quarter of a CUDA budget stays free for activations. compute:
-    seconds of the operations of one forward and backward, for the prediction. update, accumulation: see
-    Plan.
+    the prediction. activations: their bytes at the peak of a step, which count against the budget of the
+    tier in which the model computes. If `activations` is None, a quarter of a CUDA budget stays free for
+    activations. compute: seconds of the operations of one forward and backward, for the prediction. update,
+    accumulation: see Plan.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
     Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
@@ -144,16 +144,21 @@ class _Draft:
         return Tier.HOST if self.unified else Tier.DEVICE
 
     def room(self, reserve: Reserve) -> Room:
-        """The bytes of each tier that pages and working buffers may take, after `reserve` is subtracted."""
+        """The bytes of each tier that pages and working buffers may take: the budgets less `reserve`.
+
+        reserve: the bytes for activations, new gradients and torch itself. They are subtracted in the tier
+        in which the model computes.
+        """
         budget = self.budgets[self.computes_in]
         left = {**self.budgets, self.computes_in: budget - reserve.within(budget)}
         return Room(device=None if self.unified else left[Tier.DEVICE], host=left[Tier.HOST], nvme=self.nvme)
 
     def made(self, placement: Placement, reserve: Reserve, *, device: torch.device, **others: Any) -> Plan:
-        """Make the plan from a placement. Adds updates on the device, mirrors and the prediction where
-        possible.
+        """Make the plan from a placement, and add what is chosen after it: units that the device updates,
+        units that are mirrored (see infinity/planning/mirror.py), and the prediction.
 
-        others: the remaining fields of Plan.
+        placement: the homes of pages and the sizes of working buffers. reserve: the bytes that pages leave
+        free in the tier in which the model computes. others: the remaining fields of Plan.
         """
         planned: Callable[..., Plan] = functools.partial(
             self._planned,
@@ -194,9 +199,9 @@ class _Draft:
     def _with_updates_on_device(self, plan: Plan, room: Room, planned: Callable[..., Plan]) -> Plan:
         """Return a plan in which the device updates whole units, if that saves time; else return `plan`.
 
-        plan: the plan without updates on the device. room: the bytes that pages and working buffers may
-        take; part of the device's bytes become the workspace of the updates on the device. planned: makes a
-        plan from a placement.
+        plan: the plan without updates on the device. room: the bytes that pages and working buffers may take
+        in `plan`. The returned plan leaves part of the device's bytes to the workspace of these updates.
+        planned: a function that makes a Plan from a Placement and further fields of Plan.
         """
         assert room.device is not None
         trained = [parameter.numel for parameter in self.surveyed.parameters if parameter.trainable]
@@ -228,12 +233,12 @@ def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bud
 
 
 def update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
-    """Check the options `update` and `accumulation`, and return the time when updates run. "auto" means
-    "lazy".
+    """Check the options `update` and `accumulation`, and return `update`, or "lazy" for "auto".
 
-    accumulation: number of backward passes in a step; None if unknown. Raises ConfigError for an unknown
-    `update`, for an `accumulation` that is not a positive integer, and for eager updates without
-    `accumulation` or with fp16.
+    update: the time when a step's updates run: "auto", "lazy", "eager" or "sync". accumulation: number of
+    backward passes in a step; None if unknown. Raises ConfigError for an unknown `update`, for an
+    `accumulation` that is not a positive integer, and for eager updates without `accumulation` or with
+    fp16.
     """
     if update not in ("auto", "lazy", "eager", "sync"):
         raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')

@@ -20,7 +20,7 @@ def cache_file(name: str) -> Path:
 
 
 class JsonFile(Generic[Content]):
-    """A JSON file in the user's cache, which is read when this object is made.
+    """A JSON file in the user's cache. The constructor reads it into the attribute `content`.
 
     A file that is absent or cannot be used counts as empty.
     """
@@ -48,8 +48,9 @@ class JsonFile(Generic[Content]):
             self.ignored = "it has another form"
 
     def save(self, content: Any) -> bool:
-        """Replace the file with `content` as JSON, in one step. Returns whether the operating system
-        allowed it.
+        """Replace the file with `content` as JSON, in one step; the attribute `content` stays as it was read.
+
+        Returns whether the operating system allowed it; no error is raised.
         """
         return write_bytes(self.path, json.dumps(content, indent=1).encode())
 

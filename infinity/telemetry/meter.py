@@ -43,7 +43,10 @@ class _Tally:
     peaks: dict[str, int] = field(default_factory=dict)
 
     def finish(self, seconds: float) -> None:
-        """Complete the sums of one step at its end. seconds: the wall time of the step."""
+        """Complete the sums of one step at its end: count the step, its wall time and its seconds of compute.
+
+        seconds: the wall time of the step. Compute is what stalls and updates leave of it.
+        """
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
         self.seconds = seconds
@@ -84,7 +87,8 @@ class Recorder(Protocol):
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
         """Record that a transfer of `nbytes` bytes over `edge` was requested.
 
-        transfer: the handle of the transfer; None if the transfer has already ended.
+        edge: the direction between two neighbouring tiers, such as NVMe to host. transfer: the handle of the
+        transfer; None if the transfer has already ended.
         """
 
     def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
@@ -150,9 +154,10 @@ class Meter:
             recorder.ended()
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None = None) -> None:
-        """Count a transfer of `nbytes` bytes over `edge`.
+        """Count a transfer of `nbytes` bytes over `edge`, as soon as it has been requested.
 
-        transfer: the handle of the transfer; None if the transfer has already ended.
+        edge: the direction between two neighbouring tiers, such as NVMe to host. transfer: the handle of the
+        transfer; None if the transfer has already ended.
         """
         with self._lock:
             tally = self._now.edges[edge]
@@ -162,12 +167,12 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
-        """Count a transfer as `moved` does, and count the request's duration as a stall of the training
-        thread.
+        """Count a transfer as `moved` does, and count the call that requested it as a stall of the training
+        thread, which does not compute meanwhile.
 
-        seconds: the time that the thread spent in the call that requested the transfer and returned just
-        now. The reason of the stall is Wait.COPY, or Wait.FAULT within `faulting`. Within `stalling`, no
-        second stall is counted.
+        seconds: how long that call took; it must have returned just now. The reason of the stall is
+        Wait.COPY, or Wait.FAULT within `faulting`. Within `stalling` no stall is counted here, because
+        `stalling` counts this time too.
         """
         state = self._thread
         with self._lock:
@@ -187,7 +192,8 @@ class Meter:
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
         """Count a wait of the training thread for a transfer over `edge`.
 
-        seconds: the length of the wait, which ended now. wait: the reason of the wait.
+        edge: the direction between two neighbouring tiers, such as NVMe to host. seconds: the length of the
+        wait, which ended now. wait: the reason of the wait.
         """
         with self._lock:
             tally = self._now.edges[edge]
@@ -199,7 +205,7 @@ class Meter:
 
     @contextmanager
     def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
-        """A context manager whose duration counts as a wait of the training thread for `edge`.
+        """A context manager whose duration counts as a wait of the training thread for transfers on `edge`.
 
         wait: the reason of the wait; within `faulting`, the reason is Wait.FAULT instead. The duration
         counts even if the body raises. Within another `stalling` of the same thread nothing is counted,
@@ -238,8 +244,8 @@ class Meter:
     def updating(self, seconds: float) -> None:
         """Count time in which the training thread worked on updates or waited for updates.
 
-        seconds: the length of this time, which ended now, without stalls. Within `stalling` of the same
-        thread nothing is counted, since the stall counts the time.
+        seconds: the length of this time, which ended now, less the stalls in it, which are counted apart.
+        Within `stalling` of the same thread nothing is counted, since the stall counts the time.
         """
         if self._thread.waits:
             return
@@ -263,7 +269,7 @@ class Meter:
             recorder.entered(phase)
 
     def peak(self, pool: str, nbytes: int) -> None:
-        """Note that `nbytes` bytes of the pool with the name `pool` were in use at one time."""
+        """Note that `nbytes` bytes of the pool named `pool` are or were in use. The largest number counts."""
         with self._lock:
             self._now.peaks[pool] = max(nbytes, self._now.peaks.get(pool, 0))
 

@@ -42,7 +42,10 @@ _THREADS_ROWS = ("update", *(edge.value for edge in Edge))
 """Names of the rows of work that runs beside the training thread: updates, and the transfers of each edge."""
 _ROWS = ("step", "compute", "waits", *_THREADS_ROWS)
 _MOST_LANES = 1000
-"""The most lanes ([Note: lanes]) that each name in `_ROWS` can have. Every lane has its own row number."""
+"""The most lanes ([Note: lanes]) of each name in `_ROWS`; spans beyond that are drawn in the last lane.
+
+Each lane is a row of the viewer, and each name has this many row numbers, one for each lane.
+"""
 _FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
 _BUFFERED = 4096
 """Number of unwritten events at which all events are written to the file, even in the middle of a step."""
@@ -103,7 +106,7 @@ class Timeline(Closing):
         """
         self._lanes = {row: Lanes() for row in _ROWS}
         self._rows: set[int] = set()
-        """Numbers of the rows whose names are in the file."""
+        """Numbers of the rows whose names have been written to the file."""
         self._under_way: dict[str, deque[_UnderWay]] = {row: deque() for row in _THREADS_ROWS}
         self._noted = 0
         """Number of events since the last write to the file."""

@@ -1,11 +1,11 @@
 """The cap: a limit on the bytes that torch's allocator may reserve on a CUDA device where runtimes have
 budgets.
 
-One limit is enough to keep the budgets, because torch's allocator has all three: the memory of the pages (one
-large tensor), activations and workspaces. The limit is the sum of the budgets of all runtimes, plus the
-bytes that this process had on the device before the first runtime. Beyond the limit torch raises
-OutOfMemoryError in the code that asks for memory, often the model's own forward. This package cannot add
-advice to that error, so it gives the advice in a warning.
+One limit is enough to keep the budgets, because all that counts against them is allocated by torch's
+allocator: the memory of the pages (one large tensor), activations and workspaces. The limit is the sum of
+the budgets of all runtimes, plus the bytes that this process had on the device before the first runtime.
+Beyond the limit torch raises OutOfMemoryError in the code that asks for memory, often the model's own
+forward. This package cannot add advice to that error, so it gives the advice in a warning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def fraction_of(total: int, others: int, budgets: int) -> float:
 
 
 def advice(asked: int, share: Share) -> str:
-    """The warning's text for a request of `asked` bytes that `share` has no room for. A pure function."""
+    """Make the text of the warning that precedes torch's OutOfMemoryError. A pure function.
+
+    asked: bytes of the allocation that failed. share: the share of the runtime whose budget is used up.
+    """
     rest = share.budget - share.pages
     return (
         f"Torch asked for {format_size(asked)} and its allocator is at the device budget of "

@@ -1,4 +1,4 @@
-"""Trial file: a temporary file on which I/O is timed, and the rate of a short burst of I/O with given
+"""Trial file: a temporary file on which I/O is timed, and functions that measure the rate of I/O with given
 settings.
 """
 
@@ -33,7 +33,10 @@ engine then cuts each request into several blocks.
 SMALLEST = 32 << 20
 """The smallest size of a test file, in bytes, at which a measurement says something about the disk."""
 _AHEAD = 2
-"""Number of requests that a trial keeps waiting in the engine, in addition to those in flight on the disk."""
+"""Number of requests that a trial starts beyond those whose blocks fill the engine's `depth`.
+
+They wait in the I/O engine, so that the disk never has less to do than `depth` allows.
+"""
 _PATTERN_BYTES = 32 << 20
 
 
@@ -72,9 +75,10 @@ class Memory:
         return self.region.nbytes
 
     def part(self, offset: int, nbytes: int) -> tuple[int, int, object]:
-        """A part of this RAM in the form that the I/O engine takes as a buffer: (address, nbytes, owner).
+        """Return a part of this RAM as a buffer for the I/O engine: (address, nbytes, owner of the RAM).
 
-        offset: where the part starts. nbytes: bytes of the part. The owner keeps the RAM mapped.
+        offset: bytes from the start of this RAM to the start of the part. nbytes: bytes of the part. The RAM
+        stays mapped as long as anything refers to the owner.
         """
         return self.region.address + offset, nbytes, self.region
 
@@ -83,9 +87,9 @@ class TestFile(Closing):
     """A file without a name in `directory`, filled with bytes, which vanishes when it is closed.
 
     The file vanishes also when the process ends. A context manager. nbytes: size of the file, preallocated
-    so that a full disk shows at once. memory: the bytes to write. settings: the I/O settings for writing.
-    seconds: the time limit for writing. If a slow disk needs longer, the file stays shorter, but it gets at
-    least `SMALLEST` bytes.
+    so that a full disk shows at once. memory: RAM for all requests, whose bytes fill the file. settings:
+    the I/O settings for writing. seconds: the time limit for writing. If a slow disk needs longer, the file
+    stays shorter, but it gets at least `SMALLEST` bytes.
 
     Raises StorageError for a directory that cannot be written, StorageFull where the directory does not
     have that much room.
@@ -137,9 +141,10 @@ class TestFile(Closing):
 
     @contextlib.contextmanager
     def opened(self, settings: IoSettings) -> Iterator[aio.File]:
-        """A context with the file open in an I/O engine of its own.
+        """A context with the file opened in a new I/O engine, which ends with the context.
 
-        The engine has the memory registered where the kernel allows it.
+        settings: backend, depth and block size of the engine. The RAM that requests read into and write from
+        (`memory` of the constructor) is registered with the engine, where the kernel allows it.
         """
         # The engine gets no directory, so that it tests its backend in memory. The backend is known to work
         # on this disk, and a test there would cost a sync each time.
@@ -171,7 +176,8 @@ class TestFile(Closing):
     def _fill(self, nbytes: int, seconds: float, settings: IoSettings) -> tuple[int, float]:
         """Write the file from its start until `nbytes` bytes are written or `seconds` seconds are over.
 
-        Returns the number of bytes written, and the bytes per second.
+        If time is short, `SMALLEST` bytes are written all the same. Returns the number of bytes written, and
+        the bytes per second.
         """
         written, in_flight = 0, deque[aio.Future]()
         buffers = max(1, self._memory.nbytes // REQUEST_BYTES)
@@ -211,7 +217,8 @@ def issue(
     """Start one request of `nbytes` bytes at each offset of `places`, and yield the requests' futures.
 
     target: the file or volume to read and write. mode: "read", "write", or "mixed" for reads and writes in
-    turn. memory: holds the buffers of the requests. Several requests may use one buffer at the same time.
+    turn. places: offsets in `target`, in bytes. memory: the RAM that is cut into buffers of the requests.
+    Several requests may use one buffer at the same time. A request starts when its future is asked for.
     """
     kinds = {"read": (target.read,), "write": (target.write,), "mixed": (target.read, target.write)}[mode]
     buffers = max(1, memory.nbytes // nbytes)  # requests may share a buffer, since its bytes do not matter

@@ -1,4 +1,7 @@
-"""Tests of the tasks of runtime.accumulate: a task's thread gets torch's settings from its owner's thread."""
+"""Tests of task threads, in which runtime.accumulate computes its micro-batches.
+
+A task's thread uses as many OpenMP threads as torch was set to use in the thread that made the task.
+"""
 
 import ctypes
 from collections.abc import Callable

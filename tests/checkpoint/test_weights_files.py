@@ -1,4 +1,8 @@
-"""Tests of files of weights that are broken, ambiguous, or change while they are read."""
+"""Tests of safetensors files and their indexes that are broken, ambiguous, or change while they are read.
+
+Opening or reading them raises StorageError for bytes that cannot be used, and ConfigError for a dtype that
+torch lacks and for a directory or an index that does not tell which file has a tensor.
+"""
 
 import json
 import struct

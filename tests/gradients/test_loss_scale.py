@@ -1,6 +1,7 @@
-"""Tests of the loss scale: gradients of the root module's outputs are multiplied by it.
+"""Tests of the loss scale: gradients are multiplied by it where they enter the root module, at its outputs.
 
-Gradients of the root module's inputs are divided by it. The outputs may be in any of several containers.
+They are divided by it again where they leave the root module, at its inputs. Both hold for a tensor output
+and for outputs in lists, dictionaries and dataclasses, whose type is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ class Output:
 
 
 def outputs(kind: str, tensor: torch.Tensor) -> tuple[Any, Any]:
-    """An output that holds `tensor` in a container of this kind, and a function that gets the tensor back."""
+    """Put `tensor` into the output of a module, and return (output, function that gets the tensor from it).
+
+    kind: the kind of the output: "tensor", "list", "ordered", "dataclass", or "inside" for a list in a
+    dataclass.
+    """
     return {
         "tensor": (tensor, lambda found: found),
         "list": ([None, tensor], lambda found: found[1]),

@@ -1,4 +1,8 @@
-"""Tensors that users keep over steps: they show values of their own parameter, never another page's bytes."""
+"""Tests of tensors that users keep over steps.
+
+A view of a parameter shows values that this parameter has or had, never another page's bytes. Outputs,
+gradients and state dicts keep their values.
+"""
 
 from __future__ import annotations
 

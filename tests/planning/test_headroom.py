@@ -1,5 +1,8 @@
-"""Tests of the GPU memory that a plan leaves to torch beside live tensors, for workspaces and the allocator's
-segments: compared with torch's sources, with a model of its allocator, and with a GPU.
+"""Tests of the headroom: GPU memory that a plan leaves to torch for cuBLAS's workspaces and for allocator
+segments that are not full.
+
+The workspaces have the sizes that torch's sources give. Steps fit into pages and reserve, in a simulation of
+torch's allocator and, where there is one, on a GPU.
 """
 
 from __future__ import annotations
@@ -82,8 +85,8 @@ def test_the_cpu_has_none() -> None:
 def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int, int | None]]]:
     """Run a training step on tensors without data and return (bytes at the peak, log of allocations).
 
-    The log has (number of a storage, bytes) for each allocation and (the same number, None) where that
-    storage is freed, in order of time.
+    The log is in order of time. An allocation is a pair (number of the new storage, its bytes), and the end
+    of that storage is a pair (the same number, None).
     """
     log: list[tuple[int, int | None]] = []
     real = fake_step._Watch._made
@@ -159,7 +162,11 @@ def logs() -> Any:
 
 
 def test_a_micro_batch_more_needs_a_workspace_more() -> None:
-    """Micro-batches that are computed together have a thread each, and each thread takes a workspace."""
+    """One more micro-batch adds a workspace of cuBLAS (32 MiB on Hopper) to the headroom, and the share of
+    its activations that is lost to fragmentation.
+
+    Micro-batches that are computed together have a thread each, and each thread has a workspace.
+    """
     headroom = Headroom.for_cuda(HOPPER, {})
     assert headroom.one_more(0) == 32 * MIB
     with_two = headroom.beside(80 * MIB)
@@ -169,7 +176,7 @@ def test_a_micro_batch_more_needs_a_workspace_more() -> None:
 @pytest.mark.parametrize("activations", [None, 0, 30 * MIB])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], activations: Any) -> None:
-    """The memory that torch takes is part of the reserve, the printed table, smallest budgets and errors."""
+    """The headroom is part of the plan's reserved bytes, printed table, smallest budgets and BudgetError."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     headroom = Headroom.for_cuda(capability, {})
     rule = Rule.of(torch.optim.AdamW(model.parameters()))
@@ -206,7 +213,7 @@ def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], a
 
 
 class _PlanOfTheGpu:
-    """A fake of a plan for a GPU that has 1 GiB free. The activations of a micro-batch take 100 MiB."""
+    """A fake of a plan whose budget on a GPU has 1 GiB free. A micro-batch's activations take 100 MiB."""
 
     activations = 100 * MIB
     unified = False
@@ -224,7 +231,10 @@ def test_as_many_micro_batches_go_together_as_have_workspaces(monkeypatch: pytes
 
 
 class TestAttentionScratch:
-    """Tests of the scratch memory that CUDA's attention kernels allocate in backward beside results."""
+    """Tests that the peak of a simulated step counts the scratch memory of CUDA's attention backward.
+
+    The scratch memory is counted while the kernel runs, and other kernels have none.
+    """
 
     def test_it_is_counted_while_the_kernel_runs(self) -> None:
         watch = fake_step._Watch()
@@ -246,7 +256,11 @@ class TestAttentionScratch:
 
 
 def run_with_usual_workspaces(*arguments: str) -> None:
-    """Run a program in a process of its own, with torch's default workspaces, not those that tests set."""
+    """Run Python code in a process of its own, and assert that it exits with 0.
+
+    arguments: the code, then the arguments that it finds in sys.argv. The process has cuBLAS's default
+    workspaces, not those that the tests' environment sets.
+    """
     variables = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
     command = [sys.executable, "-c", *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

@@ -1,4 +1,8 @@
-"""The trace: it learns a step's order of accesses, and finds its place again after others came between."""
+"""Tests of the trace, which learns the order in which a step accesses units.
+
+It predicts the next accesses from the learned order, and finds its place in this order again after accesses
+that the order does not have, such as those of an evaluation.
+"""
 
 import pytest
 from hypothesis import given
@@ -15,7 +19,11 @@ def forward(*units: int) -> list[Access]:
 
 
 def training(units: int) -> list[Access]:
-    """The accesses of one step: update and forward of each unit in turn, then all backwards in reverse."""
+    """The accesses of one training step of a model with this number of units.
+
+    Each unit from the first to the last has its update and its forward, then each unit from the last to the
+    first has its backward.
+    """
     ups = [Access(unit, kind) for unit in range(units) for kind in (U, F)]
     return ups + [Access(unit, B) for unit in reversed(range(units))]
 
