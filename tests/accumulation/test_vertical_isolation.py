@@ -63,9 +63,9 @@ def test_what_modules_keep_from_a_forward_is_not_mixed_up(tmp_path: Path) -> Non
 
 
 class Detached(zoo.Tied):
-    """A model whose forward keeps a number computed from the batch in an attribute, and uses it at its end.
+    """A model whose forward keeps a scalar tensor, computed from the batch, in an attribute.
 
-    The number is a tensor without an autograd graph.
+    The forward multiplies its output by the tensor in the end. The tensor has no autograd graph.
     """
 
     def forward(self, ids: Tensor) -> Tensor:

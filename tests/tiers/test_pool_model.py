@@ -1,4 +1,6 @@
-"""Tests of a pool against a model of it: no overlap, no leak, no byte over the budget, and safe aliases."""
+"""Tests of a pool against a model of it: no overlap, no leak, no byte over the budget. Memory is not leased
+again while a view of it lives.
+"""
 
 import gc
 
