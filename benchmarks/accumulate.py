@@ -77,9 +77,10 @@ class Bench:
     def turn(self, way: str, steps: int) -> dict[str, Any]:
         """Train one untimed step and `steps` timed steps. way: "plain loop", "together" or "recomputed".
 
-        Returns figures of the last step: its losses ("losses"), the norm of its gradients ("norm"), and the
-        bytes that its forwards and backwards moved ("bytes"). Medians over the timed steps: "seconds" for all
-        forwards and backwards of a step, "step_seconds" for the whole step.
+        Returns a dict. Of the last step it has "losses" (those of its micro-batches), "norm" (of its
+        gradients) and "bytes" (moved by its forwards and backwards, for each direction between two tiers). Of
+        all timed steps it has the medians of "seconds", for the forwards and backwards of a step, and
+        "step_seconds", for the whole step.
         """
         gradients, whole, norms, moved = [], [], [], {}
         for _ in range(1 + steps):

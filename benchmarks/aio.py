@@ -37,7 +37,10 @@ MODES = ("read", "write", "mixed")
 
 @dataclass(frozen=True)
 class Case:
-    """Settings with which infinity and fio both run. `block` is in bytes, `depth` in blocks in flight."""
+    """Settings with which infinity and fio both run.
+
+    block: bytes of a transfer. depth: greatest number of transfers in flight.
+    """
 
     engine: str
     mode: str

@@ -1,10 +1,9 @@
 """Compares the CPU AdamW of infinity with torch's fused AdamW and with DeepSpeedCPUAdam, in turns.
 
 A contender is an update by infinity in one format of masters and moments, or an update by an optimizer of
-torch or DeepSpeed. Every round runs each contender once on the same memory. Before each update
-by infinity, a memory-bandwidth test (infinity.cpu_adam.work.Stream) is run. It reads and writes the arrays
-that the update reads and writes, computes nothing, and runs in two orders of access, of which the faster
-counts.
+torch or DeepSpeed. Every round runs each contender once on the same memory. Before each update by infinity,
+a memory-bandwidth test (infinity.cpu_adam.work.Stream) is run. It reads and writes the arrays that the update
+reads and writes, computes nothing, and runs in two orders of access, of which the faster counts.
 Ratios are taken within a round and their medians reported, because the bandwidth of a shared machine drifts.
 
     python benchmarks/cpu_adam.py [--elements N] [--repeats R] [--huge-pages] [--json] [--quick]

@@ -92,8 +92,8 @@ class Staging:
         """Begin to read the states of chains whose update is not decided yet, as long as staging has room
         to spare.
 
-        candidates: the result of `ReadAhead.candidates`: groups of chains, in the order in which to read. A
-        group is begun only if staging has room for all its chains. See [Note: room].
+        candidates: the result of `ReadAhead.candidates`: groups of chains, in the order in which to read.
+        Reading ahead ends at the first group for which staging has too little room. See [Note: room].
         """
         spared = max(self._pool.nbytes // _SPARED, self._store.plan.chain_bytes)
         for chains in candidates:

@@ -205,7 +205,7 @@ class PrefetchEngine:
         self._look_ahead((), set(self._held))
 
     def abandon(self) -> None:
-        """Give up every page that is ARRIVING, and wait until no transfer to the device is under way."""
+        """Stop fetching: pages that are ARRIVING become AWAY. Wait until no transfer to the device runs."""
         for unit in list(self._arrivals):
             self._turn_back(unit)
 

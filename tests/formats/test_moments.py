@@ -56,7 +56,7 @@ def test_what_is_not_tiny_in_its_block_is_off_by_a_sixteenth_at_most() -> None:
 
 @pytest.mark.parametrize("span", SPANS)
 def test_every_block_that_an_update_can_write_survives_a_round_trip(span: int) -> None:
-    """Blocks of codes that an update can write have equal values after decoding, encoding and decoding.
+    """Codes that an update can write keep their values when they are decoded, encoded and decoded again.
 
     In such blocks the largest element has one of the nine highest codes, since its magnitude sets the
     block's exponent.

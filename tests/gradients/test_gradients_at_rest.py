@@ -221,7 +221,11 @@ def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tm
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> None:
-    """Page sizes and all sizes derived from them are the same in `plan` and in `offload`."""
+    """If one backward a step is declared, gradient pages have the size and dtype of the trained parameters.
+
+    Otherwise gradients are fp32. The plan's other sizes follow from this, and `offload` makes pages of the
+    sizes that `plan` says.
+    """
     model = Halves()
     arguments: dict[str, Any] = {
         "budget": infinity.Budget(device=ROOMY, host=ROOMY, nvme={str(tmp_path): ROOMY}),
