@@ -3,15 +3,16 @@
 A decoder whose pages rest on the disk runs the same micro-batches in three ways: one after the other, all
 together (runtime.accumulate), and all together while each transformer block is recomputed in backward. A
 turn runs one way: a first step, in which the runtime learns the order of accesses, and timed steps. A round
-has a turn of each way, in an order that is reversed each round, and ratios are taken within a round. The
-gradients of the three ways must have the same bits. The report also has the bytes that forwards and backwards
-of one step move between device, RAM and disk.
+has a turn of each way, in an order that is reversed each round, and ratios of speeds are those of turns in
+one round. The gradients of the three ways must have the same bits. The report also has the bytes that
+forwards and backwards of one step move between device, RAM and disk.
 
     python benchmarks/accumulate.py --directory DISK [--model 309m --micro-batches 8 --batch 1 --seq 256]
         [--budget-device SIZE --budget-host SIZE] [--json]
 
-Without budgets, the host budget is the smallest that would do, and 64 MiB more for resident pages. `--json`:
-the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean nothing.
+Without --budget-host, the host budget is 64 MiB (for resident pages) larger than the smallest sufficient
+budget. `--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ class Bench:
     def turn(self, way: str, steps: int) -> dict[str, Any]:
         """Train one untimed step and `steps` timed steps. way: "plain loop", "together" or "recomputed".
 
-        Returns figures of the last step: its losses ("losses"), the norm of its gradients ("norm"), and the
-        bytes that its forwards and backwards moved ("bytes"). Medians over the timed steps: "seconds" for all
-        forwards and backwards of a step, "step_seconds" for the whole step.
+        Returns a dict. Of the last step it has "losses" (those of its micro-batches), "norm" (of its
+        gradients) and "bytes" (moved by its forwards and backwards, for each direction between two tiers). Of
+        all timed steps it has the medians of "seconds", for the forwards and backwards of a step, and
+        "step_seconds", for the whole step.
         """
         gradients, whole, norms, moved = [], [], [], {}
         for _ in range(1 + steps):
@@ -152,10 +154,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """Run all rounds.
+    """Run all rounds, with the pages on the disk in `directory`. Returns the figures for the report.
 
-    Returns for each way the medians of seconds, the bytes, and the ratio of its speed to that of the plain
-    loop in each round.
+    "same_bits": whether the ways give gradients with the same bits. "parameters": their number in the model.
+    "results": for each way the medians over all rounds of "seconds" and "step_seconds", and the "bytes" of
+    the last round (see `Bench.turn`). "ratios" are the way's speed divided by that of the plain loop in each
+    round, and "ratio" is their median.
     """
     bench = Bench(options, directory)
     with bench.runtime:

@@ -37,7 +37,10 @@ MODES = ("read", "write", "mixed")
 
 @dataclass(frozen=True)
 class Case:
-    """Settings with which infinity and fio both run. `block` is in bytes, `depth` in blocks in flight."""
+    """Settings with which infinity and fio both run.
+
+    block: bytes of a transfer. depth: greatest number of transfers in flight.
+    """
 
     engine: str
     mode: str
@@ -78,7 +81,8 @@ class Result:
 class Memory:
     """Memory with random bytes, which transfers read into or write from.
 
-    `shared` is a file in /dev/shm through which fio can use the same pages; None for huge pages.
+    `shared` is the path of a file in /dev/shm through which fio can use the same pages. It is None if the
+    memory has huge pages.
     """
 
     def __init__(self, nbytes: int, huge: bool) -> None:
@@ -151,8 +155,9 @@ def aio_address(memory: mmap.mmap) -> int:
 def fio_turn(fio: str, case: Case, path: Path, nbytes: int, ours: Ours) -> Turn:
     """Run fio once over the first `nbytes` bytes of the file `path`, with the settings of `case`.
 
-    Of its other options fio gets the fastest for this backend. Its buffers are registered with the kernel if
-    those of `ours` are, and they lie in the same kind of memory (huge pages, or the pages of `ours`).
+    fio also gets the further options that are fastest for this backend. Its buffers are registered with the
+    kernel if those of `ours` are, and they lie in the same kind of memory (huge pages, or the pages of
+    `ours`).
     """
     fixed = ours.engine.facts.registered_bytes > 0
     command = [
@@ -217,7 +222,10 @@ def compare(fio: str, case: Case, path: Path, nbytes: int, pairs: int) -> Result
 
 
 def written_file(path: Path, nbytes: int) -> None:
-    """Write a file of `nbytes` random bytes. On extents that were never written, I/O would do other work."""
+    """Write a file of `nbytes` random bytes, so that no turn runs on extents that were never written.
+
+    On such extents the file system would do other work.
+    """
     chunk = os.urandom(4 << 20)
     with open(path, "wb") as file:
         for start in range(0, nbytes, len(chunk)):

@@ -1,8 +1,9 @@
 """Compares the CPU AdamW of infinity with torch's fused AdamW and with DeepSpeedCPUAdam, in turns.
 
-Every round runs each contender once on the same memory. Before each contender of infinity, a
-memory-bandwidth test (infinity.cpu_adam.work.Stream) is run. It reads and writes the arrays that the
-contender reads and writes, computes nothing, and runs in two orders of access, of which the faster counts.
+A contender is an update by infinity in one format of masters and moments, or an update by an optimizer of
+torch or DeepSpeed. Every round runs each contender once on the same memory. Before each update by infinity,
+a memory-bandwidth test (infinity.cpu_adam.work.Stream) is run. It reads and writes the arrays that the update
+reads and writes, computes nothing, and runs in two orders of access, of which the faster counts.
 Ratios are taken within a round and their medians reported, because the bandwidth of a shared machine drifts.
 
     python benchmarks/cpu_adam.py [--elements N] [--repeats R] [--huge-pages] [--json] [--quick]
@@ -72,7 +73,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def ours(pool: ThreadPool, page: Page) -> dict[str, tuple[Callable[[], object], Stream]]:
-    """Make the contenders of infinity; returns for each name (function that runs an update, Stream).
+    """Make the updates by infinity. Returns name of an update -> (function that runs it, Stream).
 
     The Stream reads and writes the arrays that this update reads and writes, and computes nothing. Its
     seconds are the least that memory bandwidth allows for the update.
@@ -128,7 +129,11 @@ def adopt(optimizer: torch.optim.Optimizer, page: Page, step: Any) -> None:
 
 
 def peers(page: Page, quick: bool) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """Build the peers. Returns (functions that run one update, reasons why peers were left out), by name."""
+    """Build the optimizers of torch and DeepSpeed that infinity is compared with.
+
+    quick: leave out DeepSpeed. Returns (name -> function that runs one update, name of an optimizer that is
+    left out -> reason).
+    """
     fused = torch.optim.AdamW([torch.nn.Parameter(page.master)], fused=True, **HYPER)  # type: ignore[arg-type]
     adopt(fused, page, torch.tensor(1.0))
     steps: dict[str, Callable[[], object]] = {"torch fused AdamW, fp32": fused.step}

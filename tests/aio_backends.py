@@ -25,7 +25,7 @@ PAGE = 4096
 BLOCK = 16384
 """Bytes of the blocks into which the engines under test cut each request.
 
-They are few, so that even a small request has several blocks.
+The blocks are small, so that even a small request has several of them.
 """
 
 WITHOUT_TORCH = """
@@ -69,7 +69,11 @@ def file_bytes(stripes: aio.StripeMap, nbytes: int) -> list[int]:
 
 
 def engine(path: Path, backend: str, **options: object) -> aio.Engine:
-    """Make an engine for the directory or file `path`, which cuts requests into blocks of BLOCK bytes."""
+    """Make an I/O engine for the directory `path`, or for the directory of the file `path`.
+
+    options: further arguments of aio.Engine. By default it cuts requests into blocks of BLOCK bytes, and has
+    at most 8 blocks in flight.
+    """
     directory = path if path.is_dir() else path.parent
     return aio.Engine(directory, backend=backend, **{"block_bytes": BLOCK, "depth": 8, **options})  # type: ignore[arg-type]
 

@@ -1,9 +1,10 @@
 """A model of torch's CUDA caching allocator without CUDA: segments, best fit, splitting, merging.
 
-Sizes are rounded up to 512 bytes, and the smallest free block that is large enough is taken. The rest of the
-block is split off if it has at least 512 bytes in a segment of small tensors, or more than 1 MiB in another
-segment. Freed neighbours merge. Where the limit leaves no room for a new segment, segments that are wholly
-free are given back first.
+Sizes are rounded up to 512 bytes. Small requests, of at most 1 MiB, and large requests have separate
+segments. The smallest free block that is large enough is taken. The rest of the block is split off if it
+has at least 512 bytes (in a segment for small requests) or more than 1 MiB (in a segment for large
+requests). Free neighbours merge. If a new segment would exceed the limit, segments without a block in use
+are given back first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class OutOfMemory(Exception):
 
 
 class CachingAllocator:
-    """An allocator whose `reserved` bytes never exceed `limit`."""
+    """An allocator whose segments, `reserved` bytes in all, never exceed `limit` bytes.
+
+    `allocate` returns (segment, block), which are the arguments of `release`.
+    """
 
     def __init__(self, limit: int = 1 << 60) -> None:
         self.limit = limit

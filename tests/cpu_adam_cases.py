@@ -81,7 +81,7 @@ def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """Copy `tensor` to memory that begins `offset` elements after an aligned address."""
+    """Copy `tensor` to memory that begins `offset` elements after the start of an aligned allocation."""
     room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
     view = room[offset:]
     view.copy_(tensor)
@@ -98,9 +98,10 @@ def sign(n: int, random: torch.Generator) -> torch.Tensor:
 
 
 def adversarial(n: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(states, gradients) of `n` elements each, in three parts.
+    """Make inputs of an Adam update, `n` elements each. Returns (states, gradient).
 
-    The parts are values as in training, values of every magnitude, and edge cases combined with each other.
+    The states are "parameter", "first_moment" and "second_moment". One third of the elements has values as
+    in training, one third values of every magnitude, and one third combinations of edge cases.
     """
     random = torch.Generator().manual_seed(0)
     third = n // 3

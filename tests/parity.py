@@ -74,8 +74,9 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def make_optimizer(model: nn.Module, recipe: Recipe, **options: Any) -> torch.optim.Optimizer:
     """Make the recipe's torch optimizer over all parameters, frozen ones included.
 
-    Where the recipe has two groups, they are the matrices and the rest. options: further arguments of the
-    optimizer, such as fused.
+    If the recipe has two groups, one has all parameters of two or more dimensions and the other has the rest.
+    The groups differ in learning rate and weight decay. options: further arguments of the optimizer, such as
+    fused.
     """
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters}]
@@ -105,7 +106,10 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
-    """A run of plain PyTorch in float32, recorded at every step. options: of the optimizer, such as fused."""
+    """Train in plain PyTorch in float32, and return the Run, recorded at every step.
+
+    options: further arguments of the torch optimizer, such as fused.
+    """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe, **options)
     scheduler = scheduler_of(optimizer, recipe)
@@ -134,9 +138,10 @@ def half_up(master: Tensor) -> Tensor:
 
 
 def reference_bf16(entry: Entry, recipe: Recipe, **options: Any) -> Run:
-    """A run of plain PyTorch with bfloat16 parameters, float32 masters and float32 sums of gradients.
+    """Train in plain PyTorch with bfloat16 parameters, float32 masters and float32 sums of gradients.
 
-    options: arguments of the torch optimizer. Losses, norms and gradients of every step are recorded.
+    options: further arguments of the torch optimizer, such as fused. Returns the Run, with the losses, norms
+    and gradients of every step.
     """
     model = entry.make(recipe.device)
     parameters = dict(model.named_parameters())
@@ -194,12 +199,13 @@ def paged(
     update: str = "auto",
     declared: bool = False,
 ) -> Run:
-    """A run of the runtime with the pages at `home` (see homes.py) and slabs in `directory`.
+    """Train on the runtime with the pages at `home` (see homes.py) and slabs in `directory`; return the Run.
 
-    watch: read every gradient and parameter at each step, which waits for updates. Without it only the first
-    step's gradients are read. Eager updates consume gradients, so that none are read. faults: injected into
-    the disk's I/O. declared: declare the number of backwards a step, which eager updates do in any case.
-    Asserts that the pages are where they should be, and that the directory is empty at the end.
+    watch: record all gradients and parameters at every step, which waits for updates. Otherwise the first
+    step's gradients and the last step's parameters are recorded. With eager updates, which consume the
+    gradients, no gradients are recorded. faults: injected into the disk's I/O. update: the argument of
+    `infinity.offload`. declared: tell `offload` the number of backwards a step; eager updates are always
+    told. Asserts that the pages are where they should be, and that the directory is empty at the end.
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
@@ -229,7 +235,10 @@ def paged(
 def _trained(
     entry: Entry, recipe: Recipe, model: nn.Module, runtime: infinity.Runtime, *, watch: bool, spends: bool
 ) -> Run:
-    """Train the steps of `paged` and record them. spends: updates consume gradients, so none are read."""
+    """Train `model` on `runtime` as the recipe says, and return the Run.
+
+    watch: as in `paged`. spends: updates consume the gradients, so that no gradients are recorded.
+    """
     run, optimizer = Run(), runtime.optimizer
     scheduler = scheduler_of(optimizer, recipe)
     for step in range(recipe.steps):
@@ -308,17 +317,17 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def loss_distance(left: Run, right: Run) -> float:
-    """The largest relative difference between the two runs' losses."""
+    """The largest difference between losses of the same micro-batch, relative to the loss in `left`."""
     pairs = zip(left.losses, right.losses, strict=True)
     return max(abs(a - b) / max(abs(a), 1e-6) for a, b in pairs)
 
 
 def check_losses(entry: Entry, recipe: Recipe, run: Run, truth: Run) -> None:
-    """Assert that the relative difference between the losses of `run` and `truth` is at most 1e-5.
+    """Assert that `loss_distance(run, truth)` is at most 1e-5 in fp32 compute, and at most 5e-4 otherwise.
 
-    For bfloat16 the bound is 5e-4, because an update that differs in its last bit may round a parameter the
-    other way. A larger difference is allowed if it is at most twice the difference between torch's own fused
-    and foreach optimizers.
+    With bfloat16 parameters, an update that differs in its last bit may round a parameter to another value. A
+    larger distance is allowed if it is at most twice the distance between two runs in plain PyTorch, with
+    torch's fused and with its foreach optimizer.
     """
     train, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 5e-4)
     distance = loss_distance(run, truth)

@@ -28,7 +28,8 @@ class Part:
 class Wide(nn.Module):
     """Two linear layers with `size` features between them.
 
-    With 700 features, the weight of either layer is larger than the smallest chunk.
+    With 700 features, the weight of either layer does not fit in one chunk of the smallest size that plans
+    use.
     """
 
     def __init__(self, size: int) -> None:
@@ -93,7 +94,10 @@ class Choice(nn.Module):
 
 
 class Tied(nn.Module):
-    """A part that shares the weight (any, WIDTH) of an earlier part. Its own bias may lie in another unit."""
+    """A part that uses the weight of an earlier part, of shape (any, WIDTH), as its own.
+
+    The part's bias is not shared, and may lie in another unit than the weight.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The helper `process_resources`: it finds leaked descriptors and threads, and waits for ending threads."""
+"""Tests of the helper `process_resources`: it finds leaked descriptors and threads, and waits for threads
+that are about to end.
+"""
 
 from __future__ import annotations
 

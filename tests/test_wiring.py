@@ -1,5 +1,5 @@
-"""Tests of how objects of the package come to know what they call: their constructors get all of it, and no
-statement elsewhere assigns it later.
+"""Tests that objects of the package get the objects and functions that they call from their constructors, and
+that no later statement sets them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def set_later(tree: ast.AST) -> list[str]:
-    """Statements that declare an attribute without a value, or that set a callable on another object.
+    """Return the statements in `tree` (as source text) that allow an object to get a callable after its
+    construction.
 
-    By such a statement an object could call an object of a higher package that is made later.
+    These statements declare an attribute without a value (`self.keeper: Keeper`), or assign a callable to an
+    attribute of an object other than `self`. By them an object could call an object of a higher package,
+    which is made later.
     """
     functions = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
     found = []
@@ -37,7 +40,7 @@ def of_self(target: ast.Attribute) -> bool:
 
 
 def is_callable(value: ast.expr, functions: set[str]) -> bool:
-    """Whether a value is a lambda, a function or method that the file defines, or `self`."""
+    """Whether `value` is a lambda, `self`, or a function or method whose name is in `functions`."""
     if isinstance(value, ast.Lambda):
         return True
     if isinstance(value, ast.Name):

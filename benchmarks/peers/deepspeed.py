@@ -30,7 +30,9 @@ class Sizes:
     sub_group: int
     """Elements whose optimizer states are swapped and updated together."""
     bucket: int
-    """Elements of gradients that are reduced together, and of parameters that are prefetched."""
+    """Number of gradient elements that are reduced together. Also the number of parameter elements that are
+    prefetched at one time.
+    """
     live: int
     """Greatest number of parameter elements that are gathered at one time."""
     persistent: int

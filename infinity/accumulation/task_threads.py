@@ -93,7 +93,7 @@ class Surroundings:
 class Task:
     """A function that runs in its own thread, and only while its owner waits.
 
-    The owner calls `proceed` and `break_off`; the function itself calls `pause`.
+    The owner calls `proceed` and `break_off`. The function calls `pause` where it is to stop.
     """
 
     def __init__(self, function: Callable[[], None], surroundings: Surroundings) -> None:
@@ -125,7 +125,10 @@ class Task:
                     del error  # this frame is in its traceback
 
     def pause(self) -> None:
-        """Wait for the next `proceed`; called by the function itself. Raises BrokenOff after `break_off`."""
+        """Stop the task's function until the owner calls `proceed` again. Only the function calls this.
+
+        Raises BrokenOff if the owner has called `break_off`.
+        """
         if not self._broken:  # after `break_off` the owner waits for the task's end, not for a pause
             self._back.release()
             self._go.acquire()

@@ -19,7 +19,8 @@ from infinity.cpu_adam.hyper import Hyper
 BLOCK: int = _cpu_adam.BLOCK
 """Number of elements in a block, for which one sum of squares is computed.
 
-Segments may split a parameter only at multiples of this number of elements.
+Segments may split a parameter only at multiples of this number of elements, counted from the parameter's
+first element.
 """
 
 CODE_BLOCK: int = _cpu_adam.CODE_BLOCK
@@ -192,7 +193,9 @@ class Stream:
     read_write: Sequence[Array] = ()
     write: Sequence[Array] = ()
     granule: int = 64
-    """Number of consecutive elements of one array that are processed before the next array's turn."""
+    """Number of consecutive elements of one array that the pass processes before it goes on to the next
+    array.
+    """
 
     @property
     def bytes_moved(self) -> int:

@@ -44,7 +44,11 @@ class StagedChunks:
         self._failure = failure
         self._ring = ring
         self._chunks: dict[tuple[int, int], None] = {}
-        """(unit, chunk) of every staged chunk, oldest first. The dict is used as an ordered set."""
+        """(unit, chunk) of every staged chunk. The chunk that has been staged for the longest time comes
+        first.
+
+        An ordered set: the dictionary's values are None.
+        """
         self._whole: dict[tuple[int, int], int] = {}
         """(unit, chunk) of every staged chunk that waits for no gradient -> the chunk's bytes. The chunk
         that has waited for no gradient for the longest time comes first.
@@ -58,7 +62,8 @@ class StagedChunks:
     def missing(self, page: GradientPage, chunk_index: int) -> int:
         """Bytes of staging that `add` needs for a chunk before gradients can be added to the chunk.
 
-        0 if the chunk is in RAM already.
+        0 if the chunk is staged already, or if its page's home is in host RAM, where gradients are added in
+        place.
         """
         if page.chunks[chunk_index].staged is not None or page.home.in_place:
             return 0
@@ -78,10 +83,11 @@ class StagedChunks:
         self._chunks[page.index, chunk_index] = None
 
     def complete(self, page: GradientPage, chunk_index: int) -> None:
-        """Note that a staged chunk waits for no further gradient of this backward.
+        """Note that a staged chunk has all its gradients of this backward.
 
-        If such chunks take more than half of staging, the oldest of them are written home. Raises
-        StorageError.
+        With `more_to_come`, the chunk now waits for those of the next micro-batch. Otherwise it waits for no
+        further gradient. If such chunks take more than half of staging, those that have waited for no
+        gradient the longest are written home. Raises StorageError.
         """
         staged = page.chunks[chunk_index].staged
         assert staged is not None
@@ -102,7 +108,9 @@ class StagedChunks:
     def finish(self) -> None:
         """Note the end of a backward: no staged chunk waits for a gradient any more.
 
-        A chunk may lack gradients of parameters that the backward did not use. Raises StorageError.
+        Without this call, chunks with a parameter that the backward did not use would wait for its
+        gradient. With `more_to_come`, nothing changes. Chunks may be written home as in `complete`. Raises
+        StorageError.
         """
         if self.more_to_come:
             return
@@ -113,7 +121,7 @@ class StagedChunks:
                 self.complete(self._pages[unit], chunk_index)
 
     def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
-        """Write the oldest staged chunk home. Returns False if there is no chunk to write.
+        """Write home the chunk that has been staged for the longest time. Returns False if there is none.
 
         kept: (unit, chunk) of a chunk that must stay staged, or None. Raises StorageError.
         """
@@ -126,8 +134,9 @@ class StagedChunks:
     def write_back_now(self, unit: int, chunk_index: int, data: torch.Tensor) -> None:
         """Write a chunk's gradient to the page's home, and wait until it is written.
 
-        The caller is about to take the gradient's room in staging from the chunk's update. data: the gradient
-        in staging, uint8. If the write fails, StorageError is raised and nothing has changed.
+        Afterwards the chunk is no longer staged, and its update can read the gradient from the home. The
+        caller then gives up `data`, the gradient in staging, uint8. If the write fails, StorageError is
+        raised and nothing has changed.
         """
         page = self._pages[unit]
         self._store.write_now(page.home, page.offset(chunk_index), data, spare=True)

@@ -10,8 +10,8 @@ import torch
 def in_memory_order(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """Flatten `values` in the order in which a dense tensor with strides `stride` has its elements in memory.
 
-    stride: strides in elements, for the shape of `values`. Returns a tensor of shape (numel,) on the same
-    device: a view of `values` if `values` has these strides, else a copy.
+    stride: one stride for each dimension of `values`, in elements. Returns a tensor of shape (numel,) on
+    the same device: a view of `values` if `values` has these strides, else a copy.
     """
     if values.layout is not torch.strided:
         values = values.to_dense()

@@ -23,7 +23,7 @@ _SNIFFED = 8 << 10
 """Number of bytes at the beginning of a file that are examined to decide whether the file is text."""
 
 _HELD_OUT = 20
-"""Divisor of the text's bytes: the last twentieth of the text is never trained on."""
+"""The last 1 / _HELD_OUT of the text's bytes is never trained on."""
 
 _LEAST_HELD_OUT = 2 << 10
 

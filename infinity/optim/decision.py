@@ -27,7 +27,9 @@ class Decision:
     native: Sequence[cpu_adam.NativeHyper]
     """The hyper-parameters of `hypers`, in the same order, in the form that the native code takes."""
     parameters: Mapping[int, tuple[int, int]]
-    """Index of each updated parameter -> (index into `hypers`, seed of its stochastic rounding)."""
+    """Index in the unit of each updated parameter -> (index into `hypers`, seed of its stochastic
+    rounding).
+    """
     scale: float
     """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees."""
     fresh: frozenset[int]
@@ -35,15 +37,16 @@ class Decision:
     them.
     """
     edited: frozenset[int]
-    """Indices of parameters that user code has edited since their last update. The update first sets their
-    fp32 masters to the edited values.
+    """Indices in the unit of parameters that user code has edited since their last update. The update first
+    sets their fp32 masters to the edited values.
     """
 
 
 def decide(unit: int, options: StepOptions, gradients: Gradients, states: States) -> Decision | None:
     """Decide the update of a unit's parameters that have both a gradient and a param group.
 
-    Returns None if no parameter has both. Raises the errors of `Rule.hyper`.
+    unit: index of the unit. gradients, states: the gradients and the optimizer states of all units. Returns
+    None if no parameter has both. Raises the errors of `Rule.hyper`.
     """
     state = states.pages[unit]
     known: dict[tuple[int, int, bool], int] = {}
@@ -71,9 +74,9 @@ def decide(unit: int, options: StepOptions, gradients: Gradients, states: States
 def count_step(page: ParameterPage, states: States, decision: Decision, options: StepOptions) -> None:
     """Count the update of a unit as done as soon as it is decided, even if it runs much later.
 
-    Adds one to the step counts in the optimizer page, and notes there which chunks and parameters have
-    moments from now on. Also moves the version counters of the updated parameters. page: the unit's
-    parameter page.
+    Adds one to the step count of each updated parameter in the unit's optimizer page, and notes there which
+    chunks and parameters have moments from now on. Also increments torch's version counter of each updated
+    parameter, because its values are going to change in place. page: the unit's parameter page.
     """
     state, touched = states.pages[page.index], decision.parameters.keys()
     if not all(state.begun):

@@ -1,13 +1,14 @@
 """Staging: the grants of bytes from the pool `staging`, and the order in which grants are taken back.
 
 [Note: room]
-Staging has two kinds of users: chains, each of which is the update of one chunk (infinity/optim/chain.py),
-and gradients that wait in RAM for their chain. Bytes are granted to both here and nowhere else. A request
-that finds no room first waits for work that ends by itself: writes and copies under way, then chains that
-compute. Only then is something undone. First, chains that have read their states ahead lose their staging
-(`Chain.revoke`): their gate is closed, which means that their update is not decided yet. Then gradients are
-written home. A chain with a closed gate never gets the last bytes that a chain with an open gate might
-need. So every request is granted in the end.
+Staging is the host RAM in which chunks are updated if their pages rest elsewhere. It has two kinds of
+users: chains, each of which is the update of one chunk (infinity/optim/chain.py), and gradients that wait
+in RAM for their chain. Bytes are granted to both here and nowhere else. A request that finds no room first
+waits for work that ends by itself: writes and copies under way, then chains that compute. Only then is
+something undone. First, chains that have read their states ahead lose their staging (`Chain.revoke`): their
+gate is closed, which means that their update is not decided yet. Then gradients are written home. A chain
+with a closed gate never gets the last bytes that a chain with an open gate might need. So every request is
+granted in the end.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.store import Store
 
 _SPARED = 4
-"""When states are read ahead (before their update is decided), staging divided by this number is left free,
-for gradients whose states are not read ahead. When half of staging was left free, a step took 3.7 s instead
-of 2.9 s, because the disk waited for room (309M parameters, all on NVMe).
+"""Reading states ahead (before their update is decided) leaves at least 1 / _SPARED of staging free. This
+room is for gradients whose states are not read ahead. When half of staging was left free, a step took 3.7 s
+instead of 2.9 s, because the disk waited for room (309M parameters, all on NVMe).
 """
 
 
@@ -92,7 +93,7 @@ class Staging:
         to spare.
 
         candidates: the result of `ReadAhead.candidates`: groups of chains, in the order in which to read.
-        See [Note: room].
+        Reading ahead ends at the first group for which staging has too little room. See [Note: room].
         """
         spared = max(self._pool.nbytes // _SPARED, self._store.plan.chain_bytes)
         for chains in candidates:

@@ -34,8 +34,8 @@ links reach their full rate with transfers of this size, which is small compared
 
 _SMALLEST_TRANSIT_BUFFER = 4 * BLOCK
 """Bytes of the smallest transit buffer, a buffer in host RAM through which pages pass from disk: BLOCK
-elements of float32, the largest dtype of gradients. A block of the ring through which gradients leave the
-device has the same size.
+elements of float32, the largest dtype of gradients. The ring, the buffer through which gradients leave the
+device, consists of parts of the same size.
 """
 
 
@@ -114,8 +114,8 @@ class Candidate:
         self._largest_unit = max(self._largest_unit, chains)
 
     def staging(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of staging, the host RAM in which chunks are updated if their pages rest elsewhere. 0 for
-        inference, and if pages can rest in host RAM only.
+        """Bytes of staging, the host RAM in which chunks are updated if their pages rest elsewhere. The
+        result is 0 for inference. It is also 0 if pages can rest in host RAM only.
 
         level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
@@ -126,16 +126,16 @@ class Candidate:
 
     def transit(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of all transit buffers, the buffers in host RAM through which pages pass from and to disk.
-        One is for reads and writes of single parameters. The others carry pages from NVMe to the device, if
-        the device tier is apart from the host tier.
+        One of them is for reads and writes of single parameters. If the device tier is apart from the host
+        tier, there are further buffers, through which pages go from NVMe to the device.
 
         level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
         return self.transit_buffer_bytes * (1 + level.transit_buffers * (room.device is not None))
 
     def ring(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of the ring through which gradients leave the device; 0 without a ring. A buffer of the
-        same size in host RAM receives the gradients.
+        """Bytes of the ring, the buffer on the device through which gradients leave it; 0 without a ring. A
+        buffer in host RAM receives the gradients. It has the same size, and is not counted here.
 
         level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
@@ -166,9 +166,9 @@ class Candidate:
 
         The pool has the parameter pages that are brought to the memory where the model computes. Pages
         before the cut are at home there and need no room in the pool; see [Note: one order, two cuts]. The
-        result's item n is for a cut behind the first n pages. pages: the pool has room for this number of
-        the largest other parameter pages. If parameter pages that must be resident at the same time take
-        more bytes, the pool has room for these pages instead.
+        result's item n is for a cut behind the first n pages. It is the larger of two sums over parameter
+        pages behind the cut: the bytes of the largest ones, `pages` in number, and the most bytes of those
+        that must be resident at the same time.
         """
         if pages not in self._residents:
             parameters = self.pages[Kind.PARAMETER]

@@ -196,8 +196,8 @@ def traffic(
     on the device, where they are updated. mirrored: units with a copy of their parameters on the device;
     see infinity/planning/mirror.py.
 
-    Parameter pages that are not at home where the model computes are brought up for forward and again for
-    backward. `resident` bytes of these pages are still in the pool and are not brought up again. An update
+    Of the parameter pages that are not at home where the model computes, `resident` bytes stay in the pool.
+    All other bytes of these pages are brought up for forward, and again for backward. An update
     reads and writes the trained part of each parameter page and all optimizer states. Gradients are written
     once in the backward and read once in the update. With eager updates, gradients whose home is on NVMe
     are neither written nor read in the last backward. Units that are updated on the device move no further

@@ -26,9 +26,9 @@ written at burst speed. A file that is smaller than the bytes that the measureme
 times, perhaps from a cache inside the disk.
 """
 _DISK_SHARE = 8
-"""A single directory's probe file takes at most the directory's budget divided by this number, or 128 MiB
-if that is more. With several directories, this limit is divided by their number. No probe file takes more
-than the budget.
+"""With one directory, its probe file takes at most 1 / _DISK_SHARE of the directory's budget, or at most
+128 MiB if that is more. With several directories, this limit is divided by their number. A probe file never
+takes more than its directory's budget.
 """
 _DISK_LEAST = 128 << 20
 _FILL_SECONDS = 1.0
@@ -58,11 +58,11 @@ def measure_rates(
     """Return the rates of this machine's disks, memory, link and device: from the cache, or else measured
     now.
 
-    nvme: bytes that may be used, by directory. compute_dtype: the dtype of the matrix products to time.
-    clock: returns the present time in seconds. Rates that are not in the cache are measured, which takes
-    about 2 s altogether, and stored in the cache. A disk's rates are valid for five minutes, all other
-    rates until the cache file is removed. The rates of several disks are added. Raises StorageError for a
-    directory that cannot be written.
+    nvme: for each directory, its budget in bytes. device: the device on which the model computes.
+    compute_dtype: the dtype of the matrix products to time. clock: returns the present time in seconds.
+    Rates that are not in the cache are measured, which takes about 2 s altogether, and stored in the cache.
+    A disk's rates are valid for five minutes, all other rates until the cache file is removed. The rates of
+    several disks are added. Raises StorageError for a directory that cannot be written.
     """
     figures = _Cache(clock)
     disks = [

@@ -111,10 +111,11 @@ class PrefetchEngine:
         self._held: dict[int, int] = {}
         """For each unit, the number of calls of `hold` that `let_go` has not ended yet."""
         self._current: tuple[int, ...] = ()
-        """The units of the step's last demand, then the demand's AccessKind; empty before the first demand.
+        """The units of the most recent demand in this step, followed by its AccessKind. Empty if the step had
+        no demand yet.
         """
         self._deferred = False
-        """Whether a page was not fetched ahead because its home was not up to date at the last attempt."""
+        """Whether the last attempt to fetch ahead left out a page whose home was not up to date yet."""
         self.updates = updates
         self._edits = edits
 
@@ -187,13 +188,13 @@ class PrefetchEngine:
             self.land(unit)
 
     def step_done(self) -> None:
-        """End the step in the trace, and begin to fetch pages for the next step."""
+        """Tell the trace that the step has ended, and begin to fetch pages for the next step."""
         self.next_step()
         self.look_ahead()
 
     def next_step(self) -> list[int]:
-        """End the step in the trace; returns the units in the order of their expected first use in the next
-        step.
+        """Tell the trace that the step has ended. Returns the units in the order of their expected first
+        use in the next step.
         """
         self.trace.step_done()
         self._current = ()
@@ -204,7 +205,7 @@ class PrefetchEngine:
         self._look_ahead((), set(self._held))
 
     def abandon(self) -> None:
-        """Give up every page that is ARRIVING, and wait until no transfer to the device is under way."""
+        """Stop fetching: pages that are ARRIVING become AWAY. Wait until no transfer to the device runs."""
         for unit in list(self._arrivals):
             self._turn_back(unit)
 
@@ -374,9 +375,9 @@ class PrefetchEngine:
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
-        """Evict the pinned pages too, so that all pages of the demand can be placed again from the start.
+        """Evict the pinned pages too: they lie so that no gap beside them is large enough for a missing page.
 
-        Where the pinned pages lie now, no gap beside them is large enough for the missing page.
+        The pages of the demand are then brought again, one after the other, into the emptied pool.
         """
         for unit in [each for each in self._resident if each in pinned]:
             self._evict(unit)

@@ -63,9 +63,9 @@ def test_what_modules_keep_from_a_forward_is_not_mixed_up(tmp_path: Path) -> Non
 
 
 class Detached(zoo.Tied):
-    """A model whose forward keeps a number computed from the batch in an attribute, and uses it at its end.
+    """A model whose forward keeps a scalar tensor, computed from the batch, in an attribute.
 
-    The number is a tensor without an autograd graph.
+    The forward multiplies its output by the tensor in the end. The tensor has no autograd graph.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -288,10 +288,12 @@ def test_a_mode_that_sees_one_thread_gets_the_plain_loop(mode: Any, tmp_path: Pa
 
 
 def test_a_checkpoint_around_a_part_draws_the_numbers_that_it_drew(tmp_path: Path) -> None:
-    """If checkpoint() of torch recomputes a part of the model, micro-batches run one after the other.
+    """If torch's checkpoint() recomputes a part of the model, accumulate() runs micro-batches one after the
+    other.
 
-    If micro-batches took turns and one was halted inside of the part, another would draw random numbers
-    meanwhile, and the recomputed dropout masks would differ from those of the forward.
+    It warns of this, and the outcome is that of a plain loop. If micro-batches took turns and one was
+    halted inside of the part, another would draw random numbers meanwhile, and the recomputed dropout masks
+    would differ from those of the forward.
     """
 
     def loss_of(model: Any, batch: Any) -> Tensor:

@@ -24,7 +24,10 @@ from infinity import aio
 EXAMPLES = 20
 OPERATIONS = 1000  # in each example, so 2 * 10^4 in all; 10^6 in the slow test
 SIZE = (1 << 18) + 1357
-"""Bytes of each file and of the volume: few, but with many small blocks, at whose borders errors occur."""
+"""Bytes of each file and of the volume. They are no multiple of the blocks into which engines cut requests.
+
+Blocks are small too, so that there are many borders between blocks, where errors are most likely.
+"""
 
 
 @dataclass
@@ -41,7 +44,10 @@ class Target:
 
 
 def ranges(rng: random.Random) -> Iterator[tuple[int, int]]:
-    """Yield disjoint ranges (begin, end) of bytes in random order, for operations in flight together."""
+    """Yield disjoint ranges (begin, end) of byte offsets below SIZE, in random order.
+
+    Operations on these ranges can be in flight at the same time.
+    """
     unit = rng.choice((1, 1, 512, PAGE))
     span = rng.choice((200, 2000, 10000, SIZE // 4))
     cuts, at = [], rng.randrange(SIZE // 2) // unit * unit
@@ -82,7 +88,10 @@ def batch(rng: random.Random, target: Target) -> int:
 
 
 def add_faults(rng: random.Random, faults: aio.Faults) -> None:
-    """In half of the calls, inject errors, short transfers and delays that must not lose any bytes."""
+    """Remove all faults. In half of the calls, then inject errors, short transfers and delays.
+
+    In spite of them, no bytes may be lost and no operation may fail.
+    """
     faults.clear()
     if rng.random() < 0.5:
         faults.fail("any", rng.randint(1, 300), rng.choice((errno.EAGAIN, errno.EINTR)), times=2)

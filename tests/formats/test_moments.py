@@ -56,10 +56,10 @@ def test_what_is_not_tiny_in_its_block_is_off_by_a_sixteenth_at_most() -> None:
 
 @pytest.mark.parametrize("span", SPANS)
 def test_every_block_that_an_update_can_write_survives_a_round_trip(span: int) -> None:
-    """Blocks of codes that an update can write have equal values after decoding, encoding and decoding.
+    """Decoding a block of codes, encoding the values and decoding them again gives the same values.
 
-    In such blocks the largest element has one of the nine highest codes, since its magnitude sets the
-    block's exponent.
+    This holds for all blocks that an update can write. In such blocks the largest element has one of the
+    nine highest codes, since its magnitude sets the block's exponent.
     """
     last = 8 * span + 7
     random = torch.Generator().manual_seed(0)

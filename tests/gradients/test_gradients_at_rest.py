@@ -47,7 +47,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_every_bit_is_that_of_gradients_in_fp32(
     home: str, compute: str, clip: float | None, tmp_path: Path
 ) -> None:
-    """Losses, norms, parameters and the fp32 gradients that `runtime.grad` returns have equal bits."""
+    """A training has the same bits whether or not it declares one backward a step.
+
+    Compared are losses, norms, parameters, optimizer states and the fp32 gradients of `runtime.grad`.
+    """
     recipe = Recipe(compute=compute, clip=clip, steps=4)
     wide, single = (
         parity.paged(TIED, recipe, home, tmp_path, watch=clip is None, declared=each) for each in DECLARED
@@ -150,7 +153,11 @@ def backward(model: nn.Module, number: int) -> None:
 
 
 def moved(runtime: Any, *edges: Edge) -> list[int]:
-    """Wait until all transfers have ended, and return the bytes moved so far over each of these edges."""
+    """Wait until all transfers have ended, and return the bytes moved over each of `edges` so far.
+
+    An edge is one direction of transfers between two neighbouring tiers. The bytes are counted from the
+    runtime's start.
+    """
     runtime._components.store.settle()
     return [runtime.stats.edges[edge].bytes for edge in edges]
 
@@ -160,9 +167,10 @@ NEAR = {Kind.PARAMETER: Tier.DEVICE, Kind.GRADIENT: Tier.DEVICE, Kind.OPTIMIZER:
 
 
 def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tuple[list[int], list[int]]:
-    """Train step `number`, and return the bytes moved over each of these edges between tiers.
+    """Train step `number`, and return the bytes that it moved over each of `edges`, see `moved`.
 
-    The bytes are (moved until the gradients are at home, moved until the updates have ended).
+    Returns (bytes until the gradients are at home, bytes until the updates have ended), each a list with an
+    item for each edge. Both are counted from the start of the step.
     """
     parts = runtime._components
     start = moved(runtime, *edges)
@@ -199,10 +207,10 @@ def test_bytes_to_and_from_the_disk(declared: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("declared", DECLARED)
 def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tmp_path: Path) -> None:
-    """The CPU's update fetches gradients that rest on the device, and the bytes are those that the plan says.
+    """The CPU's update copies parameters and gradients that rest on the device to host RAM, and nothing else.
 
-    An element takes 2 bytes if one backward a step is declared, and 4 bytes otherwise. Besides, only the
-    parameters are fetched.
+    A gradient takes 2 bytes an element if one backward a step is declared, and 4 bytes otherwise. The bytes
+    copied are those that the plan predicts for the update.
     """
     with opened(tmp_path, NEAR, declared=declared, apart=True) as (model, runtime):
         of_a_step(runtime, model, 0, Edge.DEVICE_TO_HOST)
@@ -213,7 +221,11 @@ def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tm
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> None:
-    """Page sizes and all sizes derived from them are the same in `plan` and in `offload`."""
+    """If one backward a step is declared, gradient pages have the size and dtype of the trained parameters.
+
+    Otherwise gradients are fp32. The plan's other sizes follow from this, and `offload` makes pages of the
+    sizes that `plan` says.
+    """
     model = Halves()
     arguments: dict[str, Any] = {
         "budget": infinity.Budget(device=ROOMY, host=ROOMY, nvme={str(tmp_path): ROOMY}),
@@ -376,8 +388,9 @@ def test_what_rests_in_the_dtype_of_sums_takes_more(compute: str, accumulate: st
 def test_of_reentrant_checkpoints_a_shared_module_has_one_each(tmp_path: Path) -> None:
     """A module that two reentrant checkpoints share gets two gradients in one backward, one per checkpoint.
 
-    With parameters in fp32 the gradients are added. With parameters in bf16 and one backward declared, the
-    second gradient raises ConfigError.
+    With parameters in fp32 the two gradients are added, and a training has the same bits whether or not it
+    declares one backward a step. With parameters in bf16 and one backward declared, the second gradient
+    raises ConfigError.
     """
     entry = zoo.entry("reentrant")
     wide, single = (

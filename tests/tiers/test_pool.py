@@ -1,4 +1,6 @@
-"""Tests of leases, pools and residencies: no overlap, no leak, no byte over the budget, and safe aliases."""
+"""Tests of leases, pools and residencies: no overlap, no leak, no byte over the budget. Memory is not leased
+again while a view of it lives.
+"""
 
 import gc
 import os
@@ -34,7 +36,11 @@ def pool() -> Iterator[Pool]:
 def test_budget_errors_name_the_smallest_pool_that_would_do(
     history: list[tuple[int, bool]], nbytes: int
 ) -> None:
-    """A pool of the size that a BudgetError names suffices, and 4 KiB less fails, however free bytes lie."""
+    """If a lease raises BudgetError, the same leases succeed in a pool of `error.needed` bytes.
+
+    In a pool that is 4 KiB smaller they fail. history: (bytes, whether it is kept) of each lease before the
+    lease of `nbytes` bytes. Those that are not kept leave gaps.
+    """
 
     def ask(pages: int) -> None:
         with HostArena(64 * PAGE) as arena:

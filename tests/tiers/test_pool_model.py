@@ -1,4 +1,6 @@
-"""Tests of a pool against a model of it: no overlap, no leak, no byte over the budget, and safe aliases."""
+"""Tests of a pool against a model of it: no overlap, no leak, no byte over the budget. Memory is not leased
+again while a view of it lives.
+"""
 
 import gc
 
@@ -15,10 +17,11 @@ PAGE = 4096
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A state machine of random leases, residencies and views, with a list of the bytes that are in use.
+    """A state machine of random leases, residencies and views, with a record of the bytes that are in use.
 
-    Every residency is filled with a number of its own. After every step, each live view is compared with
-    its number. A span that is handed out while a view of it lives therefore shows as a wrong byte.
+    Each residency is filled with a byte value derived from the number of its lease. After every step, each
+    live view must still have its value. If a span is leased again while a view of it lives, the view has a
+    wrong byte.
     """
 
     CAPACITY = 64 * PAGE

@@ -113,9 +113,9 @@ def test_a_pool_of_negative_size() -> None:
 
 @pytest.mark.parametrize("misalignment", [0, 512, 1536])
 def test_pools_align_in_the_address_space_wherever_the_region_starts(misalignment: int) -> None:
-    """Leases are aligned in memory even where the region starts at a multiple of 512 bytes only.
+    """A lease's address is a multiple of its pool's granule, also in a region that is aligned to 512 bytes.
 
-    torch's CUDA allocator promises no more than this alignment.
+    torch's CUDA allocator promises no stricter alignment of the region than this.
     """
     block = torch.empty(16 * PAGE, dtype=torch.uint8)
     start = -(-block.data_ptr() // PAGE) * PAGE + misalignment
@@ -239,7 +239,11 @@ def test_the_huge_page_probe_really_runs() -> None:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_registration_with_cuda_lasts_as_long_as_the_mapping(code: int) -> None:
-    """A registered arena is unregistered when its last alias goes, even if the arena was never closed."""
+    """An arena that is registered with CUDA is unregistered when the last tensor over its memory is deleted.
+
+    This holds even if the arena was never closed. code: the result of the registration; if it is an error,
+    the arena is not unregistered.
+    """
     device = EmulatedDevice()
     arena = HostArena(PAGE)
     if code:
