@@ -57,8 +57,8 @@ class FioPoint:
 class Result:
     """The result of one mode: "read", "write" or "mixed". Rates are medians over rounds, in GB/s.
 
-    `best` is the settings with which fio had the highest median rate. `ratios` has, for each round, infinity's
-    rate divided by fio's rate at these settings; `ratio` is the median of `ratios`.
+    `best` is the settings with which fio had the highest median rate. `ratios` has, for each round,
+    infinity's rate divided by fio's rate at these settings; `ratio` is the median of `ratios`.
     """
 
     mode: str
@@ -72,8 +72,9 @@ class Result:
     is neither io_uring nor libaio. It shows whether a difference is due to the settings or to infinity's I/O
     engine."""
     contenders: dict[str, float]
-    """Settings (as text) of each of the points at which fio was fastest in the sweep -> fio's rate in GB/s when
-    it then ran in turns with infinity."""
+    """Settings (as text) of each of the points at which fio was fastest in the sweep -> fio's rate in GB/s
+    when it then ran in turns with infinity.
+    """
 
 
 def fio_rate(
@@ -211,8 +212,8 @@ def own_cache() -> Iterator[None]:
 
 
 def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str, object]]:
-    """Tune the disk as `infinity tune` does. Returns (chosen settings, a dict with these settings and the rates
-    measured with them, and with the seconds that tuning took unless `--quick` was given).
+    """Tune the disk as `infinity tune` does. Returns (chosen settings, a dict with these settings and the
+    rates measured with them, and with the seconds that tuning took unless `--quick` was given).
     """
     directory = os.fspath(arguments.directory)
     if arguments.quick:

@@ -218,8 +218,8 @@ class Bench:
         return Process(spec.name, self._task(spec), python, self._timeout())
 
     def _timeout(self) -> float:
-        """Seconds to wait for a reply of a process: the time that is left to the run, but at least 15 s and at
-        most `job.timeout`.
+        """Seconds to wait for a reply of a process: the time that is left to the run, but at least 15 s and
+        at most `job.timeout`.
         """
         return min(self.job.timeout, max(self._left(), _LEAST_TIMEOUT))
 

@@ -32,8 +32,8 @@ MOST_BYTES = 1 << 17
 """Largest size in bytes of a request for a fork, which holds program, arguments and environment."""
 MOST_DESCRIPTORS = 16
 _FREE = 64
-"""A number above all descriptor numbers that a fork's program is to have. Received descriptors are first moved
-to this number and above, so that none is overwritten before it has got its own number.
+"""A number above all descriptor numbers that a fork's program is to have. Received descriptors are first
+moved to this number and above, so that none is overwritten before it has got its own number.
 """
 
 _Popen = subprocess.Popen

@@ -145,8 +145,8 @@ class DeviceUnits:
                     arrays["master"][place] = self._parameters(unit, chunk_index)[place]
 
     def _chunk(self, unit: int, chunk_index: int) -> Chunk:
-        """Describe a chunk for DeviceUpdates: views of its gradients, parameters and optimizer states, and the
-        keys (unit, index of the parameter) of the parameters that lie in the chunk.
+        """Describe a chunk for DeviceUpdates: views of its gradients, parameters and optimizer states, and
+        the keys (unit, index of the parameter) of the parameters that lie in the chunk.
         """
         page = self._gradients[unit]
         arrays = self._states.pages[unit].arrays(chunk_index, self._content(unit, chunk_index))

@@ -195,8 +195,8 @@ def _tree(model: nn.Module) -> list[int]:
 
 
 def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Return a function that calls the bound method `method` but does not keep the method's object alive. Once
-    the object is gone, the function does nothing.
+    """Return a function that calls the bound method `method` but does not keep the method's object alive.
+    Once the object is gone, the function does nothing.
 
     Hooks on gradients need this, because the garbage collector cannot see the references in torch's hooks.
     """

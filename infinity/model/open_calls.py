@@ -36,8 +36,8 @@ class OpenCalls:
         self._calls.append((caller, stack))
 
     def end(self) -> None:
-        """Note that this thread's innermost open call has ended, and exit the context manager that `begin` was
-        given for that call. Does nothing if the thread has no open call.
+        """Note that this thread's innermost open call has ended, and exit the context manager that `begin`
+        was given for that call. Does nothing if the thread has no open call.
         """
         if self._calls:
             self._calls.pop()[1].close()

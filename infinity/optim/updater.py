@@ -188,16 +188,16 @@ class Updater:
         return self._units[unit].left > 0
 
     def begun(self, unit: int) -> bool:
-        """Whether an update of the unit was decided and has not ended, and at least one of its chains (updates
-        of chunks) has begun to read, compute or write.
+        """Whether an update of the unit was decided and has not ended, and at least one of its chains
+        (updates of chunks) has begun to read, compute or write.
         """
         return self._queue.running(unit) is not None
 
     def complete(self, unit: int) -> None:
         """Wait until the update of a unit has ended, if one is pending, so that the model can use the unit.
 
-        Meanwhile this call grants staging (host RAM to work in) to the unit's chains, which are the updates of
-        its chunks, and begins them. Writes of the results to their homes may go on afterwards. Raises
+        Meanwhile this call grants staging (host RAM to work in) to the unit's chains, which are the updates
+        of its chunks, and begins them. Writes of the results to their homes may go on afterwards. Raises
         StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
         group, queue = self._units[unit], self._queue

@@ -41,8 +41,8 @@ class EventFile:
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
             )
         self._whole = 0
-        """Length of the file in bytes up to the end of its last event; 0 if nothing was written yet or a write
-        has failed.
+        """Length of the file in bytes up to the end of its last event; 0 if nothing was written yet or a
+        write has failed.
         """
         self._closed = False
         try:
@@ -104,8 +104,8 @@ def span(row: int, name: str, start: int, end: int, args: Args) -> str:
 def instant(row: int, name: str, at: int, args: Args) -> str:
     """The JSON of an instant event ("i"), a point in one row.
 
-    row: the number of the row in the viewer. args: shown with the event. at: nanoseconds since the moment that
-    is time 0 of the file.
+    row: the number of the row in the viewer. args: shown with the event. at: nanoseconds since the moment
+    that is time 0 of the file.
     """
     return _event(name, f'"ph":"i","s":"t","ts":{at / 1e3}', row, args)
 

@@ -140,8 +140,8 @@ class CopyStreams:
         self._queueing_down = threading.Lock()
         """Guards `_under_way`, because several threads start copies to the host."""
         self._idle: Stream | None = None
-        """A stream without work, on which each `Anchor` is recorded: an event whose time by the host's clock is
-        known. None while copies are not timed.
+        """A stream without work, on which each `Anchor` is recorded: an event whose time by the host's clock
+        is known. None while copies are not timed.
         """
         self._anchor: Anchor | None = None
         self._let_copies_up_wait(Order.OPENING)
@@ -266,8 +266,8 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """Return an `Anchor` that is at most ten seconds old, and record one if there is none. An anchor is an
-        event whose time by the host's clock is known, so that the times of other events can be computed.
+        """Return an `Anchor` that is at most ten seconds old, and record one if there is none. An anchor is
+        an event whose time by the host's clock is known, so that the times of other events can be computed.
 
         Returns None outside of the context `timed`. The context may end meanwhile in another thread, so
         `_idle` and `_anchor` are read only once.

@@ -1,5 +1,6 @@
-"""Tests of updates by OpenMP: if a thread waits for updates of a pool with `openmp`, the thread's OpenMP threads
-compute them. The threads of the pool sleep meanwhile, and the results have the bits that they would compute.
+"""Tests of updates by OpenMP: if a thread waits for updates of a pool with `openmp`, the thread's OpenMP
+threads compute them. The threads of the pool sleep meanwhile, and the results have the bits that they would
+compute.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from infinity.cpu_adam import Segment, ThreadPool, Update
 def woken() -> Callable[[], int]:
     """Return a function that returns how often threads of update pools were woken since the call of `woken`.
 
-    It counts how often the threads have gone to sleep again. Threads of closed pools may still be ending. They
-    do not wake up any more, so they add nothing.
+    It counts how often the threads have gone to sleep again. Threads of closed pools may still be ending.
+    They do not wake up any more, so they add nothing.
     """
 
     def times(task: int) -> int | None:

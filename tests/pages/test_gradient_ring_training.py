@@ -55,8 +55,8 @@ def trained(
     the optimizer's state_dict.
 
     home: where the pages rest, as for `budget_for`. device: a device with memory of its own, or None for a
-    device whose memory the CPU can read, which needs no ring. compute: argument of Precision. update: argument
-    of `offload`. how: "plain" for a plain loop, "accumulate" for runtime.accumulate.
+    device whose memory the CPU can read, which needs no ring. compute: argument of Precision. update:
+    argument of `offload`. how: "plain" for a plain loop, "accumulate" for runtime.accumulate.
     """
     model = Mixed()
     precision = infinity.Precision(compute=compute, keep=("norm.*",))

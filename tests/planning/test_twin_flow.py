@@ -1,5 +1,5 @@
-"""Tests of units that the device updates: which units the plan chooses, which bytes a step copies between host
-and device, what a step launches on the device, and that it allocates next to nothing there.
+"""Tests of units that the device updates: which units the plan chooses, which bytes a step copies between
+host and device, what a step launches on the device, and that it allocates next to nothing there.
 
 Training with such units is tested in test_twin_flow_training.py, the arithmetic in test_device_update.py.
 """
@@ -326,7 +326,8 @@ def test_copies_up_follow_the_kernels_that_write_there(kernels: None, tmp_path: 
 
 
 class Stream:
-    """A fake of a CUDA stream. `waits_for` lists the streams given to `wait_stream`, in the order of calls."""
+    """A fake of a CUDA stream. `waits_for` lists the streams given to `wait_stream`, in the order of calls.
+    """
 
     def __init__(self) -> None:
         self.waits_for: list[Stream] = []

@@ -58,8 +58,8 @@ RECIPES = [
 def test_it_trains_as_plain_pytorch_does(
     name: str, recipe: Recipe, device: str, updated: list[int], tmp_path: Path
 ) -> None:
-    """The gradients of the first step have the bits of plain PyTorch's. All norms and losses differ by at most
-    1e-5 of their value.
+    """The gradients of the first step have the bits of plain PyTorch's. All norms and losses differ by at
+    most 1e-5 of their value.
 
     A larger difference of the losses passes if it is at most twice the difference between a training with
     torch's fused optimizer and one with torch's foreach optimizer.
