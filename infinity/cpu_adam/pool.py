@@ -38,8 +38,7 @@ from infinity.errors import ConfigError
 from infinity.system.closing import Closing
 
 DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
-"""Default of ThreadPool's argument `chunk`: the number of elements that a thread takes from a job at a time.
-"""
+"""Default of ThreadPool's argument `chunk`: how many elements of a job a thread processes at a time."""
 
 _R = TypeVar("_R")
 

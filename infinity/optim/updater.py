@@ -87,7 +87,8 @@ class Updater:
         return [Chain(each, self._store, health) for each in updates]
 
     def _read_ahead(self) -> ReadAhead | None:
-        """Make the object that chooses the chains whose states are read ahead.
+        """Make the object that chooses the chains (updates of chunks) whose optimizer states are read ahead,
+        which means before their update is decided.
 
         Returns None, so that no states are read ahead, if updates are "sync", or if the number of backwards
         in a step was not declared.
@@ -250,7 +251,7 @@ class Updater:
         self._queue.finish_copies()
 
     def abandon(self) -> None:
-        """Give up all updates that have not ended, and wait until no chain uses its memory any more."""
+        """Give up all updates that have not ended, and wait until no update uses memory any more."""
         self._queue.abandon()
 
     # --- what is due ------------------------------------------------------------------------------------

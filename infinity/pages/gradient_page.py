@@ -44,7 +44,9 @@ class GradientChunk:
     there is no such job.
     """
     stored: bool = False
-    """Whether gradients of this step were written from staging to the chunk's place at home."""
+    """Whether gradients of this step were written from staging (host RAM) to the chunk's place in the
+    gradient page's home.
+    """
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
     """(index of a parameter, index in the parameter of the first element of its piece in this chunk) -> sums
     of squares of the parameter's gradient. The sums of all pieces of a parameter, in all chunks, add up to
@@ -220,8 +222,8 @@ class GradientPage:
             yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
 
     def typed(self, chunk_index: int, data: torch.Tensor) -> torch.Tensor:
-        """Return a view of the beginning of `data` as the gradients of a chunk: flat, one for each element of
-        the chunk, in the dtype in which they are stored.
+        """Return a view of the beginning of `data` as the gradients of a chunk: a flat tensor with one
+        gradient for each element of the chunk, in the dtype in which they are stored.
 
         data: the chunk's gradients as uint8, for example the result of `in_ram`.
         """

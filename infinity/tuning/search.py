@@ -169,9 +169,9 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
     least CPU time. With equal backends, settings with fewer bytes in flight are cheaper, because the next
     urgent request has to wait for these bytes.
 
-    usual: the settings that are used without tuning. They are returned if the best settings are not clearly
-    faster. The best of many noisy figures is too high by chance, so without this rule one run in ten would
-    choose settings that are slower than the usual settings.
+    passes: those of a `Halving`. usual: the settings that are used without tuning. They are returned if they
+    were tried and the best settings are not clearly faster. The best of many noisy figures is too high by
+    chance, so without this rule one run in ten would choose settings that are slower than the usual settings.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)
@@ -203,7 +203,9 @@ def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
 
 
 def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:
-    """The point with the best `standing` in `mode`. Without a mode, the point with the best of `scores`."""
+    """The point with the best `standing` in `mode`. If mode is None, the point with the best score (`scores`)
+    over all modes.
+    """
     found = scores(passes) if mode is None else standing(passes, mode)
     return max(found, key=found.__getitem__)
 

@@ -1,4 +1,6 @@
-"""Tests of the progress that `infinity train` shows to a person."""
+"""Tests of the progress that `infinity train` shows to a person: what its lines say, and when they appear on
+a terminal and where there is no terminal.
+"""
 
 from __future__ import annotations
 

@@ -326,8 +326,7 @@ def test_copies_up_follow_the_kernels_that_write_there(kernels: None, tmp_path: 
 
 
 class Stream:
-    """A fake of a CUDA stream. `waits_for` lists the streams given to `wait_stream`, in the order of calls.
-    """
+    """A fake of a CUDA stream. `waits_for` lists the streams that `wait_stream` was given, in order."""
 
     def __init__(self) -> None:
         self.waits_for: list[Stream] = []

@@ -1,6 +1,5 @@
-"""Tests of memory in the driver for tests: it reports RAM that is unregistered during a copy, copies from
-and to memory that is not registered or not mapped, and memory that is never given back. Training does none
-of this.
+"""Tests of memory in the driver for tests: which wrong uses of registered RAM and of mapped addresses it
+reports, that it lists memory that is never given back, and that a training gives all of its memory back.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ def test_mapped_addresses_are_used_by_nobody(device: EmulatedDevice) -> None:
 
 def test_addresses_beside_what_is_mapped_are_refused(device: EmulatedDevice) -> None:
     """If the release of mapped memory fails half-way, some of its addresses have no memory any more. A copy
-    to such an address raises DeviceError.
+    from such an address must raise DeviceError.
     """
     memory = device.driver.repeat(GRANULE, 2, 0xFF)
     other = torch.zeros(8)
