@@ -40,7 +40,9 @@ GOAL = 0.95
 
 @dataclass(frozen=True)
 class FioPoint:
-    """Settings of a run of fio. `block` is in bytes; a job keeps `depth` requests in flight."""
+    """Settings of a run of fio: `jobs` jobs at once, each of which keeps `depth` requests of `block` bytes in
+    flight.
+    """
 
     engine: str
     block: int
@@ -55,8 +57,8 @@ class FioPoint:
 class Result:
     """The result of one mode: "read", "write" or "mixed". Rates are medians over rounds, in GB/s.
 
-    `ratios` has, for each round, infinity's rate divided by the rate of fio's best point; `ratio` is the
-    median.
+    `best` is the settings with which fio had the highest median rate. `ratios` has, for each round,
+    infinity's rate divided by fio's rate at these settings; `ratio` is the median of `ratios`.
     """
 
     mode: str
@@ -66,10 +68,13 @@ class Result:
     best: FioPoint
     best_gb_s: float
     same_gb_s: float | None
-    """Rate of fio, with one job, at the settings that infinity uses; None if fio lacks this kind of I/O. It
-    shows whether a difference is due to the settings or to infinity's I/O engine."""
+    """Rate of fio with one job and the backend, block size and depth that infinity uses; None if this backend
+    is neither io_uring nor libaio. It shows whether a difference is due to the settings or to infinity's I/O
+    engine."""
     contenders: dict[str, float]
-    """GB/s of each of fio's best points, in turns with infinity."""
+    """Settings (as text) of each of the points at which fio was fastest in the sweep -> fio's rate in GB/s
+    when it then ran in turns with infinity.
+    """
 
 
 def fio_rate(
@@ -131,7 +136,10 @@ def fio_points(arguments: argparse.Namespace) -> list[FioPoint]:
 def exhaustive(
     fio: str, points: list[FioPoint], path: Path, arguments: argparse.Namespace
 ) -> dict[str, dict[FioPoint, float]]:
-    """Sweep all points; returns bytes per second by mode and point, the median over passes."""
+    """Run fio in every mode at every point, `--passes` times, each for `--slice` seconds.
+
+    Returns mode -> point -> the median over passes of the bytes per second.
+    """
     order = random.Random(0)
     rates: dict[str, dict[FioPoint, list[float]]] = {mode: {} for mode in MODES}
     for number in range(arguments.passes):
@@ -204,7 +212,9 @@ def own_cache() -> Iterator[None]:
 
 
 def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str, object]]:
-    """Tune the disk as `infinity tune` does; returns (chosen settings, figures measured with them)."""
+    """Tune the disk as `infinity tune` does. Returns (chosen settings, a dict with these settings and the
+    rates measured with them, and with the seconds that tuning took unless `--quick` was given).
+    """
     directory = os.fspath(arguments.directory)
     if arguments.quick:
         with TestFile(directory, arguments.size, Memory(SMALLEST), DEFAULT) as file:

@@ -29,10 +29,11 @@ from infinity.system import machine
 
 QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)
 BYTES_OF_STATE = 16
-"""Most bytes on disk for each parameter: the bf16 parameter, the 16 bits of its fp32 master that bf16 lacks,
-the gradient, and two fp32 moments."""
+"""Most bytes on disk for each element of a parameter: 2 for its bf16 value, 2 for the low 16 bits of its fp32
+master that bf16 lacks, 4 for the gradient, and 4 for each of two moments."""
 _SHARE_OF_MEMORY = 0.9
-"""Share of the usable memory that processes may take together if they are kept alive."""
+"""Fraction of the usable memory up to which the peaks of all processes may add up if the processes are to be
+kept alive between rounds."""
 _LEAST_TIMEOUT = 15.0
 
 
@@ -47,7 +48,7 @@ class Job:
     steps: int
     """Number of timed steps in a turn, after one untimed step."""
     warm_up: int
-    """Number of steps that a process trains before its first turn."""
+    """Number of untimed steps that a process trains after its start, before its first turn."""
     rounds: int
     batch: int
     seq: int
@@ -56,7 +57,8 @@ class Job:
     timeout: float
     """Seconds that the start of a process, or one turn, may take."""
     seconds: float
-    """Seconds after which no further turn begins; the report then has what was measured until then."""
+    """Seconds after the start of the benchmark after which no further turn begins. The report then has what
+    was measured until then."""
     peer_python: str
     processes: str
     """How long processes live. "kept": through all rounds. "fresh": for one turn. "auto": for one turn in the
@@ -66,7 +68,7 @@ class Job:
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The sizes of the model."""
+        """The sizes of the model: those of the preset `model`, or smaller ones if `quick` is set."""
         return QUICK if self.quick else PRESETS[self.model].decoder
 
 
@@ -142,9 +144,10 @@ class Bench:
 
     @contextmanager
     def computing(self, decoder: DecoderConfig) -> Iterator[Process]:
-        """Context with a process that has trained its warm-up steps.
+        """Context that yields a process which has run its warm-up steps and can be asked for turns.
 
-        A step of the process is a forward and backward of the decoder, with everything in memory.
+        A step of this process is a forward and backward of `decoder` without an update, with everything in
+        memory.
         """
         task = self._task(Spec(name="compute", contender="plain", mode="compute"), decoder)
         with Process("compute", task, sys.executable, self._timeout()) as process:
@@ -182,7 +185,9 @@ class Bench:
 
     @contextmanager
     def _failures(self, name: str) -> Iterator[None]:
-        """Context in which a ContenderFailed is recorded. The contender `name` is left out from then on."""
+        """Context that catches ContenderFailed and records it in `failures` under the contender's `name`. The
+        contender gets no further turns.
+        """
         try:
             yield
         except ContenderFailed as error:
@@ -193,7 +198,7 @@ class Bench:
                 failed.__exit__()  # frees its memory for the other contenders
 
     def _fit_together(self) -> bool:
-        """Whether all processes fit in memory together, by the peaks of the round before.
+        """Whether the processes of all contenders fit in memory together, by their peaks in their last turns.
 
         If the CPU computes, room is left for the process that measures forward and backward in memory. No
         process may be alive when this method is called.
@@ -213,11 +218,16 @@ class Bench:
         return Process(spec.name, self._task(spec), python, self._timeout())
 
     def _timeout(self) -> float:
-        """Seconds to wait for a reply: the time left to the run, from 15 s to at most `job.timeout`."""
+        """Seconds to wait for a reply of a process: the time that is left to the run, but at least 15 s and
+        at most `job.timeout`.
+        """
         return min(self.job.timeout, max(self._left(), _LEAST_TIMEOUT))
 
     def _task(self, spec: Spec, decoder: DecoderConfig | None = None) -> Task:
-        """The task for a contender, in a new directory. decoder: sizes of the model, by default the job's."""
+        """Make the task that tells a contender's process what to train, and a new directory for its files.
+
+        spec: the contender, its mode and its budgets. decoder: sizes of the model, by default the job's.
+        """
         decoder = decoder or self.job.decoder
         most = str(BYTES_OF_STATE * decoder.parameters + (256 << 20))
         return Task(

@@ -26,11 +26,12 @@ def opened(
     more: int = 64 << 20,
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Offload a small model in bf16 with AdamW, yield (model, runtime), and assert that no file is left.
+    """Offload a small model in bf16 with AdamW, and yield (model, runtime). Afterwards, close the runtime and
+    assert that no file is left in `directory`, where its NVMe tier was.
 
-    update, accumulation: as for `offload`; accumulation counts only where `update` is "eager". more: bytes of
-    host budget beyond the smallest that will do. With the default all pages rest in RAM. faults: injects
-    faults into the runtime's I/O.
+    update, accumulation: arguments of `offload`; accumulation is passed on only if `update` is "eager". more:
+    host budget in bytes beyond the smallest that is enough. With the default all pages rest in RAM. faults:
+    injects faults into the runtime's I/O.
     """
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

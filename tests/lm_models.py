@@ -38,7 +38,9 @@ def text_of(folder: Path, contents: Sequence[bytes]) -> Text:
 
 
 class Scripted(nn.Module):
-    """A model that predicts that each byte is the last byte plus one. Its dropout acts in training only."""
+    """A model that predicts for each byte that the next byte is greater by one (0 after 255). In training,
+    its dropout spoils the predictions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,9 +53,10 @@ class Scripted(nn.Module):
 
 
 class ScriptedSubject:
-    """A LanguageModel that predicts bytes that count up.
+    """A stand-in for a LanguageModel that predicts for each byte that the next byte is greater by one.
 
-    It counts how often it was asked for logits, and keeps the tokens of the last call.
+    `asked`: how often logits were asked for. `seen`: the tokens of the last such call. longest: as in
+    LanguageModel.
     """
 
     def __init__(self, longest: int | None = None) -> None:
@@ -64,7 +67,10 @@ class ScriptedSubject:
         self.seen = torch.empty(0)
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits (batch, 256) of the token after `position`. tokens: int64 (batch, seq)."""
+        """Return the logits (batch, 256) of the token that follows the token at `position`, counted from 0.
+
+        tokens: int64 (batch, seq).
+        """
         assert not torch.is_grad_enabled()
         self.asked += 1
         self.seen = tokens

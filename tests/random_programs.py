@@ -1,8 +1,8 @@
-"""Random training programs for tests of copy streams. They train a model of a few blocks whose pages rest at
-a chosen place.
+"""Random training programs for tests of copy streams. They train a model of a few blocks (submodules) whose
+pages rest at a chosen place.
 
-A number determines a program: which blocks each forward goes through, in which order, how often, and what
-happens between backward and step.
+A number determines a program: which blocks each forward goes through, in which order and how often, and what
+happens between backward and step and after the step.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class Step:
     orders: tuple[tuple[int, ...], ...]
     """For each micro-batch, the blocks that its forward uses, in order."""
     evaluated: tuple[int, ...]
-    """The blocks of a forward without gradients before the step. Empty for no such forward."""
+    """The blocks of a forward under no_grad that runs after the backwards and before the step, in order.
+    Empty if there is no such forward.
+    """
     clipped: bool
     read: bool
-    """Whether all gradients are read before the step."""
+    """Whether the gradients of all parameters are read, with runtime.grad, before the step."""
     edited: int | None
     """The block whose first weight is changed after the step, or None."""
 
@@ -67,7 +69,7 @@ class Place:
     home: str
     update: str
     kernels: bool = False
-    """Whether the device updates the units that rest on it."""
+    """Whether the device updates the units whose pages rest on it; if not, the CPU does."""
 
 
 def program_of(number: int, update: str) -> list[Step]:
@@ -108,9 +110,10 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def budget_of(home: str, kernels: bool = False) -> Any:
-    """The budget with which the pages of Blocks rest at `home`.
+    """Return the infinity.Budget with which all pages of a Blocks model rest at `home`.
 
-    kernels: what `twin_flow.has_kernels` returns for the device. Results are cached for both values.
+    kernels: what the caller has made `twin_flow.has_kernels` return, which changes the plan. It is a
+    parameter so that the result is cached for each value.
     """
     model = Blocks()
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
@@ -124,7 +127,10 @@ def budget_of(home: str, kernels: bool = False) -> Any:
 
 
 def trained(number: int, place: Place) -> dict[str, Any]:
-    """Run program `number` with pages at `place`, and return losses, gradients, parameters and states."""
+    """Run program `number` with pages at `place`. Returns a dict of all that two runs are compared by: lists
+    of "losses", "evaluated", "gradients" and "norms", and at the end "parameters" and "optimizer"
+    (state_dicts).
+    """
     model = Blocks()
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)

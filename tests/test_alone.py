@@ -1,4 +1,6 @@
-"""Tests marked `alone`: such a test waits for running tests, and tests that come later wait for its end."""
+"""Tests of the mark `alone`: a test with this mark begins when all running tests have ended, and tests that
+come later begin when it has ended.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ import pytest
 from alone import Machine
 
 SOON = 0.2
-"""Seconds within which a Worker sets its event `entered`, unless it has to wait for other Workers."""
+"""Seconds after which a Worker whose event `entered` is not set counts as waiting for other Workers."""
 BOUND = 30.0
 
 
 class Worker:
-    """A thread that stands for a worker process of pytest, which runs a test until leave() is called.
+    """A thread that stands for a worker process of pytest. It asks to run a test at once, sets the event
+    `entered` when the test may begin, and runs the test until leave() is called.
 
-    It has a Machine of its own, over lock files that all Workers share. alone: whether its test is alone.
+    It has a Machine of its own, over lock files in `directory` that all Workers share. alone: whether its
+    test has the mark `alone`.
     """
 
     def __init__(self, directory: Path, *, alone: bool) -> None:

@@ -1,5 +1,5 @@
-"""Tests of processes that `warm_python.Popen` starts with torch imported: environment, descriptors, exit and
-parent are as in processes that subprocess.Popen starts.
+"""Tests of `warm_python.Popen`, whose processes have torch imported from the start: their environment,
+descriptors, exit codes and parent are those of processes that subprocess.Popen starts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def facts(kind: Callable[..., Any], *arguments: str, **options: Any) -> tuple[Any, str]:
     """Run the program FACTS in a new process, and return (the facts that it prints, its stderr).
 
-    kind: warm_python.Popen or subprocess.Popen.
+    kind: warm_python.Popen or subprocess.Popen. arguments: the command line after the interpreter, which says
+    how FACTS is run. options: of Popen.
     """
     process = kind(
         [sys.executable, *arguments],

@@ -32,13 +32,18 @@ MOST_BYTES = 1 << 17
 """Largest size in bytes of a request for a fork, which holds program, arguments and environment."""
 MOST_DESCRIPTORS = 16
 _FREE = 64
-"""A descriptor number above all numbers that a request for a fork asks for."""
+"""A number above all descriptor numbers that a fork's program is to have. Received descriptors are first
+moved to this number and above, so that none is overwritten before it has got its own number.
+"""
 
 _Popen = subprocess.Popen
 
 
 class Popen(_Popen[Any]):
-    """subprocess.Popen whose processes start with torch imported, where the command allows it."""
+    """subprocess.Popen that runs a command of this interpreter in a fork in which torch is imported already.
+
+    Other commands (see `_can_be_warm`), and those with a shell or a preexec_fn, are started as usual.
+    """
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:  # type: ignore[override]
         preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:14]
@@ -84,7 +89,12 @@ class _Server:
             self.process = _Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        """Have a process forked that becomes a child of this process. Returns the new process's id."""
+        """Have a process forked that runs a program and is a child of this process. Returns its process id.
+
+        request: the program's arguments, directory, environment, whether it gets a new session, and the
+        descriptor numbers that it has. descriptors: descriptors of this process, which the new process gets
+        under these numbers, in the same order.
+        """
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
             answer = self._socket.recv(64)
@@ -116,7 +126,11 @@ def end() -> None:
 
 
 def serve(asked: socket.socket) -> None:
-    """Fork for every request, and run the requested program in the fork. Returns in forks only."""
+    """Fork for every request that arrives on `asked`, and run the requested program in the fork.
+
+    Returns in a fork only, when the fork's program has ended. The process itself exits as soon as the other
+    end of `asked` is closed.
+    """
     parent = os.getppid()
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, MOST_BYTES, MOST_DESCRIPTORS)
@@ -140,7 +154,10 @@ def serve(asked: socket.socket) -> None:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Take over the session, directory, environment and descriptors that the request gives."""
+    """Give this process the session, directory, environment and descriptors that the request asks for.
+
+    descriptors: open descriptors, each of which gets the number at its place in request["descriptors"].
+    """
     if request["new session"]:
         os.setsid()
     os.chdir(request["directory"])
@@ -171,7 +188,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Run a program as an interpreter with these arguments would."""
+    """Run a program in this process as a new interpreter with these command line arguments would."""
     first, *rest = arguments
     paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     if first in ("-c", "-m"):

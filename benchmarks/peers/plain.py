@@ -47,7 +47,9 @@ class Compute:
 
 
 class Fused(Compute):
-    """Contender that runs the whole step with fused AdamW, on a CPU some four times as fast as foreach."""
+    """Contender that trains in mixed precision by hand, with torch's fused AdamW. On a CPU this is some four
+    times as fast as torch's foreach AdamW.
+    """
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -71,7 +73,7 @@ class Fused(Compute):
 
 
 class Plain(Compute):
-    """Contender that runs the whole step in fp32, with the AdamW implementation that torch chooses."""
+    """Contender that trains in fp32, with the AdamW implementation that torch chooses by default."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, torch.float32)

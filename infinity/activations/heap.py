@@ -19,10 +19,10 @@ _SLACK = 8 << 20
 holes to the kernel) left it above the limit."""
 
 _BETWEEN_LOOKS = 2 << 20
-"""The least bytes of new allocations between two checks of resident memory."""
+"""Bytes that must at least be allocated between two checks of this process's resident memory."""
 _LOOKS = 128
-"""The most checks of resident memory while as many bytes are allocated as HeapGuard's limit has. A check
-takes 4 to 50 us."""
+"""A check of resident memory is due whenever HeapGuard's limit, divided by this number, has been allocated. A
+check takes 4 to 50 us."""
 
 
 def malloc_trim() -> Callable[[int], int] | None:
@@ -54,7 +54,8 @@ class HeapGuard:
     def allocated(self, nbytes: int) -> None:
         """Count `nbytes` bytes of new allocations, and call `check` from time to time.
 
-        It is called whenever 1/128 of the limit, and at least 2 MiB, has been allocated since the last call.
+        `check` is called whenever 1/128 of the limit, and at least 2 MiB, has been allocated since `check`
+        was last called here.
         """
         self._allocated += nbytes
         if self._allocated >= self._between:
@@ -64,7 +65,8 @@ class HeapGuard:
     def check(self) -> None:
         """Return holes in the heap to the kernel if resident memory is above the limit.
 
-        After a trim that left memory above the limit, this is done again when memory has grown by 8 MiB.
+        If resident memory is still above the limit afterwards, holes are returned again only when it has
+        grown by 8 MiB.
         """
         if self._trim is None:
             return

@@ -205,7 +205,7 @@ def _corrupt(path: Path, what: str) -> StorageError:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Pairs of a model's tensors and the names of the weights that fill them."""
+    """Which of the named tensors in safetensors files ("weights") fills which tensor of a model."""
 
     parameters: tuple[tuple[nn.Parameter, str], ...]
     """Pairs (parameter, name of its weight), one for each distinct parameter, in the model's order."""
@@ -214,17 +214,17 @@ class Assignment:
     """Pairs (persistent buffer, name of its weight), one for each distinct buffer, in the model's order."""
 
     unexpected: tuple[str, ...]
-    """Names of weights that fill no tensor of the model, sorted."""
+    """Names of weights that fill no tensor of the model and that no tensor of the model has, sorted."""
 
 
 def match(model: nn.Module, weights: Weights) -> Assignment:
     """Find the weight of every parameter and persistent buffer of a model.
 
     A weight belongs to a tensor if it has the same name; a tied tensor has several names, and any of them
-    counts. Either the weights' names or the model's names may lack a prefix, as between a transformers model
-    and its base model. The prefix is base_model_prefix, or a first component that all names of the model, or
-    of the weights, have in common. A weight of a floating-point type of 16 bits or more fills a tensor of any
-    other such type. Other types must be equal.
+    counts. Either the weights' names or the model's names may lack a prefix that the other side's names have,
+    as between a transformers model and its base model. The prefix is base_model_prefix, or a first component
+    that all names of the model, or of the weights, have in common. A weight of a floating-point type of 16
+    bits or more fills a tensor of any other such type. Other types must be equal.
 
     Raises ConfigError with the names of tensors that have no weight, or whose weight has another shape or
     type.
@@ -264,7 +264,7 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
 def persistent(model: nn.Module) -> dict[int, Registered]:
     """The parameters and persistent buffers of `model`, by id() of the tensor, in the order of state_dict.
 
-    Each comes with its places in the model and its names in state_dict.
+    Each Registered has the tensor, its places in the model and its names in state_dict.
     """
     passing = {
         f"{prefix}.{key}" if prefix else key
@@ -301,8 +301,9 @@ def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str])
 def _assign(wanted: dict[int, Registered], known: set[str], rename: tuple[str, str]) -> dict[int, str]:
     """Find weights for the tensors in `wanted`; return the tensor's key in `wanted` -> the weight's name.
 
-    known: the names of the weights. Equal names are tried first, then names in which the second prefix of
-    `rename` replaces the first. No weight is assigned to two tensors. Tensors without a weight are left out.
+    known: the names of the weights. rename: (prefix in the model, prefix in the weights). A weight with the
+    tensor's own name is tried first, then one with the tensor's name after the second prefix has replaced the
+    first. No weight is assigned to two tensors. Tensors without a weight are left out.
     """
     found: dict[int, str] = {}
     for ours, theirs in dict.fromkeys((("", ""), rename)):
@@ -329,7 +330,7 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -> Assignment:
     """Stream `weights` into `model`, with one tensor in RAM at a time.
 
-    Returns the assignment of weights to tensors.
+    Returns which weight has filled which tensor.
 
     `fill(parameter, values)` is called once for each parameter, in the model's order. `values` is a tensor of
     the parameter's shape, in the dtype of the weight. Weights of persistent buffers are copied into the

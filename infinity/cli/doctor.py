@@ -40,7 +40,7 @@ class Finding:
     cost: str = ""
     cure: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
-    """The measured or probed values, as JSON values: bytes, bytes per second, flags."""
+    """The measured or probed values by name, for the output as JSON: bytes, bytes per second, flags."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -104,9 +104,10 @@ def _print(console: Console, found: Tuning) -> None:
 
 
 def _table(disk: DiskSweep) -> Table:
-    """Make a table of a disk's I/O settings.
+    """Make a table of the I/O settings that were tried on a disk, with their rates in GB/s.
 
-    Its rows are the best settings for each mode (reading, writing, a mix of both), and the settings chosen.
+    Three rows have the settings that were best at reading, at writing and at a mix of both. The last row has
+    the settings that were chosen for all I/O.
     """
     how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
     title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"

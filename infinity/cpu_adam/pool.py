@@ -38,7 +38,7 @@ from infinity.errors import ConfigError
 from infinity.system.closing import Closing
 
 DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
-"""Default of a pool's `chunk`: the number of elements of a job that a thread processes at a time."""
+"""Default of ThreadPool's argument `chunk`: how many elements of a job a thread processes at a time."""
 
 _R = TypeVar("_R")
 
@@ -81,9 +81,10 @@ class Ticket(Generic[_R]):
     def wait(self, timeout: float | None = None) -> bool:
         """Block without the GIL until the job is done (returns True) or `timeout` seconds pass (False).
 
-        Signal handlers run during the wait. An exception of a handler, such as KeyboardInterrupt, ends the
-        wait but not the job. Raises ConfigError in a forked child process if the job was not done at the
-        time of the fork.
+        Meanwhile the calling thread works on the job and on jobs queued before it, so the call may last a
+        little longer than `timeout`. Signal handlers run during the wait. An exception of a handler, such as
+        KeyboardInterrupt, ends the wait but not the job. Raises ConfigError in a forked child process if the
+        job was not done at the time of the fork.
         """
         done = self._native.wait(timeout)
         if done:
@@ -109,9 +110,9 @@ class ThreadPool(Closing):
     `runnable_isas()`. chunk: the number of elements that a thread processes at a time, a multiple of BLOCK.
     Neither `isa` nor `chunk` changes a bit of any result.
 
-    openmp: whether a thread that waits for a job works on the job together with the thread's OpenMP threads,
-    if there are at least as many of them as threads in the pool. torch computes with these OpenMP threads,
-    so that they are often awake while the pool's threads sleep. Raises ConfigError for values that cannot be
+    openmp: whether a thread that waits for a job computes the job together with its own OpenMP threads, those
+    with which torch computes. They are often awake while the pool's threads sleep. If the pool has more
+    threads than OpenMP has, the pool's threads compute instead. Raises ConfigError for values that cannot be
     used.
 
     The pool is a context manager, and `close` finishes all queued jobs. In a forked child process every call
@@ -141,7 +142,7 @@ class ThreadPool(Closing):
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """The CPU of each thread."""
+        """The number of the CPU to which each thread is pinned, one entry for each thread."""
         return tuple(self._native.cpus)
 
     @property
@@ -159,8 +160,8 @@ class ThreadPool(Closing):
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
         """Queue the work as a job, and return a ticket at once.
 
-        awaited: whether the caller will wait for the job next. The waiting thread then works on it too, as
-        in `run`.
+        awaited: whether the caller will wait for the job next. If so, the calling thread takes part in the
+        job when it waits, as in `run`, and the pool's threads may be left asleep until then.
 
         Raises ConfigError, before any array is changed, if a tensor has a wrong dtype, device, length or
         layout, if arrays overlap, if segments overlap or lie outside of the arrays, if a hyper-parameter is
@@ -187,13 +188,14 @@ class ThreadPool(Closing):
         owners: Sequence[torch.Tensor],
         awaited: bool = False,
     ) -> Ticket[UpdateResult]:
-        """Queue an update that has the form of an earlier update, without checking its arrays again.
+        """Queue an update whose arrays have the dtypes, length and places of an earlier update's arrays. The
+        arrays are not checked again, and may lie in other memory than those of the earlier update.
 
-        form: the form of the earlier update. addresses: the addresses of the arrays, in the same memory or in
-        other memory, from `UpdateForm.addresses`. segments: tuples (start, count, hyper, index, seed) of the
-        fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale: as in `Update`. owners:
-        the objects that own the memory of the arrays. awaited: as in `submit`. Raises ConfigError if the pool
-        is closed, or if a hyper-parameter or a segment is out of range.
+        form: `UpdateForm.of` the earlier update. addresses: the addresses of this update's arrays, from
+        `UpdateForm.addresses`. segments: tuples (start, count, hyper, index, seed) of the fields of
+        `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale: as in `Update`. owners: the
+        tensors that own the arrays' memory; they are kept alive during the job. awaited: as in `submit`.
+        Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of range.
         """
         grad, parameter, remainder, copy, first, second, first_scale, second_scale = addresses
         native = self._native.submit_update(
@@ -227,8 +229,9 @@ class ThreadPool(Closing):
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
         """Submit the work, wait for the job and return its result.
 
-        The calling thread takes part in the work. For a small job it works alone, and with `openmp` it works
-        with its OpenMP threads. In both cases no thread of the pool is woken.
+        The calling thread takes part in the work. It does a small job without other threads, and with
+        `openmp` any job together with its OpenMP threads, if it has enough of them. In both cases no thread
+        of the pool is woken.
         """
         return self.submit(work, awaited=True).result()
 

@@ -21,11 +21,13 @@ from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, pa
 from infinity.device_update.workspace import PIECE_BYTES, WorkspaceSize
 
 TILE: int = _cpu_adam.TILE
-"""Number of elements that one warp updates. A piece consists of tiles of this many elements."""
+"""Number of elements that one warp updates. A piece is divided into tiles of this many elements; the last
+tile may have fewer.
+"""
 MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
-"""Greatest number of different hyper-parameters in one launch."""
+"""Greatest number of different sets of hyper-parameters in one launch of the update kernel."""
 MOST_PARAMETERS: int = _cpu_adam.MOST_PARAMETERS
-"""Greatest number of parameters in one launch."""
+"""Greatest number of consecutive parameters of a DeviceTable that one launch of the update kernel covers."""
 FOLDED_BYTES: int = _cpu_adam.FOLDED_BYTES
 
 _Struct: TypeAlias = "npt.NDArray[np.void]"
@@ -77,15 +79,18 @@ class Chunk:
     work: Update
     """The arrays of the chunk, and one segment for each piece of a parameter.
 
-    Each array has at most 2**32 - 1 elements, and there is no array `accumulated`. Only `start`, `count` and
-    `index` of a segment are used: hyper-parameters and seeds are given for every update.
+    Each array has at most 2**32 - 1 elements, and `accumulated` is None. Only `start`, `count` and `index` of
+    a segment are used, because hyper-parameters and seeds are given anew for every update.
     """
     parameters: Sequence[Hashable]
     """For each segment of `work`, the key of the parameter to which the segment belongs."""
 
 
 class DeviceTable:
-    """A table in the device's memory: where each piece of a parameter lies, for all pieces of some chunks."""
+    """A table in the device's memory that says where each piece of some chunks lies, sorted by parameter.
+
+    Its methods make the arguments of the kernels that use the table.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
         """Write the table of `chunks` into `memory`. Returns after the table has been written.
@@ -94,7 +99,7 @@ class DeviceTable:
         While the table is used, the caller keeps the tensor and writes nothing else into the tensor.
         """
         self.rows: dict[Hashable, int] = {}
-        """For the key of each parameter, the index of the parameter in the table and in `totals`."""
+        """Key of a parameter -> the parameter's index in this table and in `totals`."""
         for chunk in chunks:
             for whose in chunk.parameters:
                 self.rows.setdefault(whose, len(self.rows))
@@ -118,7 +123,9 @@ class DeviceTable:
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
-        """The formats of the pieces: tuples (gradient, parameter, moments) of fields of `UpdateKind`."""
+        """The different formats of pieces: tuples (gradient, parameter, moments) of the numbers that
+        `UpdateKind` has in its fields of these names.
+        """
         contents = (
             pieces,
             self.tiles.astype(np.uint32),
@@ -143,8 +150,10 @@ class DeviceTable:
     def update_launch(self, first: int, end: int) -> _Struct:
         """Make the argument of the update kernel for the parameters [first, end) of the table.
 
-        Returns a scalar array of the numpy dtype UPDATE_LAUNCH. All parameters are marked as having no
-        update; the caller fills in hyper-parameters and seeds.
+        first, end: indices as in `rows`. Returns a scalar array of the numpy dtype UPDATE_LAUNCH. It marks
+        all parameters as having no update. The caller writes the updates into its fields: `hypers`, sets of
+        hyper-parameters; `hyper`, for each parameter the index of its set; `seeds`, for each parameter the
+        seed of stochastic rounding.
         """
         launch = np.zeros((), UPDATE_LAUNCH)
         launch["pieces"], launch["tiles"] = self._addresses[2], self._addresses[3]
@@ -153,9 +162,10 @@ class DeviceTable:
         return launch
 
     def squares_launch(self) -> _Struct:
-        """Make the argument of the kernel that sums the squares of the elements of each gradient block.
+        """Make the argument of the kernel that sums the squares of each block of BLOCK gradient elements.
 
-        Returns a scalar array of the numpy dtype SQUARES_LAUNCH. The kernel needs one warp for each block.
+        Returns a scalar array of the numpy dtype SQUARES_LAUNCH. The kernel needs one warp for each of the
+        `blocks` blocks.
         """
         launch = np.zeros((), SQUARES_LAUNCH)
         launch["pieces"], launch["blocks"] = self._addresses[2], self._addresses[4]
@@ -163,7 +173,8 @@ class DeviceTable:
         return launch
 
     def totals_launch(self) -> _Struct:
-        """Make the argument of the kernel that adds the sums of squares of each parameter's blocks.
+        """Make the argument of the kernel that adds up, for each parameter, the sums of squares that the
+        kernel of `squares_launch` has computed for the parameter's blocks.
 
         Returns a scalar array of the numpy dtype TOTALS_LAUNCH. The kernel needs one warp for each parameter.
         """
@@ -173,7 +184,7 @@ class DeviceTable:
         return launch
 
     def _describe(self, chunk: Chunk, pieces: _Struct) -> None:
-        """Fill in the table's entries `pieces` for the pieces of `chunk`."""
+        """Write addresses, ranges and formats of the pieces of `chunk` into `pieces`, their table entries."""
         work = chunk.work
         arrays = (
             *(work.grad, work.accumulated, work.parameter, work.remainder, work.copy),

@@ -1,7 +1,9 @@
-"""Units that the device updates: their gradients are accumulated, measured and used where they rest.
+"""Units that the device updates: their gradients are accumulated, measured and used on the device, where they
+rest.
 
-Gradients are measured only on request. Then the device computes the sums of squares of all gradients, over
-the same blocks and in the same order as the CPU, and one copy brings one float64 per parameter to the host.
+Gradients are measured only on request. Then the device computes the sum of squares of each parameter's
+gradient, over the same blocks of elements and in the same order as the CPU would. One copy brings all sums,
+one float64 per parameter, to the host.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ class DeviceUnits:
         states: States,
         store: Store,
     ) -> None:
-        """pages: the parameter pages of all units. gradients: unit -> its gradient page. states: the
-        optimizer pages. store: moves pages between tiers, and holds the plan.
+        """Prepare the updates of all units that the plan lets the device update; there must be at least one.
 
-        The plan must let the device update at least one unit.
+        pages: the parameter pages of all units. gradients: unit -> its gradient page. states: the optimizer
+        pages. store: moves pages between tiers, and holds the plan.
         """
         self._pages = pages
         self._gradients = {unit: gradients[unit] for unit in sorted(store.plan.updated_on_device)}
@@ -57,7 +59,8 @@ class DeviceUnits:
         return unit in self._gradients
 
     def add(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
-        """Queue the addition of a new gradient to the gradient of a parameter.
+        """Queue, on the device, the addition of a new gradient to a parameter's stored gradient. The first
+        gradient since gradients were cleared replaces the stored one.
 
         fresh: the new gradient, (numel,) in memory order, on the device.
         """
@@ -74,10 +77,11 @@ class DeviceUnits:
                     target.copy_(part)
 
     def copy_to_host(self) -> None:
-        """Compute the sums of squares of all gradients on the device, copy the sums to the host, and wait.
+        """Compute each gradient's sum of squares on the device, copy the sums to the host, and wait for them.
 
-        The gradient pages then hold the sums. The copy comes after all work that is queued on the device.
-        Does nothing if no gradient has changed since the last call.
+        The gradient pages hold the sums afterwards, and `GradientPage.squares` returns them. The copy comes
+        after all work that is queued on the device. Does nothing if no gradient has changed since the last
+        call.
         """
         if not self._changed:
             return
@@ -99,10 +103,11 @@ class DeviceUnits:
                     page.chunks[chunk_index].blocks[piece.parameter, piece.start] = totals[place]
 
     def update(self, unit: int, updates: Mapping[int, ParameterUpdate], scale: float) -> None:
-        """Queue the update of some parameters of a unit on the device, before work that is queued later.
+        """Queue the update of some parameters of a unit on the device, and return without waiting for it.
 
-        updates: index of a parameter -> its update. scale: factor by which stored gradients are multiplied
-        to get the gradients that the optimizer sees.
+        Work that the device's stream gets later sees the new parameters. updates: index of a parameter in the
+        unit -> its update. scale: factor by which stored gradients are multiplied to get the gradients that
+        the optimizer sees.
         """
         if not updates:
             return
@@ -121,10 +126,10 @@ class DeviceUnits:
         self._store.link.uses(User.COMPUTE, *written, writes=True, label="update")
 
     def _prepare(self, unit: int, parameter: int) -> None:
-        """Prepare a parameter's states for an update.
+        """Prepare the optimizer states of a parameter for an update.
 
-        Fills moments that have no content yet with their initial values, and sets the masters of edited
-        parameters to the parameters' values.
+        Fills the states of chunks that have never been updated with their initial values. If the user has
+        edited the parameter, sets its fp32 master to the parameter's values.
         """
         state = self._states.pages[unit]
         for chunk_index, piece in self._gradients[unit].layout.pieces(parameter):
@@ -140,7 +145,9 @@ class DeviceUnits:
                     arrays["master"][place] = self._parameters(unit, chunk_index)[place]
 
     def _chunk(self, unit: int, chunk_index: int) -> Chunk:
-        """Describe a chunk for DeviceUpdates: the addresses of its arrays, and the parameters in it."""
+        """Describe a chunk for DeviceUpdates: views of its gradients, parameters and optimizer states, and
+        the keys (unit, index of the parameter) of the parameters that lie in the chunk.
+        """
         page = self._gradients[unit]
         arrays = self._states.pages[unit].arrays(chunk_index, self._content(unit, chunk_index))
         parameter = self._parameters(unit, chunk_index)
@@ -159,12 +166,12 @@ class DeviceUnits:
         return Chunk(work, [(unit, each.parameter) for each in pieces])
 
     def _content(self, unit: int, chunk_index: int) -> torch.Tensor:
-        """A view of a chunk's optimizer states in their page, as uint8."""
+        """A view of a chunk's optimizer states in the unit's optimizer page, as uint8."""
         state = self._states.pages[unit]
         return state.home.view(state.offset(chunk_index), state.formats[chunk_index].nbytes)
 
     def _parameters(self, unit: int, chunk_index: int) -> torch.Tensor:
-        """A view of a chunk's elements in the parameter page, in their dtype."""
+        """A view of a chunk's parameters in the unit's parameter page: (count,), in their dtype."""
         page = self._pages[unit]
         chunk = page.layout.chunks[chunk_index]
         dtype = page.layout.regions[chunk.region].dtype

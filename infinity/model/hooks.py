@@ -25,11 +25,11 @@ from infinity.model.pager import Pager
 
 @functools.cache
 def keep_out_of_graphs() -> None:
-    """Make torch.compile break its graphs where this package is called, and never trace this package.
+    """Make torch.compile break its graphs where the package `infinity` is called, and never trace into it.
 
-    A traced graph would run without hooks and page faults, and compute with wrong data. The function is
-    cached and does its work once per process, because torch takes 80 ms to compile its regular expression of
-    excluded packages.
+    A graph that was traced through the package would later run without its hooks and page faults, and compute
+    with wrong data. Only the first call in a process does anything, because torch then takes 80 ms to compile
+    its regular expression of excluded packages.
     """
     import torch._dynamo.trace_rules as rules  # torch loads it late, when the first optimizer is made
 
@@ -97,9 +97,9 @@ class ModuleHooks:
 
         pager: fetches the pages that a module needs. module_units: path of a module -> indices of the units
         that hold its direct parameters. compute_dtype: the dtype to which the model's floating-point inputs
-        are cast. scale: the loss scale, for the model's inputs and outputs. check_copy: function that raises
-        an error if a module's state_dict does not fit in RAM. forward_done: function that is called after
-        each forward of the model.
+        are cast. scale: the loss scale. Its views of the model's inputs and outputs scale the gradients that
+        pass through them. check_copy: function that raises an error if a module's state_dict does not fit in
+        RAM. forward_done: function that is called after each forward of the model.
         """
         keep_out_of_graphs()
         self._model = model
@@ -174,12 +174,18 @@ class ModuleHooks:
 
 
 def _caller() -> FrameType:
-    """Return the frame of torch's code that called the running hook. Only a hook's function may call this."""
+    """Return the frame of torch's code that called the running `Hook`.
+
+    Only the function that a Hook calls may call this, and directly, because the frames between are counted.
+    """
     return sys._getframe(3)
 
 
 def _tree(model: nn.Module) -> list[int]:
-    """The id() of every parameter, in the order of model.modules(), to see whether the model was changed."""
+    """List the id() of every parameter in the order of model.modules().
+
+    If two lists of one model differ, a parameter was added, removed or replaced in between.
+    """
     return [
         id(parameter)
         for module in model.modules()
@@ -189,7 +195,8 @@ def _tree(model: nn.Module) -> list[int]:
 
 
 def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A function that calls `method` while the method's object lives, without keeping the object alive.
+    """Return a function that calls the bound method `method` but does not keep the method's object alive.
+    Once the object is gone, the function does nothing.
 
     Hooks on gradients need this, because the garbage collector cannot see the references in torch's hooks.
     """

@@ -24,10 +24,10 @@ class OpenCalls:
         self._local = threading.local()
 
     def begin(self, caller: FrameType, inside: AbstractContextManager[None] | None = None) -> None:
-        """Note the beginning of a call.
+        """Note that a call (a forward or a state_dict) begins in this thread.
 
         caller: the frame that made the call. inside: a context manager to enter now and exit when the call
-        ends.
+        ends. Calls of this thread that turn out to be over are ended first, as `prune` does.
         """
         self.prune()
         stack = ExitStack()
@@ -36,12 +36,16 @@ class OpenCalls:
         self._calls.append((caller, stack))
 
     def end(self) -> None:
-        """Note the end of this thread's innermost call, and exit its context; does nothing without a call."""
+        """Note that this thread's innermost open call has ended, and exit the context manager that `begin`
+        was given for that call. Does nothing if the thread has no open call.
+        """
         if self._calls:
             self._calls.pop()[1].close()
 
     def prune(self) -> None:
-        """End the calls of this thread that are over without a hook having noted their end."""
+        """Find the calls of this thread that are over although no hook has noted their end, and do for each
+        what `end` does. A call is over if the frame that made it is no longer on the thread's stack.
+        """
         calls = self._calls
         if not calls:
             return

@@ -1,15 +1,16 @@
 """Updater: which chunks a step changes, and in which order.
 
 `step` decides the updates of all units: which parameters, with which hyper-parameters, scale and gradients.
-Then it opens the gates of the chains, which are the updates of single chunks (infinity/optim/chain.py).
-From then on the chains are due (infinity/optim/update_queue.py). They pass through staging
-(infinity/optim/staging.py) in the order in which the next forward uses their units. Some chains are read
-while one is computed and others are written, and the model computes meanwhile. A caller that needs a unit
-(`complete`) waits for the chains of that unit only.
+Each unit's update consists of chains, which are the updates of single chunks (infinity/optim/chain.py).
+`step` opens the gates of these chains: now they may compute, and are due (infinity/optim/update_queue.py).
+Staging, host RAM to work in, is granted to them (infinity/optim/staging.py) in the order in which the next
+forward uses their units. The inputs of some chains are read while another chain computes and the results of
+others are written, and the model computes meanwhile. A caller that needs a unit (`complete`) waits for the
+chains of that unit only.
 
-Two kinds of units are updated immediately. One is a unit that rests in host RAM as a whole, where the CPU
-computes the model too: there is nothing to overlap. The other is a unit that rests where the device updates
-it: the device's stream orders the update before the work that is queued later.
+Two kinds of units are updated immediately. If a unit rests in host RAM as a whole and the CPU computes the
+model too, there is nothing to overlap. If a unit rests on the device and the device updates it, the update is
+queued on the device's stream, and work that is queued later sees its results.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ class Updater:
         on_device: DeviceUnits | None,
         health: Health,
     ) -> None:
-        """on_device: the units that the device updates; None if there are no such units."""
+        """Make the chains (updates of chunks) of all units.
+
+        pages: the parameter pages of all units, by index. threads: compute the updates on the CPU. on_device:
+        the units that the device updates; None if there are no such units. health: is told of results that
+        are lost, after which the runtime cannot be used.
+        """
         self._pages = pages
         self._gradients = gradients
         self._states = states
@@ -82,7 +88,8 @@ class Updater:
         return [Chain(each, self._store, health) for each in updates]
 
     def _read_ahead(self) -> ReadAhead | None:
-        """Make the object that chooses the chains whose states are read ahead.
+        """Make the object that chooses the chains (updates of chunks) whose optimizer states are read ahead,
+        which means before their update is decided.
 
         Returns None, so that no states are read ahead, if no states are on disk, if updates are "sync", or if
         the number of backwards in a step was not declared.
@@ -105,8 +112,9 @@ class Updater:
     def accumulate(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
         """Add a new gradient of a parameter to the parameter's stored gradient.
 
-        gradient: in the memory where the model computes, with any dense strides. Raises the errors of
-        `Gradients.adding`, and StorageError if a page cannot be read or written.
+        unit, parameter: index of the unit, and of the parameter in this unit. gradient: in the memory where
+        the model computes, with any dense strides. Raises the errors of `Gradients.adding`, and StorageError
+        if a page cannot be read or written.
         """
         gradients = self._gradients
         with gradients.adding(unit, parameter, gradient.dtype) as page:
@@ -131,9 +139,10 @@ class Updater:
     def step(self, options: StepOptions, order: Sequence[int], exposed: Callable[[int], bool]) -> None:
         """Update every parameter that has a gradient and a param group: now, or before its next use.
 
-        order: units in the order in which the next forward is expected to use them. exposed: function that
-        says whether user code has views of a unit's bytes; such a unit is updated before this call returns.
-        If StorageError is raised, some chunks have been updated and others have not.
+        options: the options of the param groups, such as the learning rate. order: units in the order in
+        which the next forward is expected to use them. exposed: function that says whether user code has
+        views of a unit's bytes; such a unit is updated before this call returns. If StorageError is raised,
+        some chunks have been updated and others have not.
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
@@ -159,11 +168,12 @@ class Updater:
         self._begin_updates(opened)
 
     def begin_early(self, unit: int, options: StepOptions, exposed: Callable[[int], bool]) -> None:
-        """Begin the update of a unit with its present gradients, before the `step` to which they belong.
+        """Begin the update of a unit with its present gradients, during backward and before the `step` call
+        that would otherwise begin it.
 
-        The update takes the gradients: no other code may use them afterwards. When this is called, the
-        unit's parameter page must not be on its way to a device with memory of its own. exposed: as in
-        `step`; an exposed unit is updated before this call returns.
+        The update uses the gradients up: no other code may read them afterwards. When this is called, the
+        unit's parameter page must not be on its way to a device with memory of its own. options, exposed: as
+        in `step`; an exposed unit is updated before this call returns.
         """
         self.complete(unit)
         seen = exposed(unit)
@@ -175,18 +185,23 @@ class Updater:
         self._begin_updates((unit,))
 
     def pending(self, unit: int) -> bool:
-        """Whether the unit's last update has not ended, so that its parameters are out of date."""
+        """Whether an update of the unit was decided and has not ended, so that its parameters are out of
+        date.
+        """
         return self._units[unit].left > 0
 
     def begun(self, unit: int) -> bool:
-        """Whether the unit's last update has not ended, and one of its chains is under way."""
+        """Whether an update of the unit was decided and has not ended, and at least one of its chains
+        (updates of chunks) has begun to read, compute or write.
+        """
         return self._queue.running(unit) is not None
 
     def complete(self, unit: int) -> None:
         """Wait until the update of a unit has ended, if one is pending, so that the model can use the unit.
 
-        Helps the update on: grants it staging and begins its chains. Writes of the results to their homes
-        may go on afterwards. Raises StorageError; see [Note: back and lost] in infinity/optim/chain.py.
+        Meanwhile this call grants staging (host RAM to work in) to the unit's chains, which are the updates
+        of its chunks, and begins them. Writes of the results to their homes may go on afterwards. Raises
+        StorageError; see [Note: back and lost] in infinity/optim/chain.py.
         """
         group, queue = self._units[unit], self._queue
         group.unread = False
@@ -209,14 +224,17 @@ class Updater:
                 self.complete(unit)
 
     def release(self, unit: int) -> None:
-        """Wait until no update and no copy uses the memory that the unit's parameter page has now.
+        """Wait until no update, and no copy of updated parameters to the device, uses the memory that the
+        unit's parameter page has now.
 
         Called before the page leaves or is fetched anew. Errors of failed reads are not raised here.
         """
         self._queue.release(unit)
 
     def advance(self) -> None:
-        """Advance chains as `UpdateQueue.poll` does, and begin DUE chains for which staging has room."""
+        """Advance the chains that are under way (`UpdateQueue.poll`), and then begin DUE chains, whose update
+        is decided, in their order until staging has no room for the next one.
+        """
         queue = self._queue
         if queue.active or queue.copies:
             queue.poll()
@@ -229,22 +247,23 @@ class Updater:
             self._staging.read_ahead(self._ahead.candidates(self.pending))
 
     def finish_copies(self) -> None:
-        """Wait for all copies of updated parameters to the device. Until it ends, a copy holds a view of
-        the parameter page that it writes.
+        """Wait for all copies of updated parameters to the device. Such a copy holds a view of the parameter
+        page that it writes until the copy has ended.
         """
         self._queue.finish_copies()
 
     def abandon(self) -> None:
-        """Give up all updates that have not ended, and wait until no chain uses its memory any more."""
+        """Give up all updates that have not ended, and wait until no update uses memory any more."""
         self._queue.abandon()
 
     # --- what is due ------------------------------------------------------------------------------------
 
     def _open(self, unit: int, options: StepOptions) -> None:
-        """Decide the update of a unit, open the gates of its chains so that they may compute, and count the
-        update.
+        """Decide the update of a unit, allow it to be computed, and add it to the optimizer's step counts.
 
-        Does nothing if no parameter of the unit has both a gradient and a param group.
+        If the device updates the unit, the update is queued there. Otherwise the gates of the unit's chains
+        (updates of chunks) are opened: they may compute from now on. Does nothing if no parameter of the unit
+        has both a gradient and a param group.
         """
         decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
@@ -265,9 +284,10 @@ class Updater:
             count_step(self._pages[unit], self._states, decision, options)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
-        """Queue the update of a unit on the device, after the work that is queued there already.
+        """Queue the update of a unit on the device, without waiting for it.
 
-        Work that is queued later sees the new parameters.
+        The update sees the results of work that was queued on the device before, and work that is queued
+        later sees the new parameters. decision: which parameters to update, and with which hyper-parameters.
         """
         started = time.perf_counter()
         updates = {
@@ -280,7 +300,11 @@ class Updater:
     # --- what is begun ----------------------------------------------------------------------------------
 
     def _begin_updates(self, units: Iterable[int]) -> None:
-        """Begin the updates of these units, which have just been decided, as far as staging has room."""
+        """Begin the updates of these units, which have just been decided, as far as staging has room.
+
+        Where the CPU computes the model too, updates whose inputs are all in host RAM end before this call
+        returns.
+        """
         self.advance()
         for unit in units:
             if self._units[unit].resting:
@@ -294,7 +318,11 @@ class Updater:
         self._update_in_place(chains)
 
     def _update_in_place(self, chains: Sequence[Chain]) -> None:
-        """Update DUE chains whose inputs are all in host RAM, a few at a time, while reads go on."""
+        """Compute the updates of `chains` and wait for them, at most _MOST_RUNNING at a time.
+
+        chains: DUE chains (decided updates of chunks) whose inputs are all in host RAM; those that have begun
+        meanwhile are skipped. Between two batches, other chains are advanced, so that their reads go on.
+        """
         queue = self._queue
         for first in range(0, len(chains), _MOST_RUNNING):
             batch = chains[first : first + _MOST_RUNNING]
@@ -320,8 +348,8 @@ class Updater:
         """Whether the update of a unit can begin before a caller waits for the unit.
 
         False after a failed read. On a device that shares the host's RAM, an update takes the parameters
-        from the memory where the model computes. So the page must be in that memory or on its way to that
-        memory, unless its home is used in place.
+        from the memory where the model computes. So the unit's parameter page must be in that memory or on
+        its way there, unless the model uses the page at its home in RAM.
         """
         if self._units[unit].unread:
             return False

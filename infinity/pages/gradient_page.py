@@ -24,19 +24,19 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(slots=True)
 class StagedGradient:
-    """The gradients of one chunk while they are in staging. They are newer there than at the gradient
-    page's home.
+    """The gradients of one chunk while they are in staging, host RAM that is leased to updates and gradients.
+    What lies at the gradient page's home is out of date meanwhile.
     """
 
     data: torch.Tensor
     """The gradients of the chunk, as uint8, in the layout that they have at home."""
     waiting: set[int] = field(default_factory=set)
-    """Indices of parameters whose gradient is still expected in this backward."""
+    """Indices of the chunk's parameters whose gradient is still awaited in the running backward."""
 
 
 @dataclass(slots=True)
 class GradientChunk:
-    """What is known about the gradients of one chunk."""
+    """Where the gradients of one chunk are, which of them have arrived, and the sums of their squares."""
 
     staged: StagedGradient | None = None
     sent: int = 0
@@ -44,11 +44,13 @@ class GradientChunk:
     there is no such job.
     """
     stored: bool = False
-    """Whether gradients of this step were written from staging to the chunk's place at home."""
+    """Whether gradients of this step were written from staging (host RAM) to the chunk's place in the
+    gradient page's home.
+    """
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
-    """(index of a parameter, first element of one of its pieces) -> sums of squares of the parameter's
-    gradient. The sums of all pieces of a parameter, in all chunks, add up to the total; those of a single
-    piece may be empty.
+    """(index of a parameter, index in the parameter of the first element of its piece in this chunk) -> sums
+    of squares of the parameter's gradient. The sums of all pieces of a parameter, in all chunks, add up to
+    the total. An array may be empty, if the sums of an earlier piece include those of this piece.
     """
 
 
@@ -58,8 +60,9 @@ class GradientPage:
     def __init__(
         self, index: int, layout: UnitLayout, home: Home, plan: Plan, ring: GradientRing | None = None
     ) -> None:
-        """ring: the gradient ring, through which gradients leave a device with its own memory; None if the
-        device has no memory of its own.
+        """index: the unit's index. layout: where the unit's parameters lie. home: the page's place in a
+        tier. ring: the gradient ring, the buffer through which gradients leave a device with its own memory;
+        None if the device has no memory of its own.
         """
         self._ring = ring
         self.index = index
@@ -84,8 +87,8 @@ class GradientPage:
             if plan.gradient_dtype(layout.parameters[index].dtype)
             != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
         )
-        """Indices of parameters whose gradient is stored in the parameter's dtype, not in the accumulation
-        dtype. Such a parameter may get only one gradient in a step.
+        """Indices of parameters whose gradient is stored in the parameter's dtype because only one backward a
+        step was declared, instead of in the accumulation dtype. A second gradient in a step is an error.
         """
 
     def check_single(self, parameter: int, dtype: torch.dtype) -> None:
@@ -148,8 +151,8 @@ class GradientPage:
         return self.memory(chunk_index)
 
     def is_in_ram(self, chunk_index: int) -> bool:
-        """Whether the gradients of a chunk are kept in host RAM, even if new ones are still on their way to
-        it.
+        """Whether the memory where the gradients of a chunk are accumulated is in host RAM now, in staging or
+        at home. New gradients may still be on their way to it.
         """
         return self.home.in_place or self.chunks[chunk_index].staged is not None
 
@@ -168,7 +171,8 @@ class GradientPage:
             self._ring.settle(self.chunks[chunk_index].sent)
 
     def memory(self, chunk_index: int) -> torch.Tensor | None:
-        """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients on their way.
+        """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that were sent
+        through the gradient ring and have not been added yet.
 
         For code that adds a gradient to the chunk.
         """
@@ -182,11 +186,13 @@ class GradientPage:
         )
 
     def runs(self, parameter: int) -> Sequence[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
-        """The parts of a parameter's gradient that are contiguous in the memory of the page's home, in
+        """List the parts of a parameter's gradient that are contiguous in the memory of the page's home, in
         order. There is one part if no padding between chunks divides the gradient.
 
-        Every part is (its first element within the parameter, its elements as a flat tensor, [(chunk, first
-        element) of each piece in the part]). The home must be in memory, not on NVMe.
+        Each part is a tuple (start, elements, pieces). start: index in the parameter of the part's first
+        element. elements: flat tensor, a view of the home. pieces: for each piece of the parameter in the
+        part, (index of the piece's chunk, index in the parameter of the piece's first element). A piece is
+        what one chunk has of the parameter. The home must be in memory, not on NVMe.
         """
         if parameter not in self._runs:
             self._runs[parameter] = list(self._find_runs(parameter))
@@ -216,10 +222,10 @@ class GradientPage:
             yield start, self.home.view(offset, nbytes).view(self.dtype(places[0][0])), places
 
     def typed(self, chunk_index: int, data: torch.Tensor) -> torch.Tensor:
-        """View the beginning of `data` as the gradients of a chunk: (count,), in the dtype in which they
-        are stored.
+        """Return a view of the beginning of `data` as the gradients of a chunk: a flat tensor with one
+        gradient for each element of the chunk, in the dtype in which they are stored.
 
-        data: uint8, for example the result of `in_ram`.
+        data: the chunk's gradients as uint8, for example the result of `in_ram`.
         """
         count = self.layout.chunks[chunk_index].count
         return data[: count * self._dtypes[chunk_index].itemsize].view(self._dtypes[chunk_index])

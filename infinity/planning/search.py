@@ -19,14 +19,14 @@ _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Lengths of chunks, in elements, in the order in which the search tries them."""
 
 _LONG_CHUNK = 1 << 22
-"""Elements of a long chunk. Long chunks are for devices with memory of their own. There a chunk's update
-takes some 50 Python calls, and the step waits for each of them. 7B parameters have some 1,700 long chunks,
-whose calls take a hundredth of a step.
+"""Elements of a long chunk. Long chunks are tried only for devices with memory of their own. There the
+update of any chunk takes some 50 Python calls, for which the step waits, so fewer and longer chunks are
+better. 7B parameters have some 1,700 long chunks, whose calls take a hundredth of a step.
 """
 
 _LONG_SHARE = 64
-"""The search tries long chunks if the updates of two of them take at most the bytes of host RAM, divided by
-this number.
+"""The search tries long chunks only if two of their updates together need at most the bytes of host RAM
+divided by this number.
 """
 
 _LARGEST_UNIT = 1 << 30
@@ -35,9 +35,9 @@ _FEWEST_UNITS = 8
 
 
 class Search:
-    """Searches for a placement among the ways to divide a model into units and chunks. Large units are
-    tried before small units, and long chunks before short chunks. The sizes of pages and buffers are
-    computed only once for each way.
+    """Searches for a placement among the ways to divide a model into units and chunks. A placement is such a
+    way with the homes of all pages and the sizes of buffers. Large units are tried before small units, and
+    long chunks before short chunks. The sizes of pages and buffers are computed only once for each way.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Search:
         return None
 
     def needed(self, tier: Tier, room: Room) -> int | None:
-        """The fewest bytes of `tier` with which `place` finds a placement, if the other tiers are as in
-        `room`.
+        """The fewest bytes of `tier` with which `place` finds a placement, if the other tiers have the bytes
+        that `room` gives them.
 
         The result is None if no number of bytes is enough.
         """
@@ -91,11 +91,12 @@ class Search:
         return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
-        """The smallest budgets, in bytes by tier, that together are enough for the model. Of all such
-        combinations this is the one with the fewest bytes of device memory and host RAM together. If any of
-        these budgets were smaller, no placement would fit.
+        """The budgets that are just enough for the model: tier -> bytes. If one of them were smaller and the
+        others as they are, no placement would fit. The search for them prefers few bytes of device memory and
+        host RAM in sum, and then few bytes of NVMe.
 
-        unified: whether device and host are the same RAM. nvme: whether pages may rest on NVMe.
+        unified: whether device and host are the same RAM; if so, there is no entry for the device. nvme:
+        whether pages may rest on NVMe.
         """
         found = []
         for candidate in self._candidates():
@@ -163,15 +164,15 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """The distinct chunk lengths to try, in elements, the longest first. The number of elements of all
-    trained parameters, rounded up to whole blocks of BLOCK elements, is the upper limit.
+    """The distinct chunk lengths to try, in elements, the longest first. None is longer than the number of
+    elements of all trained parameters, rounded up to whole blocks of BLOCK elements.
     """
     return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """The smaller of `length` and the number of elements of all trained parameters, rounded up to a
-    multiple of BLOCK. A longer chunk would never be filled.
+    """`length`, but at most the number of elements of all trained parameters, after that number is rounded up
+    to a multiple of BLOCK. A longer chunk would never be filled.
     """
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))

@@ -16,9 +16,11 @@ _WIDTH = 110
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Render rows as a plain text table. The header has the first row's keys.
+    """Render rows as a plain text table, and return the text. The header shows the keys of the first row.
 
-    An integer is a number of bytes and is shown with a unit such as MiB, 0 as "-" and None as "unknown".
+    rows: at least one mapping, each from the title of a column to the value shown there; all have the same
+    keys in the same order. An integer counts as a number of bytes and is shown with a unit such as MiB. The
+    integer 0 is shown as "-", None as "unknown", and any other value as str() gives it.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(rows[0]):

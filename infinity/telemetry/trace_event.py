@@ -41,7 +41,9 @@ class EventFile:
                 self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
             )
         self._whole = 0
-        """Length of the file in bytes up to the end of the last event; 0 after a failed write."""
+        """Length of the file in bytes up to the end of its last event; 0 if nothing was written yet or a
+        write has failed.
+        """
         self._closed = False
         try:
             self._write("[\n" + _event("process_name", '"ph":"M"', 0, {"name": "infinity"}))
@@ -52,7 +54,8 @@ class EventFile:
     def append(self, events: Sequence[str]) -> None:
         """Write events to the file. events: JSON objects without line breaks.
 
-        After a failed write the file ends with the last event of an earlier call.
+        If the write fails, the file keeps the events of earlier calls and the end of the array, as far as the
+        disk allows. Nothing but `close` may be called then.
         """
         if events and not self._closed:
             self._write("".join(",\n" + event for event in events))
@@ -92,7 +95,8 @@ class EventFile:
 def span(row: int, name: str, start: int, end: int, args: Args) -> str:
     """The JSON of a complete event ("X"), an interval in one row.
 
-    row: the number of the row. start, end: nanoseconds since time zero of the file.
+    row: the number of the row in the viewer. args: shown with the event. start, end: nanoseconds since the
+    moment that is time 0 of the file.
     """
     return _event(name, f'"ph":"X","ts":{start / 1e3},"dur":{(end - start) / 1e3}', row, args)
 
@@ -100,7 +104,8 @@ def span(row: int, name: str, start: int, end: int, args: Args) -> str:
 def instant(row: int, name: str, at: int, args: Args) -> str:
     """The JSON of an instant event ("i"), a point in one row.
 
-    row: the number of the row. at: nanoseconds since time zero of the file.
+    row: the number of the row in the viewer. args: shown with the event. at: nanoseconds since the moment
+    that is time 0 of the file.
     """
     return _event(name, f'"ph":"i","s":"t","ts":{at / 1e3}', row, args)
 
@@ -117,7 +122,8 @@ def row_name(row: int, name: str) -> list[str]:
 
 
 def _event(name: str, what: str, row: int, args: Args) -> str:
-    """The JSON of an event. what: the JSON text of the event's type and times.
+    """The JSON of an event. what: the fields of the event's type and times as JSON text, such as
+    '"ph":"M"', without braces.
 
     The text is formatted here because json.dumps would take several times as long, in the training thread.
     """
@@ -141,7 +147,7 @@ def _quoted(text: str) -> str:
 
 
 class Lanes:
-    """The rows, called lanes, in which spans of one kind (such as the transfers of one edge) are shown.
+    """The rows, called lanes, in which spans of one kind (such as the transfers from NVMe to RAM) are shown.
 
     Spans in one row must not overlap, so overlapping spans are placed in different lanes.
     """
@@ -152,7 +158,7 @@ class Lanes:
     def place(self, start: int, end: int) -> int:
         """Occupy the first lane that is free at `start`, and return the number of the lane, counted from 0.
 
-        The lane is occupied until `end`. start, end: nanoseconds.
+        If no lane is free, one more is added. The lane is occupied until `end`. start, end: nanoseconds.
         """
         for lane, free in enumerate(self._free_from):
             if free <= start:

@@ -123,8 +123,8 @@ class CopyStreams:
         self._marks: deque[tuple[int, Event]] = deque()
         """(number, event) of each mark that the compute stream is not known to have reached, oldest first.
 
-        The number is that of the leases that had been returned to the pool of resident pages; see
-        [Note: streams and leases].
+        The number says how many leases had been returned to the pool of resident pages when `mark` recorded
+        the event; see [Note: streams and leases].
         """
         self._over = 0
         """The number of the latest mark that the compute stream is known to have reached; 0 before any.
@@ -134,13 +134,15 @@ class CopyStreams:
         self._under_way: deque[EventTransfer] = deque()
         """Copies to the host that may be under way, oldest first, kept here so that their sources stay alive.
 
-        A source may be memory of torch's allocator, such as a fresh gradient's. If it were freed, torch would
-        hand it out again before the copy has read it.
+        A source may be memory of torch's allocator, such as a fresh gradient's. If it were freed, torch could
+        give the memory to another tensor before the copy has read it.
         """
         self._queueing_down = threading.Lock()
         """Guards `_under_way`, because several threads start copies to the host."""
         self._idle: Stream | None = None
-        """An idle stream, on which an `Anchor` is recorded; None while copies are not timed."""
+        """A stream without work, on which each `Anchor` is recorded: an event whose time by the host's clock
+        is known. None while copies are not timed.
+        """
         self._anchor: Anchor | None = None
         self._let_copies_up_wait(Order.OPENING)
 
@@ -201,7 +203,9 @@ class CopyStreams:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context in which each copy is timed, by two events around the copy on its CUDA stream."""
+        """A context in which each copy is timed, by two events around the copy on its CUDA stream. The
+        attribute `timing` of the copy's EventTransfer has the times.
+        """
         self._idle = self._driver.stream()
         try:
             yield
@@ -241,10 +245,11 @@ class CopyStreams:
             self._wait(order, stream.record(), None)
 
     def _last_use(self, last_return: int) -> Event:
-        """The event after which no kernel uses bytes under any of the first `last_return` returned leases.
+        """The event after which no kernel uses the bytes of any of the first `last_return` leases that were
+        returned to the pool.
 
-        This is the event of the first mark whose number is at least `last_return`. If there is none, an event
-        is recorded now.
+        This is the event of the first mark whose number is at least `last_return`. If there is no such mark,
+        an event is recorded on the compute stream now.
         """
         marked = next((event for returns, event in self._marks if returns >= last_return), None)
         return self.record() if marked is None else marked
@@ -261,10 +266,11 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """Return an anchor that is at most ten seconds old, recorded now if need be; None if not `timed`.
+        """Return an `Anchor` that is at most ten seconds old, and record one if there is none. An anchor is
+        an event whose time by the host's clock is known, so that the times of other events can be computed.
 
-        The context `timed` may end meanwhile in another thread, so `_idle` and `_anchor` are read only
-        once.
+        Returns None outside of the context `timed`. The context may end meanwhile in another thread, so
+        `_idle` and `_anchor` are read only once.
         """
         idle, anchor = self._idle, self._anchor
         if idle is None:

@@ -26,13 +26,15 @@ deviation. 1.2533 turns the standard error of the mean into the standard error o
 _MOST_THREADS = 16
 """The most threads that the backend "threads" has. A deeper queue gets no more threads."""
 _FIRST_PASS = 0.6
-"""The fraction of the whole search's time after which the first pass over all points is cut short."""
+"""The fraction of Halving's `seconds` after which the first pass tries no further points."""
 
 Point = TypeVar("Point", bound=Hashable)
 Rates = Mapping[str, float]
 """Bytes per second in one trial, by mode ("read", "write" or "mixed")."""
 Pass = Mapping[Point, Rates]
-"""The rates of each point (candidate) from one pass, in which every point that is left is tried once."""
+"""Point (candidate) -> its rates in one pass of `Halving`. A pass tries each point once that has not been
+dropped before.
+"""
 
 
 def grid(
@@ -57,11 +59,12 @@ class Halving(Generic[Point]):
     """Successive halving (Jamieson and Talwalkar, 2016), which finds the best of many points by several
     rates at once.
 
-    Points are candidates, such as IoSettings. A pass tries each point that is left once, in random order.
-    The time is divided into rounds of equal length. The first round tries all points, and each later round
-    tries fewer points more often. After each round the half of the points with the better `scores` stays,
-    until `finalists` points are left. The best point of each mode and the points in `always` stay as well.
-    Points that the first pass has no time for are left out.
+    The constructor runs the whole search; `passes` and `finalists` then have its results. Points are
+    candidates, such as IoSettings. A pass tries each point that is left once, in random order. The time is
+    divided into rounds of equal length. The first round tries all points, and each later round tries fewer
+    points more often. After each round the half of the points with the better `scores` stays, until
+    `finalists` points are left. The best point of each mode and the points in `always` stay as well. Points
+    that the first pass has no time for are left out.
 
     trial: measures the rates of a point in every mode. seconds: seconds for all rounds. finalists: number
     of points that stay to the end. order: the random number generator that shuffles the points for each
@@ -81,7 +84,7 @@ class Halving(Generic[Point]):
     ) -> None:
         self.passes: list[dict[Point, Rates]] = []
         self.finalists: list[Point] = list(dict.fromkeys([*points, *always]))
-        """The points that are left, the best first."""
+        """The points that have not been dropped. After each round they are sorted by `scores`, best first."""
         self._trial, self._order, self._clock = trial, order, clock
         start = clock()
         self._cut = start + _FIRST_PASS * seconds
@@ -123,7 +126,7 @@ class Halving(Generic[Point]):
 
 
 def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
-    """The modes for which the passes have rates."""
+    """The modes ("read", "write" or "mixed") in which the points of these passes were measured."""
     return list(next(iter(passes[0].values())))
 
 
@@ -144,10 +147,11 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The score of each point: its relative speed, at most 1, if each mode moves the same number of bytes.
+    """The score of each point, at most 1: its speed over all modes, as a fraction of the best rates.
 
     In each mode, the point's `standing` is divided by the best standing of all points. The score is the
-    harmonic mean of these quotients over all modes. Only points that are in all passes have a score.
+    harmonic mean of these quotients over all modes. A point that is the best in every mode has the score 1.
+    Only points that are in all passes have a score.
     """
     shares: dict[Point, list[float]] = {}
     for mode in modes_of(passes):
@@ -165,9 +169,9 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
     least CPU time. With equal backends, settings with fewer bytes in flight are cheaper, because the next
     urgent request has to wait for these bytes.
 
-    usual: the settings that are used without tuning. They are returned if the best settings are not clearly
-    faster. The best of many noisy figures is too high by chance, so without this rule one run in ten would
-    choose settings that are slower than the usual settings.
+    passes: those of a `Halving`. usual: the settings that are used without tuning. They are returned if they
+    were tried and the best settings are not clearly faster. The best of many noisy figures is too high by
+    chance, so without this rule one run in ten would choose settings that are slower than the usual settings.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)
@@ -183,10 +187,10 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
 def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
     """Whether `one` is faster than `other` by more than TIE and the noise.
 
-    A point's speed is that of moving the same number of bytes in every mode. Each pass that has both points
-    gives the logarithm of the ratio of their speeds. The median of these logarithms must exceed
-    log(1 + TIE) by more than the median's standard error, which is computed from the median absolute
-    deviation.
+    In each pass that has both points, the rate of `one` is divided by the rate of `other` in every mode. The
+    harmonic mean of these quotients over the modes is the pass's ratio of speeds. The median of the ratios'
+    logarithms over the passes must exceed log(1 + TIE) by more than the median's standard error, which is
+    computed from the median absolute deviation.
     """
     times = [
         math.log(statistics.harmonic_mean([each[one][mode] / each[other][mode] for mode in each[one]]))
@@ -199,7 +203,9 @@ def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
 
 
 def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:
-    """The point with the best `standing` in `mode`. Without a mode, the point with the best of `scores`."""
+    """The point with the best `standing` in `mode`. If mode is None, the point with the best score (`scores`)
+    over all modes.
+    """
     found = scores(passes) if mode is None else standing(passes, mode)
     return max(found, key=found.__getitem__)
 

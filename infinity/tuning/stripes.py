@@ -21,8 +21,8 @@ Shares = tuple[float, ...]
 _SAME = 0.02
 """Two candidates count as the same if no path's share differs between them by more than this number."""
 _FILL = 0.9
-"""The fraction of the test files' bytes that a striped volume uses. The rest is needed because a volume takes
-whole periods of stripes; see `Striping`.
+"""The fraction of the bytes for which the test files have room that a striped volume gets. The rest is left
+free because a volume takes whole periods of stripes from each file; see `Striping`.
 """
 
 
@@ -44,8 +44,9 @@ class StripeSweep:
 
 
 def candidate_shares(disks: Sequence[DiskSweep]) -> list[Shares]:
-    """The distinct candidates for the shares of bytes on each disk: in proportion to the disks' mixed
-    rates, to their read rates or to their write rates, and equal shares.
+    """List the ways to divide bytes between disks that are worth a trial: in proportion to the disks' mixed
+    rates, to their read rates, to their write rates, and equally. A way that hardly differs from an earlier
+    one is left out. Each way has one fraction per disk, and the fractions add up to 1.
     """
     speeds = [
         *([getattr(disk.chosen, mode) for disk in disks] for mode in reversed(MODES)),
@@ -72,8 +73,8 @@ def sweep_stripes(
 
     files: a test file on each disk. disks: the results of each disk's own sweep, whose chosen settings are
     used. memory: the RAM that is read into and written from. effort: says how long a trial takes. seconds:
-    seconds for all trials. progress: called before each trial. Raises StorageError and StorageFull if I/O
-    fails.
+    seconds for all trials. progress: called before each trial with a text that says what is tried. Raises
+    StorageError and StorageFull if I/O fails.
     """
     candidates = candidate_shares(disks)
 

@@ -67,7 +67,8 @@ def test_every_home(home: str, dtype: str, out: Path) -> None:
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])
 @pytest.mark.parametrize("home", ["nvme", "device"])
 def test_training_goes_on_from_an_export(home: str, dtype: str, compute: str, device: str, out: Path) -> None:
-    """Training from an export continues with equal bits where the export holds the fp32 master weights.
+    """A model that is loaded from an export has the parameters of the exported model. If the export also
+    holds the fp32 master weights, its training goes on with the bits of the exported model's training.
 
     The optimizer keeps no moments, so master weights are all of its state.
     """
@@ -228,9 +229,10 @@ def test_shards_are_as_full_as_they_may_be(out: Path) -> None:
 
 
 def test_the_bytes_are_those_of_the_safetensors_library(out: Path) -> None:
-    """An export has the same bytes as a file of the safetensors library.
+    """An exported file has the bytes of the file that the safetensors library writes for the same tensors.
 
-    All tensors have one dtype, and their names are in the order in which the library writes tensors.
+    The model's tensors all have one dtype, and their names are sorted as the library sorts them: otherwise
+    the two could differ in the order of tensors.
     """
     model = nn.ParameterDict({name: nn.Parameter(torch.randn(3, 5)) for name in "abcdä"})
     with paged(model, out, compute="fp32") as runtime:
@@ -296,7 +298,10 @@ def test_transformers_reads_it(tied: bool, compute: str, out: Path) -> None:
 
 
 class Living(TorchDispatchMode):
-    """A mode that records the most bytes of tensors, made while it is active, that were alive at one time."""
+    """A mode that counts the bytes of the tensors that are made while it is active.
+
+    `now`: bytes of these tensors that are alive. `peak`: the largest value that `now` has had.
+    """
 
     def __init__(self) -> None:
         super().__init__()

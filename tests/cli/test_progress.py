@@ -1,4 +1,6 @@
-"""Tests of the progress that `infinity train` shows to a person."""
+"""Tests of the progress that `infinity train` shows to a person: what its lines say, and when they appear on
+a terminal and where there is no terminal.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def report(
 ) -> StepReport:
     """Make the report of a step of `seconds` seconds, of which `stall` seconds were waits for the disk.
 
-    tokens: the number of tokens in the step. moved: bytes that crossed each edge between tiers.
+    tokens: the number of tokens in the step. moved: edge, a way between two tiers in one direction -> bytes
+    that were moved on it in the step.
     """
     edges = {edge: EdgeStats(bytes=(moved or {}).get(edge, 0)) for edge in Edge}
     edges[Edge.NVME_TO_HOST] = EdgeStats(
@@ -52,7 +55,10 @@ def report(
 
 
 class Elsewhere:
-    """A console that writes to memory. terminal: whether the console claims to be a terminal."""
+    """A console that writes to memory; `text` and `lines` have what was written.
+
+    terminal: whether the console claims to be a terminal.
+    """
 
     def __init__(self, encoding: str = "utf-8", *, terminal: bool = False) -> None:
         self._bytes = io.BytesIO()

@@ -21,7 +21,11 @@ from infinity.pages.store import injected
 
 
 def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:
-    """A run measures speeds, keeps pages on the disk, trains and exports the model. Nothing is faked."""
+    """A run of the preset "10m" as a process, with nothing faked, trains with pages on the disk and exports.
+
+    Its log must have the losses of its summary, the predicted seconds per step must lie within their range,
+    and no page file may be left.
+    """
     log, out = job.folder / "log", job.folder / "out"
     sizes = ["--budget-device", "80MiB", "--budget-host", "20MiB", *job.nvme("200MiB")]
     size = ["--steps", "2", "--batch", "1", "--export", str(out), "--log", str(log), "--json"]

@@ -1,6 +1,6 @@
-"""Tests of updates by OpenMP: while a thread waits for updates, its OpenMP threads compute them.
-
-The threads of cpu_adam's pool sleep meanwhile, and the bits are the same as if they had computed.
+"""Tests of updates by OpenMP: if a thread waits for updates of a pool with `openmp`, the thread's OpenMP
+threads compute them. The threads of the pool sleep meanwhile, and the results have the bits that they would
+compute.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from infinity.cpu_adam import Segment, ThreadPool, Update
 
 
 def woken() -> Callable[[], int]:
-    """Return a function that counts how often the threads of all update pools have woken up since this call.
+    """Return a function that returns how often threads of update pools were woken since the call of `woken`.
 
-    Threads of closed pools may still be ending. They do not wake up any more, so they add nothing.
+    It counts how often the threads have gone to sleep again. Threads of closed pools may still be ending.
+    They do not wake up any more, so they add nothing.
     """
 
     def times(task: int) -> int | None:
@@ -103,9 +104,10 @@ def test_a_model_trains_to_the_same_bits_whoever_does_its_updates(
     openmp_threads(2)
 
     def trained(threads: int) -> dict[str, torch.Tensor]:
-        """Train three steps, and return the parameters. threads: the number of threads of the update pool.
+        """Train three steps with an update pool of `threads` threads, and return the parameters by name.
 
-        A pool of two threads leaves its updates to OpenMP's two threads. A wider pool does them itself.
+        The test has two OpenMP threads. They compute the updates if the pool has two threads, too. A pool of
+        more threads computes its updates itself.
         """
 
         def pool_of(**options: Any) -> ThreadPool:

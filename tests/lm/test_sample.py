@@ -1,4 +1,6 @@
-"""Tests of the sample text that a model writes."""
+"""Tests of `generate`, with which a model writes a sample text: which tokens it draws, when it stops, what
+the model is given, and which arguments and logits it refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of staging, the memory granted to updates, while pages that updates could work in are evicted."""
+"""Tests of staging, the host RAM that is granted to updates: no bit of the training changes if a parameter
+page in which an update could work is freed while the update asks for staging.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,15 @@ from infinity.planning import search
 from infinity.planning.working_room import WorkingRoom
 
 PAGES = 4
-"""The number of parameter pages that can be resident at a time, including a page that is no longer used."""
+"""The number of parameter pages for which there is room at a time. An evicted page takes room until its last
+view is gone.
+"""
 
 
 def trained(directory: Path) -> dict[str, torch.Tensor]:
-    """Train a model for four steps with all pages at home on NVMe, and return its parameters.
+    """Train a model for four steps with all pages at home on NVMe, and return its parameters by name.
 
-    At most PAGES parameter pages are resident at a time.
+    At most PAGES parameter pages are in RAM at a time.
     """
     directory.mkdir()
     torch.manual_seed(3)
@@ -46,10 +50,11 @@ def trained(directory: Path) -> dict[str, torch.Tensor]:
 def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An update works in its unit's page only if the page still exists when the update's memory is granted.
+    """An update does not use its unit's evicted page if that page is freed while the update asks for staging.
 
     An evicted page lives on while a view of it exists, and an update may work in it in that time. The test
-    drops the last view while the update seeks memory. Parameters must have the bits of an undisturbed run.
+    drops the last view just before staging is taken for the update. At least one page must have been dropped
+    so, and the trained parameters must have the bits of a run in which nothing is dropped.
     """
     monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")

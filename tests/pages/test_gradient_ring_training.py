@@ -51,10 +51,12 @@ class Mixed(nn.Module):
 def trained(
     home: str, directory: Path, device: EmulatedDevice | None, *, compute: str, update: str, how: str
 ) -> dict[str, Any]:
-    """Train three steps of three micro-batches, and return losses, parameters and optimizer states.
+    """Train three steps of three micro-batches. Returns the dict of "losses", "parameters" and "optimizer",
+    the optimizer's state_dict.
 
-    home: of the pages. compute: of Precision. update: of `offload`. device: None for a device whose memory
-    the CPU can read, which needs no ring. how: "plain" for a plain loop, "accumulate" for runtime.accumulate.
+    home: where the pages rest, as for `budget_for`. device: a device with memory of its own, or None for a
+    device whose memory the CPU can read, which needs no ring. compute: argument of Precision. update:
+    argument of `offload`. how: "plain" for a plain loop, "accumulate" for runtime.accumulate.
     """
     model = Mixed()
     precision = infinity.Precision(compute=compute, keep=("norm.*",))

@@ -1,4 +1,5 @@
-"""Tests of units that the device updates: which units these are, what crosses the link, what is allocated.
+"""Tests of units that the device updates: which units the plan chooses, which bytes a step copies between
+host and device, what a step launches on the device, and that it allocates next to nothing there.
 
 Training with such units is tested in test_twin_flow_training.py, the arithmetic in test_device_update.py.
 """
@@ -197,9 +198,10 @@ def moved(runtime: Any) -> tuple[int, int]:
 def test_nothing_crosses_the_link_but_sums_of_squares(
     accumulation: int, kernels: None, tmp_path: Path
 ) -> None:
-    """A step moves only 8 bytes for each parameter tensor to the host, the sum of squares of its gradient.
+    """A step with clipping copies nothing to the device, and to the host only 8 bytes for each parameter
+    tensor: the sum of squares of its gradient.
 
-    This holds however many backwards the step has.
+    This holds for one backward per step and for four.
     """
     with opened(tmp_path, accumulation=accumulation) as (model, runtime):
         parameters = len(list(model.parameters()))
@@ -295,7 +297,9 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
 
 
 class Recorded:
-    """A wrapper of the link between host and device that records the names of the methods called."""
+    """A wrapper of the link between host and device. It passes each call on to the link, and appends the name
+    of the called method to `calls`.
+    """
 
     def __init__(self, link: Any) -> None:
         self._link = link
@@ -322,7 +326,7 @@ def test_copies_up_follow_the_kernels_that_write_there(kernels: None, tmp_path: 
 
 
 class Stream:
-    """A fake of a CUDA stream that records the streams that it waits for."""
+    """A fake of a CUDA stream. `waits_for` lists the streams that `wait_stream` was given, in order."""
 
     def __init__(self) -> None:
         self.waits_for: list[Stream] = []

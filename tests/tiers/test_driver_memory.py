@@ -1,4 +1,6 @@
-"""Tests of memory in the driver for tests: registered RAM, mapped addresses, and what is never given back."""
+"""Tests of memory in the driver for tests: which wrong uses of registered RAM and of mapped addresses it
+reports, that it lists memory that is never given back, and that a training gives all of its memory back.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
 
 
 class Registered:
-    """A host tensor that is registered, a tensor that stands for device memory, and a stream between them."""
+    """A host tensor `host` that is registered with the driver, a tensor `there` that stands for device
+    memory, and a stream.
+
+    `up` queues a copy from `host` to `there` on the stream, `down` one in the other direction. Both return
+    the copy's event.
+    """
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.driver = device.driver
@@ -148,7 +155,9 @@ def test_mapped_addresses_are_used_by_nobody(device: EmulatedDevice) -> None:
 
 
 def test_addresses_beside_what_is_mapped_are_refused(device: EmulatedDevice) -> None:
-    """A partly released mapping leaves addresses without memory. A copy from such an address is an error."""
+    """If the release of mapped memory fails half-way, some of its addresses have no memory any more. A copy
+    from such an address must raise DeviceError.
+    """
     memory = device.driver.repeat(GRANULE, 2, 0xFF)
     other = torch.zeros(8)
     device.fail("cuMemUnmap", 1, 2)
