@@ -20,8 +20,7 @@ from infinity.system import machine
 from infinity.tiers import probes
 
 COMPUTE_BYTES = 4
-"""Bytes of memory per parameter of a model that is wholly in memory: the bf16 parameter and its bf16 gradient.
-"""
+"""Bytes of memory per parameter of a model that is wholly in memory: bf16 parameter plus bf16 gradient."""
 
 
 @dataclass

@@ -96,7 +96,7 @@ class Facts:
     depth: int
     block_bytes: int
     registered_bytes: int
-    """Bytes of buffers that the kernel has registered."""
+    """Bytes of the buffers that are registered with the kernel, by `register_buffer`."""
     registration_failure: str
     """The reason why the last call of `register_buffer` failed; empty if it did not fail."""
 

@@ -48,8 +48,9 @@ class EditTracker:
         self._states = states
         self._loans: dict[int, list[_Loan]] = {}
         self._replaced: dict[int, set[int]] = {}
-        """Unit -> indices of parameters whose values were replaced while the unit's page was present. The
-        version counters of these parameters did not move.
+        """Unit -> indices of the parameters for which `replaced` was called since the last `write_back`.
+
+        Their version counters need not have moved.
         """
 
     def replaced(self, page: ParameterPage, index: int) -> None:

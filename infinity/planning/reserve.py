@@ -20,8 +20,8 @@ class Reserve:
     nbytes: int
     """Bytes of the model's buffers, of `headroom` and, if known, of activations; a multiple of 4096."""
     kept_out_of: int | None = None
-    """None if the bytes of activations are known. Otherwise budget // kept_out_of bytes are reserved for them,
-    in addition to `nbytes`.
+    """None if the bytes of activations are known. Otherwise `budget // kept_out_of` bytes are reserved for
+    them, in addition to `nbytes`.
     """
 
     headroom: int = 0

@@ -212,7 +212,7 @@ class NvmeTier(Closing):
         return self._open_volume().sync()
 
     def extents(self, lease: NvmeLease) -> list[NvmeExtent]:
-        """Return the ranges of slab files in which the lease's bytes lie, in the order of the lease's bytes."""
+        """Return the ranges of slab files in which the lease's bytes lie, from its first byte to its last."""
         pieces = self._open_volume().map.extents(lease.offset, lease.nbytes)
         return [
             NvmeExtent(os.fspath(self.slabs[slab].path), offset, nbytes) for slab, offset, nbytes in pieces
