@@ -28,7 +28,7 @@ class Speeds:
     """Measures speeds of this machine, in bytes per second.
 
     Each list gets one value from each call of `measure`. mixed: bytes read plus bytes written on the disk
-    under `directory`, by infinity's I/O engine that does both at the same time. fio_mixed: the same by fio.
+    under `directory`, while infinity's I/O engine does both at the same time. fio_mixed: the same by fio.
     stream: bytes of memory read plus written by the threads of the CPU update. link: copies between RAM and
     the GPU, in the slower direction; empty without a GPU. quick: whether to measure briefly, for tests.
     """
@@ -73,8 +73,8 @@ def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[Deco
 
     measure: function that measures these seconds for a decoder that fits in memory. If the parameters and
     gradients of `decoder` take more than half of the free memory, it is called for a decoder with fewer
-    layers, and for one with half as many again. All layers are alike, so the difference gives the seconds of
-    one layer, and the seconds of the missing layers are added.
+    layers, and then for one with half of those layers. All layers are alike, so the difference gives the
+    seconds of one layer, and the seconds of the missing layers are added.
     """
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.memory().usable
     layers = decoder.layers

@@ -11,8 +11,8 @@ import torch
 def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
     """Return for each of `values` the distance between the two int8 codes just below and above it.
 
-    values: the moments of a parameter from its first element on, finite float32 (n,). The codes of 64
-    successive values share a unit, which their largest magnitude sets. The result is float64 (n,), in the
+    values: finite moments, float32 (n,), from the first element of a block on. A block is 64 successive
+    values whose codes share a unit, which their largest magnitude sets. The result is float64 (n,), in the
     scale of the values. It is the largest error of one stochastic rounding, and twice the largest error of
     rounding to nearest. span: FIRST_SPAN or SECOND_SPAN of infinity.formats.moments.
     """

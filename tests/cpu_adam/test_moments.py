@@ -61,8 +61,8 @@ def width(values: torch.Tensor, name: str, form: str) -> torch.Tensor:
     """Return for each finite value the distance, as float64, between its two neighbours in a moment format.
 
     The neighbours are the numbers of the format just below and just above the value. form: "bf16" or "int8".
-    name: "first_moment" or "second_moment", because these have different int8 codes. values: the moments of
-    a whole parameter, since int8 codes also depend on the largest value in a block.
+    name: "first_moment" or "second_moment", because these have different int8 codes. values: moments
+    from the first element of a block on, since int8 codes depend on the largest value in their block.
     """
     if form == "int8":
         return code_step(values, SPANS[name])
