@@ -20,31 +20,31 @@ from infinity.system import machine
 from infinity.tiers import probes
 
 COMPUTE_BYTES = 4
-"""Bytes for each parameter element in a model that is wholly in memory: bf16 parameter and bf16 gradient."""
+"""Bytes of memory per parameter of a model that is wholly in memory: bf16 parameter plus bf16 gradient."""
 
 
 @dataclass
 class Speeds:
     """Measures speeds of this machine, in bytes per second.
 
-    Each list has one value for each measurement during a run. mixed: the disk under `directory`, read and
-    written at the same time by infinity's I/O engine. fio_mixed: the same by fio. stream: memory, as the
-    threads of the CPU update read and write it. link: copies between RAM and the GPU, in the slower
-    direction.
+    Each list gets one value from each call of `measure`. mixed: bytes read plus bytes written on the disk
+    under `directory`, while infinity's I/O engine does both at the same time. fio_mixed: the same by fio.
+    stream: bytes of memory read plus written by the threads of the CPU update. link: copies between RAM and
+    the GPU, in the slower direction; empty without a GPU. quick: whether to measure briefly, for tests.
     """
 
     directory: Path
     device: str
     quick: bool
     fio: Fio | None = None
-    """The runner with which fio measures the disk as well; None if only infinity's I/O engine does."""
+    """If given, fio measures the disk too, and `fio_mixed` gets its values."""
     mixed: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
     link: list[float] = field(default_factory=list)
     fio_mixed: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
-        """Measure all speeds, and append them to the lists. No other process may be at work meanwhile."""
+        """Measure each speed once, and append it to its list. No other process may be at work meanwhile."""
         nbytes, seconds = (16 << 20, 0.02) if self.quick else (128 << 20, 0.5)
         self.mixed.append(probes.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
         if self.fio is not None:
@@ -56,21 +56,25 @@ class Speeds:
             self.link.append(min(speed.to_device, speed.to_host))
 
     def figures(self) -> dict[str, list[float]]:
-        """All measured speeds by name, in bytes per second."""
+        """Return the lists of measured speeds, in bytes per second, by their names."""
         return {"mixed": self.mixed, "stream": self.stream, "link": self.link, "fio_mixed": self.fio_mixed}
 
 
 def compute_bytes(decoder: DecoderConfig) -> int:
-    """Bytes of free memory that `compute_seconds` needs to measure a decoder with all its layers."""
+    """Return how many bytes of memory must be free so that `compute_seconds` measures the whole decoder.
+
+    These are twice the bytes of its parameters and gradients. With less memory, it measures fewer layers.
+    """
     return 2 * COMPUTE_BYTES * decoder.parameters
 
 
 def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[DecoderConfig], float]) -> float:
-    """Measure the seconds of a step's forward and backward with the whole decoder in memory.
+    """Return the seconds of a step's forward plus backward if the whole decoder were in memory.
 
-    measure: function that returns these seconds for a decoder that fits in memory. A decoder that takes more
-    than half of the memory is measured with fewer layers, and again with half as many layers. Since all
-    layers are alike, the difference gives the seconds of a layer, by which the time is extended.
+    measure: function that measures these seconds for a decoder that fits in memory. If the parameters and
+    gradients of `decoder` take more than half of the free memory, it is called for a decoder with fewer
+    layers, and then for one with half of those layers. All layers are alike, so the difference gives the
+    seconds of one layer, and the seconds of the missing layers are added.
     """
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.memory().usable
     layers = decoder.layers
@@ -87,12 +91,16 @@ def compute_seconds(decoder: DecoderConfig, device: str, measure: Callable[[Deco
 def limit_of(
     turns: list[dict[str, Any]], speeds: Speeds, compute: list[float], device: str
 ) -> dict[str, Any]:
-    """The limit of a step: the least seconds it can take, and the seconds of each resource.
+    """Return the least seconds that a step of infinity can take, and the seconds that each resource needs.
 
-    turns: replies of a contender of infinity, one for each turn. compute: measured seconds of forward and
-    backward in memory. The bytes to and from the disk are those that the runtime counted. The bytes that
-    updates touch, and those between RAM and GPU, are those of the plan. Speeds are medians over the run. If
-    fio measured the disk, "fio_disk" has the disk's seconds at fio's speed.
+    The result has "seconds", the limit; "compute", "update", "disk" and, on a GPU, "link", the seconds of
+    each resource if it never waits; "disk_bytes", the bytes that a step reads and writes on the disk; and
+    "fio_disk", the disk's seconds at fio's speed, if fio measured it. On a GPU the limit is the largest of
+    the four. On the CPU it is "compute" plus "update", or "disk" if that is more.
+
+    turns: the replies (benchmarks/contender.py) of a process that trains with infinity, one for each turn.
+    compute: measured seconds of forward plus backward in memory. The runtime has counted the bytes of the
+    disk; those that updates touch and those between RAM and GPU are taken from the plan. Speeds are medians.
     """
     traffic = turns[-1]["facts"]["plan"]["traffic"]
     disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)

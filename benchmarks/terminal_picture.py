@@ -60,7 +60,7 @@ _STEP = re.compile(r"step (\d+)/\d+ ")
 
 
 def fewer_lines(printed: str) -> str:
-    """`printed` without its lines of progress, except the first, the middle and the last."""
+    """Return `printed` without its lines of progress, except the first, the middle and the last of them."""
     lines = printed.splitlines()
     steps = [index for index, line in enumerate(lines) if _STEP.match(line)]
     if not steps:
@@ -70,7 +70,10 @@ def fewer_lines(printed: str) -> str:
 
 
 def picture(command: str, printed: str, *, title: str) -> str:
-    """An SVG of a terminal in which `command` printed `printed`, without links, fonts, images or scripts."""
+    """Return an SVG, as text, of a terminal in which `command` has printed `printed`.
+
+    It has no links, fonts, images or scripts. title: the title of the terminal's window.
+    """
     console = Console(
         record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
@@ -83,7 +86,7 @@ def picture(command: str, printed: str, *, title: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """`text` escaped for XML, and for a template of str.format."""
+    """Escape `text` for XML and for a template of str.format, and return it."""
     return escape(text).replace("{", "{{").replace("}", "}}")
 
 

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _MOST_STRIPES = 65536
-"""The most stripes that one file of a Volume may have in one period: the largest weight."""
+"""The largest weight of a file in a Volume; see `Volume`."""
 
 BACKENDS = ("io_uring", "libaio", "threads")
 """Names of the backends, in the order in which they are tried."""
@@ -68,7 +68,7 @@ class BackendReport:
     reason: str
     """The reason why the backend does not work, or works only through the page cache; otherwise empty."""
     features: str
-    """The newer features of the kernel that the backend uses, as text for users."""
+    """Optional features of the kernel that the backend found and uses, as text for users."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Facts:
     depth: int
     block_bytes: int
     registered_bytes: int
-    """Bytes of buffers that the kernel has registered."""
+    """Bytes of the buffers that are registered with the kernel, by `register_buffer`."""
     registration_failure: str
     """The reason why the last call of `register_buffer` failed; empty if it did not fail."""
 
@@ -107,10 +107,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made.
+    """Counts since the engine was made, for reads, writes and syncs.
 
-    A request is one call of a caller. A transfer is one block that was handed to the kernel, and counts
-    again when it is submitted again. Bytes are bytes that were moved.
+    A request is one call of `read`, `write` or `sync`, and is cut into blocks. A transfer is one submission
+    of a block to the kernel, so a block that is submitted again counts again. Bytes are those that the
+    kernel has moved.
     """
 
     read_requests: int
@@ -126,7 +127,7 @@ class EngineStats:
     sync_transfers: int
     sync_busy_seconds: float
     failures: int
-    """Number of requests that ended with an error, whether or not a caller looked at the error."""
+    """Number of requests that ended with an error, including those whose futures were never waited for."""
     retries: int
     """Number of transfers that were submitted again after EAGAIN, after EINTR, or after a write of zero
     bytes.
@@ -229,10 +230,10 @@ class Engine(_aio.Engine):
 class Volume(_aio.Volume):
     """Several files, each on an engine of its own, that are used as one range of bytes.
 
-    parts: pairs of (file, weight). The range is cut into stripes of `stripe_bytes` bytes. In each period of
-    stripes, `weight` stripes (an int from 1) lie in the pair's file. The attribute `map` says where each
-    byte lies. It follows from the weights and `stripe_bytes` alone, so that a manifest which stores both
-    can rebuild it.
+    parts: pairs of (file, weight), where weight is an int from 1 to 65536. The range is cut into stripes of
+    `stripe_bytes` bytes. A pattern of as many stripes as the sum of the weights repeats over the range, and
+    `weight` stripes of each repetition lie in the pair's file. The attribute `map`, a StripeMap, says where
+    each byte lies. It follows from the weights and `stripe_bytes` alone, so it can be rebuilt from them.
 
     `read`, `write` and `sync` work like the methods of a File, with one future for all files.
     """

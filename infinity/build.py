@@ -43,10 +43,10 @@ from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
 
 _GUARD_MARGIN = 16 << 20
-"""Bytes of the RAM budget that the heap guard, which limits resident memory, leaves as a margin.
+"""The heap guard limits the growth of resident memory to the RAM budget less this many bytes.
 
-The margin is at most a sixteenth of the budget. With a budget of 160 MiB, memory grew by 4 to 6 MiB between
-two checks of the guard.
+If the budget is small, a sixteenth of it is used instead. With a budget of 160 MiB, memory grew by 4 to 6
+MiB between two checks of the guard.
 """
 
 
@@ -97,11 +97,11 @@ class _Builder:
         self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write the initial values of all parameters to the homes of their pages, with their fp32 masters.
+        """Write the initial values of all parameters to the homes of their pages, and their fp32 masters too.
 
         weights: the file or directory to load; None: the values that the parameters have, or get from their
-        initialisers. heap: the heap guard, which returns holes in the heap to the kernel. It is told how many
-        bytes each parameter's values took.
+        initialisers. heap: the heap guard, which returns freed memory of the heap to the kernel. It is told
+        how many bytes each parameter's values took.
         """
         states = self.states
 
@@ -139,7 +139,7 @@ class _Builder:
             self.states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
 
     def dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype that a parameter will have in its page."""
+        """Return the dtype that a parameter will have in its page."""
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
@@ -254,7 +254,8 @@ class _Builder:
 
 
 def _kept_by_others(model: nn.Module, device: torch.device) -> int:
-    """Bytes on a CUDA device that torch has allocated for neither parameters nor buffers of the model.
+    """Return the bytes that torch has allocated on a CUDA device, less those of the model's parameters and
+    buffers.
 
     Parameters are left out because pages replace them, and buffers because the plan counts them. Returns 0
     for the CPU.

@@ -13,7 +13,10 @@ from pathlib import Path
 
 
 class Machine:
-    """A lock between pytest's workers: ordinary tests share it, a test marked `alone` has it to itself."""
+    """A lock between pytest's worker processes, which every test holds while it runs.
+
+    Ordinary tests hold it at the same time as each other, a test marked `alone` only while no other does.
+    """
 
     def __init__(self, directory: Path) -> None:
         """directory: a folder that all worker processes use. Two empty lock files are made in it."""

@@ -1,7 +1,7 @@
-"""Runtimes in which the device updates some or all of the units.
+"""Helpers that open runtimes in which the device updates some or all of the units.
 
-The CPU stands in for a GPU: it has a device tier of its own, and the function that says which devices have
-kernels for updates is replaced.
+The CPU stands in for a GPU: it gets a device tier of its own, and the fixture `kernels` makes the planner
+believe that it has update kernels.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from infinity.planning import twin_flow
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the CPU update the units that rest in its device tier, as a GPU does.
+    """Have the CPU update the units whose pages all rest in its device tier, as a GPU does.
 
-    Models are so small that the workspace of updates takes much of their room and may push pages to the disk.
-    The planner ignores this cost here.
+    In tests the workspace of updates is large beside the models, so it may push pages from the device to the
+    disk. The fixture makes the planner ignore the cost of this. Otherwise the planner would not choose
+    updates on the device.
     """
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
     monkeypatch.setattr(twin_flow, "_DISK_AGAINST_LINK", 0)
@@ -38,7 +39,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def updated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each update of a unit on the device appends the number of its parameters."""
+    """Return a list that grows by one entry with each update of a unit on the device.
+
+    The entry is the number of the unit's parameters that the update changes.
+    """
     seen: list[int] = []
     update = DeviceUnits.update
 
@@ -55,7 +59,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def part_of(model: nn.Module, directory: Path, precision: Any) -> Budget:
-    """Return a budget under which the device updates at least four units and other pages rest on the disk."""
+    """Return a budget for training `model` with AdamW, under which the device updates at least four units,
+    and more than 64 KiB of pages rest on the disk, in `directory`.
+    """
     nvme = {str(directory): ROOMY}
     arguments: dict[str, Any] = {"precision": precision, "device": "cpu"}
     whole = infinity.plan(model, adamw(model), budget=Budget(device=ROOMY, host=ROOMY), **arguments)

@@ -1,4 +1,4 @@
-"""Benchmarks that compare with fio, run by tests with the benchmarks' quick settings."""
+"""Helpers that run the benchmarks that compare infinity's I/O with fio, with their quick settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quick_run(name: str, directory: Path) -> tuple[Any, list[str]]:
 
 
 def exit_code_without_fio(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run a benchmark where fio cannot be found, and return the exit code.
+    """Run a benchmark in an environment where fio cannot be found, and return the benchmark's exit code.
 
     The benchmark runs in this process, so that a test can capture its output. name: a file in benchmarks/.
     """

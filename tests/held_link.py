@@ -13,7 +13,7 @@ from infinity.tiers.link import CpuLink, Timing, Transfer
 
 
 class HeldCopy:
-    """A copy to the device that ends for the host only at `wait`. Until then the copy keeps both tensors."""
+    """A copy to the device that counts as under way until `wait`. It keeps both of its tensors until then."""
 
     timing: Timing | None = None
 
@@ -22,7 +22,7 @@ class HeldCopy:
         self._copied = False
 
     def happen(self) -> None:
-        """Copy the bytes, as the device does before the host knows of it."""
+        """Copy the bytes now. The copy still counts as under way until `wait`."""
         if self._ends is not None and not self._copied:
             self._ends[0].copy_(self._ends[1])
             self._copied = True
@@ -43,7 +43,7 @@ class HeldLink(CpuLink):
         self.asked = 0
         self._queued: list[HeldCopy] = []
         self._known = weakref.WeakSet[HeldCopy]()
-        """Copies that the runtime still holds. This set keeps none of them alive."""
+        """All copies to which the runtime still refers. This set does not keep them alive itself."""
 
     def to_device(self, into: torch.Tensor, source: torch.Tensor, *others: Any) -> Transfer:
         self._happen()

@@ -1,4 +1,4 @@
-"""The largest error that int8 moments may have, from the definition of their codes alone.
+"""The largest rounding error that int8 moments may have, computed without the code under test.
 
 See [Note: int8 codes] in csrc/cpu_adam/moments.inl.
 """
@@ -9,10 +9,12 @@ import torch
 
 
 def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
-    """The distance, float64 (n,), between the two codes around each of the finite `values`, float32 (n,).
+    """Return for each of `values` the distance between the two int8 codes just below and above it.
 
-    This is the largest error of one stochastic rounding, and twice the largest of rounding to nearest. span:
-    FIRST_SPAN or SECOND_SPAN of infinity.formats.moments.
+    values: finite moments, float32 (n,), from the first element of a block on. A block is 64 successive
+    values whose codes share a unit, which their largest magnitude sets. The result is float64 (n,), in the
+    scale of the values. It is the largest error of one stochastic rounding, and twice the largest error of
+    rounding to nearest. span: FIRST_SPAN or SECOND_SPAN of infinity.formats.moments.
     """
     count = values.numel()
     rows = torch.nn.functional.pad(values.abs(), (0, -count % 64)).view(-1, 64)

@@ -1,5 +1,7 @@
-"""Tests of the helper `cover`, which chooses combinations of factors' values: every pair of values of two
-factors occurs in some combination, and the combinations are few.
+"""Tests of the helper `cover`, which chooses combinations of test parameters (factors) to run.
+
+Any two values of different factors must occur together in some combination, and there must be few
+combinations.
 """
 
 from __future__ import annotations

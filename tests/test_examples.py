@@ -1,4 +1,4 @@
-"""The programs in examples/: they run, and reach the results that they state."""
+"""Tests that the programs in examples/ run, and that the figures they print are as good as they claim."""
 
 import re
 import subprocess

@@ -22,7 +22,7 @@ needs_counts = pytest.mark.skipif(not hasattr(LIBRARY, "mallinfo2"), reason="nee
 
 
 def grown(act: Callable[[], object]) -> Growth:
-    """Memory in use before and after each of STEPS calls of `act`."""
+    """Call `act` STEPS times. Return the memory in use before the first call and after each call."""
     found = Growth()
     for step in range(STEPS + 1):
         found.look(step)

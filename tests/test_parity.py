@@ -1,7 +1,8 @@
-"""Parity of training with pages: with plain PyTorch, and between the places where pages rest.
+"""Tests that training with pages gives the results of plain PyTorch, wherever the pages rest.
 
-Losses and gradients of the first step have the bits of PyTorch's, and later losses differ by the optimizer's
-rounding only. Between places every bit is always equal.
+In the first step, losses have the same bits as with PyTorch. So have gradients, except in bf16 for models in
+which autograd hands over a parameter's gradient several times in a backward. Later losses differ only by the
+rounding of updates. Runs that differ only in the tiers where pages rest agree in every bit.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ TRANSFORMER = zoo.entry("transformer")
 
 
 def one_home_each(*homes: str) -> pytest.MarkDecorator:
-    """Parametrise `entry` and `home`: each model at one of these homes, taken in turn.
+    """Parametrise a test with all pairs of `entry`, a model of the zoo, and `home`, one of `homes`.
 
-    All other pairs are marked slow, because test_matrix trains the models at those homes, too.
+    For each model one pair runs by default, and the models take the homes in turn. The other pairs are marked
+    slow, because test_matrix already trains every model at every home.
     """
     found = [
         pytest.param(entry, home, marks=() if at % len(homes) == number else pytest.mark.slow)
@@ -58,10 +60,10 @@ CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def cases() -> list[Any]:
-    """Parameters of test_matrix: every combination of FACTORS.
+    """Return pytest parameters (entry, case) for test_matrix, one for each combination of values in FACTORS.
 
-    A few combinations, in which every pair of values of two factors occurs, run by default. All others are
-    marked slow.
+    case: the values of all factors but "entry", by name. A few combinations run by default. They are chosen
+    so that any two values of different factors occur together in one of them. All others are marked slow.
     """
     quick, found = pairwise(FACTORS), []
     for case in product(FACTORS):
@@ -80,8 +82,10 @@ def cases() -> list[Any]:
 
 
 def cuda_cases() -> list[Any]:
-    """Parameters of test_matrix_on_cuda: for the transformer every combination of CUDA_FACTORS, for the other
-    models a few combinations in which every pair of values of two factors occurs.
+    """Return pytest parameters (entry, case) for test_matrix_on_cuda. case: a combination of CUDA_FACTORS.
+
+    The transformer gets every combination. The other models get a few, chosen so that any two values of
+    different factors occur together in one of them.
     """
     found = []
     for entry in zoo.ENTRIES:
@@ -98,7 +102,10 @@ def plain(entry: Entry, recipe: Recipe) -> Run:
 
 
 class Placed:
-    """Cached runs with all pages in the device tier, with which runs at other homes are compared."""
+    """A cache of training runs in which all pages rest in the device tier.
+
+    Tests compare runs at other homes with them.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -127,7 +134,11 @@ def check_same_as_pytorch(entry: Entry, recipe: Recipe, run: Run) -> None:
 
 
 def check_placement(entry: Entry, case: dict[str, Any], device: str, placed: Placed, directory: Path) -> None:
-    """Assert that the case's home gives the device tier's bits, and that these agree with PyTorch."""
+    """Assert two things about the training that `case` describes.
+
+    With all pages in the device tier, it agrees with PyTorch. With pages at the case's home, it has the same
+    bits as with all pages in the device tier. case: "home" and fields of Recipe, by name.
+    """
     home = case["home"]
     recipe = Recipe(device=device, **{name: value for name, value in case.items() if name != "home"})
     base = placed.on_device(entry, recipe)

@@ -1,4 +1,7 @@
-"""Timeline files: reading and checking their events, and a disk that is full before a file is complete."""
+"""Helpers for tests of timeline files, which hold trace events in JSON for Perfetto.
+
+They read the events, check the spans of time, and make the disk fill up while a file is being written.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Event = dict[str, Any]
 
 
 def load(path: Path) -> list[Event]:
-    """The events of a complete timeline file."""
+    """Read a complete timeline file and return its events. Raises an error if the file is no strict JSON."""
     events: list[Event] = json.loads(path.read_text(), parse_constant=_no_json)
     return events
 
@@ -29,7 +32,11 @@ def _no_json(word: str) -> None:
 
 
 def lines_of(text: str) -> list[Event]:
-    """The events of a timeline file that may break off anywhere, read line by line."""
+    """Return the events in `text`, the content of a timeline file that may have been cut off anywhere.
+
+    The first line holds no event, and each further line holds one. Reading stops at the first line that is
+    no complete JSON.
+    """
     found = []
     for line in text.split("\n")[1:]:
         try:
@@ -41,9 +48,11 @@ def lines_of(text: str) -> list[Event]:
 
 
 def rows_of(events: Sequence[Event]) -> dict[str, list[Event]]:
-    """Spans by the name of their row, with `start` and `end` in nanoseconds.
+    """Return the spans (events with a duration) of each row, by the row's name.
 
-    The event that names a row must come before the spans of the row.
+    A row is a line of the timeline, and has the number `tid` in the file. Each span gets `start` and `end`,
+    in nanoseconds, in addition to its own fields. The event that names a row must come before the row's
+    spans.
     """
     names: dict[int, str] = {}
     rows: dict[str, list[Event]] = defaultdict(list)
@@ -59,13 +68,16 @@ def rows_of(events: Sequence[Event]) -> dict[str, list[Event]]:
 
 
 def edge_rows(events: Sequence[Event], edge: Edge) -> list[Event]:
-    """The spans of all rows that belong to an edge, which is a way from one tier to another."""
+    """Return the spans of all transfers over `edge`, a way between two tiers in one direction.
+
+    They are the spans of all rows whose names begin with the edge's value.
+    """
     rows = rows_of(events)
     return [each for name, spans in rows.items() if name.split(" ")[0] == edge.value for each in spans]
 
 
 def check_rows(events: Sequence[Event]) -> None:
-    """Assert that no two spans of a row overlap, and that no span ends before it begins."""
+    """Assert that no two spans of the same row overlap, and that no span ends before it begins."""
     for name, spans in rows_of(events).items():
         ordered = sorted(spans, key=lambda each: (each["start"], each["end"]))
         assert all(each["start"] <= each["end"] for each in ordered), name
@@ -74,7 +86,11 @@ def check_rows(events: Sequence[Event]) -> None:
 
 
 def full_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Have the disk fill up: `calls` writes succeed, the next writes 20 bytes, and the one after it fails."""
+    """Have the disk fill up while a timeline file is being written.
+
+    The first `calls` calls of os.write succeed, the next one writes only 20 bytes of its data, and the one
+    after that fails with ENOSPC.
+    """
     write, seen = os.write, itertools.count(1)
 
     def limited(descriptor: int, data: Any) -> int:

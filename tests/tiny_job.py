@@ -59,7 +59,9 @@ PLAN_KEYS = {
 
 
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add the preset "tiny", use fixed rates instead of measuring the machine, and shorten samples."""
+    """Add the preset "tiny", use fixed rates instead of measuring the machine, and let the sample that
+    `infinity train` prints at its end have 3 tokens.
+    """
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
     calls = importlib.import_module("infinity.api")  # the name in the package is the function
     monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
@@ -82,24 +84,31 @@ class TinyJob:
         self.options = ["--data", str(data), "--device", "cpu", "--batch", "2", "--seq", "32"]
 
     def arguments(self, command: str, *more: object, model: str = "tiny") -> list[str]:
-        """The arguments of a command line. Options in `more` replace equal options that come before them."""
+        """Return the arguments for `infinity`: `command`, the job's options, and those in `more`.
+
+        An option in `more` overrides the same option of the job.
+        """
         return [command, "--model", model, *self.options, *map(str, more)]
 
     def nvme(self, size: object = "64MiB") -> list[str]:
-        """The option that gives NVMe a budget of `size` in the folder `pages`."""
+        """Return the option that gives NVMe a budget of `size` in the folder `self.pages`."""
         return ["--budget-nvme", f"{self.pages}:{size}"]
 
     def smallest(self, capsys: pytest.CaptureFixture[str], *more: object) -> dict[str, int]:
-        """Run `infinity plan` and return the bytes of the smallest budgets by tier. more: further options."""
+        """Run `infinity plan`, and return the bytes of the smallest budgets that suffice, by the tier's name.
+
+        more: further options.
+        """
         roomy = ["--budget-device", "64MiB", "--budget-host", "64MiB", *self.nvme()]
         plan = self.plan(capsys, *roomy, *more)
         found: dict[str, int] = plan["smallest_budgets"]
         return found
 
     def on_disk(self, capsys: pytest.CaptureFixture[str], *more: object) -> list[str]:
-        """Return the options for the smallest budgets, so that as many pages as possible rest on disk.
+        """Return options that set every tier's budget to the smallest that suffices, so that as many pages as
+        possible rest on disk.
 
-        more: the other options of the run.
+        more: the other options of the command, on which these budgets depend.
         """
         smallest = self.smallest(capsys, *more)
         memory = ["--budget-device", str(smallest["device"]), "--budget-host", str(smallest["host"])]
@@ -114,9 +123,10 @@ class TinyJob:
         return run_json(capsys, self.arguments("train", "--json", *more, model=model))
 
     def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
-        """Start the command `infinity` in a process of its own.
+        """Start `infinity` with `arguments` in a process of its own, and return the process.
 
-        script: whether the command has the preset "tiny". how: arguments of subprocess.Popen.
+        script: True adds the preset "tiny" to the command; False runs the command as it is installed. how:
+        arguments of subprocess.Popen.
         """
         program = [__file__] if script else ["-m", "infinity"]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}

@@ -31,12 +31,12 @@ class FioFailed(Exception):
 
 @dataclass
 class Background:
-    """Measurements of fio while it ran beside another process; they are set when fio has ended."""
+    """Measurements of an fio that runs beside another process. They are 0 until fio has ended."""
 
     speed: float = 0.0
-    """Bytes per second that fio moved, reads and writes together."""
+    """Bytes per second that fio read plus those that it wrote."""
     cpu: float = 0.0
-    """CPU seconds per second that fio used."""
+    """CPU time that fio used, in CPU seconds per second that it ran; 1.0 is one busy core."""
 
 
 class Fio:
@@ -63,13 +63,20 @@ class Fio:
         raise last
 
     def mixed(self) -> float:
-        """Run fio; returns bytes per second, reads and writes together. Raises FioFailed."""
+        """Run fio, and return the bytes per second that it read plus those that it wrote.
+
+        Raises FioFailed.
+        """
         job = self._run("rw", *_MIXED, f"--runtime={1000 * self._seconds:.0f}ms")
         return _speed(job)
 
     @contextmanager
     def beside(self, rate: float) -> Iterator[Background]:
-        """Context in which fio moves about `rate` bytes per second, half of them read. Raises FioFailed."""
+        """Run fio in the background while the body of the `with` statement is executed.
+
+        fio moves about `rate` bytes per second, of which it reads half and writes half. Yields a Background,
+        whose figures are set after the body. Raises FioFailed there if fio failed.
+        """
         limit = f"--rate={rate / 2:.0f},{rate / 2:.0f}"
         command = self._command("rw", *_MIXED, limit, f"--runtime={_ENDLESS}s")
         process = subprocess.Popen(
@@ -123,5 +130,8 @@ def _speed(job: dict[str, Any]) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """Environment in which fio's malloc asks for huge pages (glibc >= 2.35), which infinity has too."""
+    """Return environment variables that make fio's malloc ask for huge pages (glibc >= 2.35).
+
+    infinity's buffers have huge pages too, so the comparison is fair.
+    """
     return os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -13,8 +13,10 @@ from infinity.errors import ConfigError
 from infinity.lm.text import Text
 
 _BYTES_PER_TOKEN = 6
-"""Bytes of text that are read at first for each token of a window. The guess is high, because too few bytes
-mean that more are read and all are split into tokens again.
+"""Bytes of text that are read first for each token of a window: a guess of a token's length.
+
+The guess is high on purpose. If the bytes have too few tokens, twice as many bytes are read, and all of them
+are split into tokens again.
 """
 
 _LONGEST_STRETCH = 16 << 20
@@ -28,18 +30,19 @@ class Vocabulary(Protocol):
     """Conversion of text to tokens and back."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """Read a window, `length` tokens from byte position `start` on: int64 (length,).
+        """Read `length` tokens of the text from byte position `start` on, and return them: int64 (length,).
 
-        `start` lies in one part of the text, the training part or the held-out part, and the whole window is
-        taken from this part. If the part ends too soon, the window begins earlier. Raises ConfigError if the
-        part has fewer than `length` tokens, and StorageError if a file of the text cannot be read any more.
+        `start` lies in one part of the text, the training part or the held-out part. All tokens are taken
+        from this part. Near the end of the part, the last `length` tokens of the part are returned. Raises
+        ConfigError if the part has fewer than `length` tokens, and StorageError if a file of the text cannot
+        be read any more.
         """
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`."""
+        """Convert `text` to tokens."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; U+FFFD stands for tokens that are not valid text."""
+        """Convert tokens to text. U+FFFD stands for tokens that are not valid text."""
 
 
 class Bytes:
@@ -54,11 +57,14 @@ class Bytes:
         return torch.frombuffer(found, dtype=torch.uint8).long()
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text` in UTF-8; see Vocabulary.encode."""
+        """Convert `text` to tokens, the bytes of its UTF-8."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, bytes in UTF-8. A token above 255, which models may have, is not valid."""
+        """Decode tokens, the bytes of a text in UTF-8. Invalid bytes become U+FFFD.
+
+        So do tokens above 255, which a model with a larger vocabulary may produce.
+        """
         return b"".join(bytes([each]) if each < 256 else b"\xff" for each in tokens).decode(
             "utf-8", errors="replace"
         )
@@ -71,7 +77,7 @@ class Tokens:
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
-        """tokenizer: a tokenizer of transformers. size: number of tokens that the model knows."""
+        """tokenizer: a tokenizer of the library transformers. size: number of tokens that the model knows."""
         self._tokenizer = tokenizer
         self._size = size
 
@@ -92,7 +98,7 @@ class Tokens:
             stretch = min(most, 2 * stretch)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`. Raises ConfigError if the model does not know one of the tokens."""
+        """Convert `text` to tokens. Raises ConfigError if the model does not know one of them."""
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if tokens and max(tokens) >= self._size:
             raise ConfigError(
@@ -102,18 +108,21 @@ class Tokens:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; see Vocabulary.decode."""
+        """Convert tokens to text; see Vocabulary.decode."""
         text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         return text
 
 
 def part_of(text: Text, start: int) -> range:
-    """The part of the text that contains byte position `start`: `text.train` or `text.held_out`."""
+    """Return the part of the text in which byte position `start` lies: `text.train` or `text.held_out`."""
     return text.train if start in text.train else text.held_out
 
 
 def too_short(part: range, length: int, found: int) -> ConfigError:
-    """Return the error for a window of `length` tokens. The bytes in `part` have only `found` tokens."""
+    """Make the error that a window of `length` tokens was asked for, but that `part` has only `found` tokens.
+
+    part: a range of byte positions in the text.
+    """
     return ConfigError(
         f"A window of {length} tokens was asked for, and {format_size(len(part))} of text have {found} only.",
         "Give more text with --data, or a smaller --seq.",

@@ -12,19 +12,25 @@ class ChainState(enum.Enum):
     """
 
     IDLE = "idle"
-    """No update is decided, and nothing is being read. The chain holds no staging."""
+    """It is not decided what to compute, and no states are read ahead. The chain holds no staging."""
     DUE = "due"
-    """The gate is open. The chain waits for staging, or for its turn. Only its gradient may be in staging."""
+    """The gate is open. The chain waits for staging or for its turn. Of its bytes only the gradient may
+    already be in staging.
+    """
     READING = "reading"
-    """Inputs that are not in RAM are being read. From now on the chain holds all the staging it needs."""
+    """Inputs that are not in RAM are being read into staging (only the optimizer states if the gate is
+    closed). From this state on the chain holds all the staging that its update needs.
+    """
     GATED = "gated"
     """The optimizer states have been read into staging, and the gate is still closed."""
     COMPUTING = "computing"
     """The update's kernel is queued or runs."""
     WRITING = "writing"
-    """The results are being written home. The writes hold the staging until they are done."""
+    """The writes of the results to the homes of their pages have begun. The chain has given up its staging,
+    which the writes keep until they end.
+    """
     LOST = "lost"
-    """A write failed: the only copy of the chunk's new parameters or states is gone."""
+    """The results could not be written: the only copy of the chunk's new parameters or states is gone."""
 
     __hash__ = object.__hash__
     """Hash by identity, which is faster than Enum's own hash."""

@@ -2,11 +2,12 @@
 
 A chain is the update of one chunk, and its gate opens when the update is decided (infinity/optim/chain.py).
 Lazy updates of a unit run between the backward and the unit's next forward, when the disk is busiest;
-during the backward the disk has little to do. So the states of the first chains are read as soon as their
-unit's gradients are complete. An eager update begins with its unit's last gradient. So the states of the
-units that come next in the backward are read before their gradients come. If the staging of such a chain is
-needed for something else first, the chain gives it up (`Chain.revoke`). Its states are then read again when
-the gate is open.
+during the backward the disk has little to do. So the backward already reads states for the chains whose
+updates will run first, as many as have room: each unit's as soon as its gradients are complete. An eager
+update begins with its unit's last gradient. So the states of the units that come next in the backward are
+read before their gradients come. The states lie in staging (buffers in host RAM). If the staging is needed
+for something else before the gate opens, the chain gives it up (`Chain.revoke`), and its states are read
+again when the gate is open.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class ReadAhead:
     ) -> None:
         """chains: unit -> its chains. parameters: for every unit, its parameters in the unit's order.
 
-        eager: whether updates are eager, not lazy. accumulation: number of gradients that each parameter
-        gets in a step. room: bytes of staging that lazy updates may use to read ahead.
+        gradients: the gradient pages of all units. eager: whether updates are eager, not lazy. accumulation:
+        number of gradients that each parameter gets in a step. room: bytes of staging that lazy updates may
+        use to read ahead.
         """
         self._chains = chains
         self._parameters = parameters
@@ -60,8 +62,8 @@ class ReadAhead:
         backward brings gradients.
         """
         self._cleared = False
-        """For eager updates. Whether the gradients of the last step have been forgotten since `stepped`.
-        From then on, gradients that are present belong to the next step.
+        """For eager updates. False from `stepped` until the gradients of the step that has just ended are
+        dropped, as by zero_grad(). Gradients that are present after that belong to the next step.
         """
 
     def stepped(self, due: Sequence[int], order: Sequence[int]) -> None:
@@ -88,7 +90,10 @@ class ReadAhead:
                 return
 
     def gradient_added(self, unit: int) -> bool:
-        """Note that a unit has got a new gradient. Returns True if `candidates` thereby has more chains."""
+        """Note that a parameter of `unit` has got a new gradient.
+
+        Returns True if `candidates` thereby has more chains to yield. Always False for eager updates.
+        """
         if not self._chosen.get(unit) or not self._complete(unit, self._accumulation):
             return False
         self._unlocked.extend(self._chosen.pop(unit))
@@ -98,7 +103,7 @@ class ReadAhead:
         """Yield groups of chains whose states are to be read ahead next.
 
         The caller begins to read all chains of a group before it asks for the next group, or stops for lack
-        of room. pending: function that says whether a unit's last update has not ended yet.
+        of room. pending: function of a unit's index; True while an update of the unit has not ended.
         """
         return self._before_gradients(pending) if self._eager else self._after_gradients()
 

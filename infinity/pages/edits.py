@@ -40,16 +40,17 @@ class EditTracker:
     """
 
     def __init__(self, pages: Sequence[ParameterPage], store: Store, states: States | None) -> None:
-        """pages: the parameter pages of all units. states: the optimizer states, None for inference. An
-        edited value becomes the fp32 master there.
+        """pages: the parameter pages of all units. store: moves edited values home. states: the optimizer
+        states, in which an edited value also replaces the parameter's fp32 master; None for inference.
         """
         self._pages = pages
         self._store = store
         self._states = states
         self._loans: dict[int, list[_Loan]] = {}
         self._replaced: dict[int, set[int]] = {}
-        """Unit -> indices of parameters whose values were replaced while the unit's page was present. The
-        version counters of these parameters did not move.
+        """Unit -> indices of the parameters for which `replaced` was called since the last `write_back`.
+
+        Their version counters need not have moved.
         """
 
     def replaced(self, page: ParameterPage, index: int) -> None:
@@ -63,8 +64,9 @@ class EditTracker:
     def write_back(self, page: ParameterPage) -> None:
         """Write user code's edits of a page's parameters to the page's home.
 
-        Raises ConfigError if a parameter was edited and the page's bytes are no longer in memory, so that
-        the edit is lost.
+        With an optimizer, the edited values become the fp32 masters too. Loans of a page that only the
+        runtime refers to are dropped; see [Note: loans]. Raises ConfigError if a parameter was edited through
+        a view whose bytes are no longer in memory, so that the edit is lost.
         """
         edited = set(page.edits()) | self._replaced.pop(page.index, set())
         for loan in self._loans.get(page.index, ()):

@@ -34,7 +34,9 @@ class Presence(enum.Enum):
     """The presence of a parameter page in device memory, where the model computes with the page."""
 
     AWAY = "away"
-    """The page is at home only. It takes no device memory in addition to its home."""
+    """The page is at home only. In addition to its home, it takes device memory only if user code still holds
+    views of its bytes there.
+    """
     ARRIVING = "arriving"
     """Device memory for the page is leased, and the bytes are on their way."""
     PRESENT = "present"
@@ -42,7 +44,7 @@ class Presence(enum.Enum):
 
 
 class ParameterPage:
-    """A unit's parameter page. All transitions happen under the runtime's lock."""
+    """A unit's parameter page. All transitions of its `presence` happen under the runtime's lock."""
 
     def __init__(
         self,
@@ -55,7 +57,10 @@ class ParameterPage:
         addresses: dict[int, ParameterPage],
         permanent: bool = False,
     ) -> None:
-        """placeholders: the tensors that Parameters have as `data` while the page is not PRESENT.
+        """index: the unit's index in the model's layout. layout: where each parameter lies in the page. home:
+        the place where the page rests. parameters: the unit's Parameters, in the order of
+        `layout.parameters`. placeholders: for each of them, the `data` that it has while the page is not
+        PRESENT.
 
         addresses: address of a present page's bytes in device memory -> the page. All pages share this
         mapping, and `land` adds to it.
@@ -124,7 +129,10 @@ class ParameterPage:
         self.presence = Presence.AWAY
 
     def land(self, residency: torch.Tensor) -> None:
-        """End an arrival: ARRIVING -> PRESENT. residency: the page's bytes, uint8 (nbytes,)."""
+        """End an arrival: ARRIVING -> PRESENT. Make the Parameters views of `residency`.
+
+        residency: the page's bytes in the memory where the model computes, uint8 (nbytes,).
+        """
         assert self.presence is Presence.ARRIVING
         self.incoming = None
         self.residency = residency
@@ -147,10 +155,10 @@ class ParameterPage:
         self.presence = Presence.AWAY
 
     def living(self) -> torch.Tensor | None:
-        """The page's bytes in device memory, uint8 (nbytes,); None if there are none.
+        """Return the page's bytes in device memory, uint8 (nbytes,), or None if it has none there.
 
-        The bytes are those of the residency. After the page has left, they are those of the Storage that
-        views keep alive.
+        While the page is PRESENT, this is its residency. After the page has left, this is a tensor over the
+        former residency's Storage, as long as views that user code holds keep the Storage alive.
         """
         if self.residency is not None or self._ghost is None:
             return self.residency
@@ -180,16 +188,25 @@ class ParameterPage:
         return self._starts[index]
 
     def parameter_at(self, byte: int) -> int:
-        """Index of the parameter to which byte number `byte` of the page belongs."""
+        """Return the index of the parameter to which a byte of the page belongs.
+
+        byte: the byte's offset from the page's start.
+        """
         return self._in_order[bisect_right(self._in_order, (byte, len(self._starts))) - 1][1]
 
     def edits(self) -> list[int]:
-        """Indices of the parameters that were edited: their version counters are not those in `versions`."""
+        """Return the indices of the parameters that user code has edited since the last `acknowledge`.
+
+        Their version counters differ from those in `versions`.
+        """
         pairs = zip(self.parameters, self.versions, strict=True)
         return [i for i, (parameter, version) in enumerate(pairs) if parameter_version(parameter) != version]
 
     def acknowledge(self) -> None:
-        """Record that the home has the Parameters' present values, by updating `versions`."""
+        """Record in `versions` that the home has the Parameters' present values.
+
+        The caller makes sure that it has.
+        """
         self.versions = [parameter_version(each) for each in self.parameters]
 
     def _show(self, contents: Sequence[torch.Tensor]) -> None:

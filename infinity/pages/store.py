@@ -39,9 +39,10 @@ _injection = threading.local()
 
 @contextlib.contextmanager
 def injected(faults: Faults) -> Iterator[Faults]:
-    """Context in which new runtimes of this thread do their I/O through `faults`.
+    """For tests: inject errors and delays into the NVMe I/O of runtimes.
 
-    For tests: `faults` injects errors and delays.
+    It acts on the runtimes that this thread makes inside the `with` statement, as long as they live. faults:
+    says what to inject; it is also yielded.
     """
     before = getattr(_injection, "faults", None)
     _injection.faults = faults
@@ -59,7 +60,9 @@ class Store:
     """
 
     def __init__(self, plan: Plan, budget: Budget, meter: Meter, *, others: int = 0) -> None:
-        """others: bytes that this process keeps on the device for other uses, outside the budget."""
+        """plan, budget: give the bytes of every tier and pool, and the directories on NVMe. meter: counts the
+        bytes moved and the waits. others: bytes on the device that this process uses outside the budget.
+        """
         self.plan = plan
         self.meter = meter
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
@@ -103,7 +106,7 @@ class Store:
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """All pools of host and device memory, by name."""
+        """All pools of host and device memory, by the pool's name."""
         return {**self.host.pools, **self.device.pools}
 
     def home(self, tier: Tier, nbytes: int) -> Home:
@@ -166,9 +169,10 @@ class Store:
     def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
         """Begin to read bytes of a home into host memory, and return the transfer.
 
-        offset: bytes from the home's start. into: contiguous uint8; its size is the number of bytes to
-        read. deadline: time.monotonic() seconds; the disk serves requests with earlier deadlines first.
-        None: the time of this call. Raises the error of a write that has lost the home.
+        offset: bytes from the home's start. into: contiguous uint8 host memory; its size is the number of
+        bytes to read. deadline: time.monotonic() seconds, by default now; the disk serves requests with
+        earlier deadlines first. Waits for writes in flight to the same bytes. Raises the error of a write
+        that has lost the home.
         """
         home.settle(offset, offset + into.nbytes, writing=False)
         if home.nvme_lease is not None:
@@ -198,10 +202,12 @@ class Store:
     ) -> None:
         """Begin to write host memory to a home.
 
-        offset: bytes from the home's start. source: contiguous uint8; it must not change until the write
-        has ended. If the write fails, a later `finish_oldest_write`, `poll` or `settle` raises the error.
-        lost: function that is then called with the error. spare: whether the caller keeps a copy of the
-        bytes, so that a failed write does not lose the home.
+        Only writes to NVMe are still in flight when this call returns. If one fails, a later
+        `finish_oldest_write`, `poll` or `settle`, or the next use of these bytes of the home, raises the
+        error. offset: bytes from the home's start. source: contiguous uint8; it must not change until the
+        write has ended. spare: whether the caller keeps a copy of the bytes. If it does not, a failed write
+        loses the home: later uses of the home raise the error too. lost: function that is called with the
+        error when the home is lost.
         """
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
@@ -241,9 +247,9 @@ class Store:
     ) -> Transfer:
         """Begin to copy host memory to device memory, and return the transfer.
 
-        into: leased device memory. last_return: `Lease.last_return` of that lease, by which the copy waits
-        for kernels that used the same bytes before; see `DeviceLink.to_device`. lane: the stream of copies
-        to use.
+        into: leased device memory. source: as many bytes of host memory. last_return: `Lease.last_return` of
+        the lease of `into`, from which the link knows the kernels that used the same bytes before and that
+        the copy must wait for; see `DeviceLink.to_device`. lane: which of the link's streams makes the copy.
         """
         started = time.perf_counter()
         transfer = self.link.to_device(into, source, last_return, lane)
@@ -253,8 +259,9 @@ class Store:
     def copy_down(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
         """Begin to copy device memory to host memory, and return the transfer.
 
-        after: an event of the compute stream (from `link.record`) for which the copy waits. None: the copy
-        waits for all work that is queued on the compute stream.
+        into: host memory. source: as many bytes of device memory. after: an event of the compute stream (from
+        `link.record`) for which the copy waits. By default the copy waits for all work that is queued on the
+        compute stream at this call.
         """
         started = time.perf_counter()
         transfer = self.link.to_host(into, source, after)
@@ -262,11 +269,10 @@ class Store:
         return transfer
 
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the content that device memory has after all work queued on the compute stream, for use by
-        the CPU.
+        """Return `memory` itself if the CPU can use it, else a copy of it in ordinary RAM.
 
-        memory: contiguous. The result is `memory` itself if the CPU can use `memory`, else a copy in
-        ordinary RAM.
+        memory: contiguous memory of the device. The call waits for the copy, which has the content after all
+        work that is queued on the compute stream.
         """
         if self.link.direct:
             return memory
@@ -276,9 +282,9 @@ class Store:
         return here
 
     def patch(self, home: Home, offset: int, source: torch.Tensor) -> None:
-        """Overwrite bytes of a home, from byte `offset` on, and wait. No alignment is needed.
+        """Overwrite bytes of a home from byte `offset` of the home on, and wait until they are written.
 
-        source: flat CPU tensor of any dtype.
+        offset: need not be aligned. source: flat CPU tensor of any dtype, with the new bytes.
         """
         data = source.view(torch.uint8)
         for start, end in self._windows(offset, data.nbytes):
@@ -290,10 +296,9 @@ class Store:
             self.write_now(home, start, piece)
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
-        """Read bytes of a home, from byte `offset` on, and return them: uint8 (nbytes,), a copy in ordinary
-        RAM.
+        """Read `nbytes` bytes of a home from byte `offset` of the home on, and return a copy in ordinary RAM.
 
-        No alignment is needed.
+        The copy is uint8 (nbytes,). Neither offset nor nbytes need be aligned.
         """
         copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         for start, end in self._windows(offset, nbytes):
@@ -304,8 +309,8 @@ class Store:
         return copy
 
     def bounce(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` bytes, uint8, of the bounce buffer: host RAM for reads and writes of single
-        parameters.
+        """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
+        set aside for reads and writes of single parameters.
 
         nbytes: at most transit_buffer_bytes. Every call returns the same memory, so the caller must have
         finished with the bytes before any other code calls `bounce`.
@@ -314,9 +319,9 @@ class Store:
         return self._bounce[:nbytes]
 
     def finish_oldest_write(self) -> bool:
-        """Wait for the oldest write in flight. Returns False if no write is in flight.
+        """Wait for the oldest write in flight, and raise its error if it fails.
 
-        Raises the error of the write.
+        Returns True, or False if no write is in flight.
         """
         if not self._writes:
             return False
@@ -333,7 +338,7 @@ class Store:
             self._finish_write()
 
     def settle(self) -> None:
-        """Wait until all writes in flight have ended. Then raises the first error, if a write failed."""
+        """Wait until all writes in flight have ended. Then raise the first error, if any write failed."""
         failure: InfinityError | None = None
         while self._writes:
             try:
@@ -362,10 +367,10 @@ class Store:
                 self._writes.popleft()
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, end) of bytes that together cover [offset, offset + nbytes) in whole 4 KiB
-        blocks.
+        """Yield ranges (start, end) of bytes of a home that together cover [offset, offset + nbytes).
 
-        Every range fits the bounce buffer.
+        Starts and ends are multiples of 4096, so the first and the last range may cover more. Each range fits
+        the bounce buffer.
         """
         start = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         end = round_up(offset + nbytes, PAGE_ALIGNMENT)
@@ -376,7 +381,10 @@ class Store:
 
 
 def _kinds(plan: Plan) -> set[UpdateKind]:
-    """The kinds of kernels that updates on the device need, by the plan's optimizer and dtypes."""
+    """Return the kinds of kernels that must be compiled for the plan's updates on the device.
+
+    They follow from the plan's optimizer and the dtypes of parameters, gradients and moments.
+    """
     assert plan.rule is not None
     moments = DTYPES[plan.rule.states] if plan.rule.moments else torch.float32
     regions = {

@@ -26,8 +26,10 @@ class Kind(enum.Enum):
 
 
 def line_of(accumulation: int | None) -> tuple[Kind, ...]:
-    """The order in which the kinds of pages get room. The first kind gets room in the tiers nearest to
-    compute.
+    """Return the kinds of pages in the order in which the planner gives them room.
+
+    The first kind gets room in the fastest tiers (device memory, then host RAM), and later kinds get what is
+    left.
 
     accumulation: number of micro-batches in a step; None if unknown. Parameters come first. If there is one
     micro-batch, optimizer states come before gradients: both the read and the write of a byte of states
@@ -68,8 +70,8 @@ class Placement:
     chunk_elements: int
     homes: Homes
     chain_bytes: int
-    """Bytes of the largest chain (update of one chunk): the chunk's parameters, gradients and optimizer
-    states.
+    """Bytes that the largest chain (the update of one chunk) works on: the sum of the chunk's parameters,
+    gradients and optimizer states.
     """
     staging_bytes: int
     transit_buffer_bytes: int

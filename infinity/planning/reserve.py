@@ -20,8 +20,8 @@ class Reserve:
     nbytes: int
     """Bytes of the model's buffers, of `headroom` and, if known, of activations; a multiple of 4096."""
     kept_out_of: int | None = None
-    """Divisor of the budget. The quotient is reserved for unknown activations, in addition to `nbytes`. If
-    None, nothing is reserved in addition.
+    """None if the bytes of activations are known. Otherwise `budget // kept_out_of` bytes are reserved for
+    them, in addition to `nbytes`.
     """
 
     headroom: int = 0
@@ -45,11 +45,11 @@ class Reserve:
         return Reserve(nbytes, unknown if activations is None else None, headroom=beside)
 
     def within(self, budget: int) -> int:
-        """Bytes of `budget` that no page may take."""
+        """Return how many bytes of a budget of `budget` bytes no page may take."""
         return self.nbytes + (budget // self.kept_out_of if self.kept_out_of else 0)
 
     def budget_for(self, pages: int) -> int:
-        """The smallest budget, in bytes, that leaves at least `pages` bytes to pages."""
+        """Return the smallest budget, in bytes, that leaves at least `pages` bytes for pages."""
         needed = pages + self.nbytes
         if self.kept_out_of is None:
             return needed

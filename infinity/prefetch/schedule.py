@@ -87,11 +87,12 @@ def victims(
     resident: Collection[int],
     pinned: Collection[int],
 ) -> tuple[int, ...]:
-    """Choose the units to evict, in order, to free `needed` bytes for a unit that is needed now.
+    """Choose units to evict, to free `needed` bytes for a unit that is needed now.
 
-    Units that do not occur in `upcoming` come first, in the order of `resident`. Then come the units that
-    do occur, furthest next use first. If the units that may be evicted have fewer bytes than `needed`, all
-    of them are returned. upcoming, sizes, resident, pinned: as in `schedule`.
+    Returns the units in the order in which to evict them. Units that do not occur in `upcoming` are evicted
+    first, in the order of `resident`. Then come the units that do occur, furthest next use first. If the
+    units that may be evicted have fewer bytes than `needed`, all of them are returned. upcoming, sizes,
+    resident, pinned: as in `schedule`.
     """
     if needed <= 0:
         return ()
@@ -112,7 +113,7 @@ def _furthest_first(units: Iterable[int], uses: Iterator[int]) -> Iterator[int]:
 
 
 def _free(needed: int, candidates: Iterator[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The first units of `candidates` whose pages together free `needed` bytes.
+    """Return the first units of `candidates` whose pages together have at least `needed` bytes.
 
     A unit is left out again if the other chosen units free enough bytes without it. sizes: bytes of each
     unit's page.

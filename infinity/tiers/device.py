@@ -15,24 +15,25 @@ _CUDA_ALIGNMENT = 512
 """Bytes that torch's CUDA allocator aligns memory to. Nothing on the device needs a larger alignment."""
 
 _MARGIN_SHARE = 64
-"""The default device budget leaves 1/_MARGIN_SHARE of the free bytes to the stacks of GPU threads and to
-page tables, which grow with the device. LEAST_MARGIN bytes are left in addition, for the code of kernels,
-which is loaded when the kernels first run, and for other processes.
+"""The margin of the default device budget is 1/_MARGIN_SHARE of the free bytes plus LEAST_MARGIN bytes.
+
+The share is for the stacks of GPU threads and for page tables, which are larger on larger devices. The
+LEAST_MARGIN bytes are for other processes and for the code of kernels, which is loaded at their first run.
 """
 
 
 def left_of(free: int, cached: int) -> int:
-    """Bytes of a CUDA device that this process can take, less a safety margin, rounded down to 4 KiB.
+    """Return the bytes that this process can take on a CUDA device, less a safety margin; a multiple of 4096.
 
     free: free bytes of the device, as CUDA counts them. cached: bytes of empty segments that torch's
-    allocator holds. A pure function.
+    allocator holds and would give back. Pure: this function does not ask the device.
     """
     found = free + cached
     return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can take on a CUDA device now, less a safety margin.
+    """Return the bytes that this process can take on a CUDA device now, less a safety margin.
 
     This is the default device budget.
     """
@@ -45,8 +46,8 @@ def available_bytes(device: torch.device) -> int:
 class CudaTier(MemoryTier):
     """The device tier in CUDA memory: one block of exactly `nbytes` bytes from torch's allocator.
 
-    nbytes: None takes `available_bytes(device)` bytes. Raises BudgetError where the device does not have so
-    many bytes.
+    nbytes: if None, the block has `available_bytes(device)` bytes. Raises BudgetError if the device does not
+    have so many bytes free.
     """
 
     def __init__(self, device: torch.device, nbytes: int | None) -> None:
@@ -104,7 +105,7 @@ class UnifiedTier(MemoryTier):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the host budget that belong to no pool yet."""
+        """Bytes of the host arena that no pool has taken yet."""
         return self._host.free_bytes
 
     def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:

@@ -32,11 +32,11 @@ STRIPE_BYTES = 4 << 20
 
 
 class NvmeLease:
-    """Bytes of the NVMe tier on loan. A context manager that gives the bytes back at its end.
+    """A range of bytes that the NVMe tier has lent; `NvmeTier.lease` makes it.
 
-    The bytes also return to the tier when the lease is released or dropped. The contents are undefined
-    until written. Wait for every read and write of a lease before you release it. Requests in flight do not
-    keep the lease alive, and the lease's bytes may be lent again at once.
+    The bytes return to the tier at `release`, at the end of a `with` statement, or when the last reference
+    to the lease is gone. Their contents are undefined until written. Wait for every read and write of a
+    lease before it ends: requests in flight do not keep it alive, and its bytes may be lent again at once.
     """
 
     def __init__(self, spans: _tiers.SpanAllocator, offset: int, nbytes: int) -> None:
@@ -46,13 +46,13 @@ class NvmeLease:
         `NvmeTier.extents` gives the places in the slab files.
         """
         self.nbytes = nbytes
-        """Number of bytes in the lease, as requested."""
+        """Number of bytes in the lease, as asked of `NvmeTier.lease`; not rounded up."""
         self._return = weakref.finalize(self, spans.give_back, offset, nbytes)
         self._return.atexit = False
 
     @property
     def released(self) -> bool:
-        """Whether `release` was called."""
+        """Whether the bytes have returned to the tier."""
         return not self._return.alive
 
     def release(self) -> None:
@@ -79,9 +79,9 @@ class NvmeExtent(NamedTuple):
 class NvmeTier(Closing):
     """The tier on NVMe disks: slab files, one per directory and rank, each with an I/O engine of its own.
 
-    budgets: the most bytes to take in each directory. The directories should lie on different devices.
-    nbytes: the bytes needed in all; the files are preallocated for them. rank: the number of this process,
-    which is part of the files' names.
+    budgets: directory -> the most bytes that its slab file may have. The directories should lie on different
+    devices. nbytes: the bytes that leases need in total; the files are preallocated for them. rank: the
+    number of this process in the job, which is part of the files' names.
 
     speeds: bytes per second of each directory, in the order of `budgets`. The tier's bytes are striped over
     the directories in proportion to the speeds, as far as the budgets allow. A directory whose share is
@@ -153,7 +153,7 @@ class NvmeTier(Closing):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not on loan, in whole 4 KiB blocks. The free blocks need not be contiguous."""
+        """Bytes that are not lent, a multiple of 4096. They need not be contiguous."""
         return self._spans.capacity - self._spans.used
 
     @property
@@ -187,9 +187,9 @@ class NvmeTier(Closing):
 
         Returns a future. into: contiguous, of any dtype. If its address is a multiple of 4 KiB, as in
         leased memory, the bytes are not copied and do not pass through the page cache. deadline: a
-        time.monotonic() time in seconds; requests with earlier deadlines go first. Errors of the disk are
-        raised by the future. Raises ConfigError for bytes outside the lease, a released lease, a closed
-        tier, or a tensor that is not contiguous host memory.
+        time.monotonic() time in seconds, by default now; requests with earlier deadlines go first. Errors
+        of the disk are raised by the future. This call raises ConfigError for bytes outside the lease, a
+        released lease, a closed tier, or a tensor that is not contiguous host memory.
         """
         return self._open_volume().read(into, self._place(lease, offset, into.nbytes), deadline)
 
@@ -199,7 +199,8 @@ class NvmeTier(Closing):
         """Start to write the CPU tensor `source` to the lease, from byte `offset` of the lease on.
 
         Returns a future. The tensor must not change until the future is done. The bytes are durable only
-        after a later `sync`. `source`, `deadline` and errors are otherwise like those of `read`.
+        after a later `sync`. deadline: as for `read`, but by default later than now, so that reads go first.
+        source: like `into` of `read`. Errors are those of `read`.
         """
         return self._open_volume().write(source, self._place(lease, offset, source.nbytes), deadline)
 
@@ -211,7 +212,7 @@ class NvmeTier(Closing):
         return self._open_volume().sync()
 
     def extents(self, lease: NvmeLease) -> list[NvmeExtent]:
-        """The ranges of slab files in which the lease's bytes lie, in the order of these bytes."""
+        """Return the ranges of slab files in which the lease's bytes lie, from its first byte to its last."""
         pieces = self._open_volume().map.extents(lease.offset, lease.nbytes)
         return [
             NvmeExtent(os.fspath(self.slabs[slab].path), offset, nbytes) for slab, offset, nbytes in pieces

@@ -30,9 +30,11 @@ from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
 _STRIPES = 0.2
-"""The fraction of the sweeps' time that goes to stripes over several paths, if there are several paths."""
+"""The fraction of the tuning time that is spent on settings for striping over all paths together. The rest is
+spent on each path alone. With a single path there is no striping.
+"""
 _FILL_SECONDS = 8.0
-"""The most seconds for writing all test files once."""
+"""The most seconds that writing the test files of all paths may take in total."""
 
 Report = Callable[[float, str], None]
 """A function that is called before each trial, with the fraction of the work that is done, from 0 to 1, and
@@ -50,7 +52,7 @@ class Tuning:
     shared: tuple[tuple[str, str], ...]
     """Pairs of paths on the same file system. Striping over the two paths of a pair gains nothing."""
     stream: float
-    """Memory bandwidth: bytes per second that the threads of the CPU update read and write together."""
+    """Memory bandwidth for the CPU update: bytes read plus bytes written per second, by all its threads."""
     link: LinkSpeed | None
     """The speed of copies between host RAM and the CUDA device; None without a CUDA device."""
     seconds: float
@@ -149,8 +151,9 @@ def _sweep(
 
 
 def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
-    """Bytes of each path's test file, a multiple of 1 MiB. Raises ConfigError, StorageError and StorageFull
-    as described in `tune`.
+    """Return the bytes of each path's test file, in the order of `paths`; each is a multiple of 1 MiB.
+
+    size: as in `tune`. Raises ConfigError, StorageError and StorageFull as described there.
     """
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
         raise ConfigError(
@@ -178,8 +181,9 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
 
 
 def _usable_bytes(directories: Sequence[str]) -> list[int]:
-    """The free bytes of each directory's file system, divided by the number of directories that share the
-    file system.
+    """Return the bytes that a test file in each directory may take, in the order of `directories`.
+
+    These are the free bytes of the file system, divided by the number of directories that lie on it.
 
     Raises StorageError and ConfigError for directories that `check_directory` refuses.
     """
@@ -189,7 +193,7 @@ def _usable_bytes(directories: Sequence[str]) -> list[int]:
 
 
 def _backends(path: str) -> list[str]:
-    """The names of the I/O backends that work in a directory, in the order of preference.
+    """Return the names of the I/O backends that work in the directory `path`, best first.
 
     Backends without direct I/O are left out if another backend has direct I/O. If the environment variable
     INFINITY_AIO names a backend, only this backend is returned.

@@ -1,6 +1,8 @@
-"""Tests of what every I/O backend does when a system call fails, is short or is late.
+"""Tests of every I/O backend when system calls fail, transfer too few bytes or are late.
 
-An engine cuts a request into blocks, and a fault can be injected into the transfer of any block.
+Transient errors and short transfers must be hidden by retries. Other errors must reach the future of the one
+request, and the engine must go on working. An engine cuts a request into blocks, and a test can inject a
+fault into the transfer of any block.
 """
 
 from __future__ import annotations
@@ -157,9 +159,10 @@ def test_all_transfers_short(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_nothing_moves(backend: str, tmp_path: Path) -> None:
-    """If the kernel transfers 0 bytes, a read fails as at the end of the file, and a write is tried again.
+    """A read for which the kernel transfers 0 bytes fails as at the end of the file.
 
-    A write that transfers nothing at every try fails with EIO.
+    A write for which the kernel transfers 0 bytes is tried again. It fails with EIO if every try transfers
+    nothing.
     """
     with Setup(tmp_path, backend) as setup:
         setup.faults.shorten("read", 3, 0)
@@ -210,7 +213,10 @@ def test_delays_change_nothing_but_time(backend: str, kind: str, tmp_path: Path)
 
 @each_backend
 def test_a_request_fails_after_all_its_blocks_have_landed(backend: str, tmp_path: Path) -> None:
-    """The memory of a request is never written after its future is done, even if a block has failed early."""
+    """A read whose first block fails is done only when its other blocks have ended too.
+
+    After that, its target memory is never written again.
+    """
     with Setup(tmp_path, backend) as setup:
         setup.faults.fail("read", 1, errno.EIO)
         setup.faults.delay("read", 3, 0.1, times=2)

@@ -1,6 +1,6 @@
-"""Tests of futures on every backend: results, times, the order in which requests end, and lifetimes.
+"""Tests of the futures of I/O requests on every backend: results, times, order of requests, and lifetimes.
 
-A future keeps its buffer alive until the kernel no longer needs it.
+A buffer must stay alive until the kernel no longer needs it, even if its future is dropped.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_times_keep_no_buffer(backend: str, tmp_path: Path) -> None:
 
 
 def ended(future: aio.Future) -> int:
-    """Return the time in ns at which the I/O request ended. It is the same whenever the caller asks."""
+    """Return the time in ns at which a finished I/O request ended, as the engine recorded it."""
     times = future.timing.times()
     assert times is not None
     return times[1]
@@ -103,10 +103,10 @@ def ended(future: aio.Future) -> int:
 
 @each_backend
 def test_reads_go_ahead_of_writes(backend: str, tmp_path: Path) -> None:
-    """Queued requests end in the order of their deadlines, by which the engine orders requests.
+    """Requests in the engine's queue end in the order of their I/O deadlines, not in that of the calls.
 
-    By default a write has a later deadline than a read. All requests are queued while the first write's
-    first block is kept from starting.
+    By default a write's deadline is later than a read's, so reads that were asked for after a long write end
+    before it. All requests are queued while the write's first block is kept from starting.
     """
     path = make_file(tmp_path / "file", 64 * PAGE)
     faults = aio.Faults()

@@ -1,4 +1,7 @@
-"""Tests that benchmarks/quality.py runs, compares the losses of trainings and leaves no file on the disk."""
+"""Tests of benchmarks/quality.py, which trains in several ways and compares the losses.
+
+It must run, tell differences within noise from others, see a single differing bit, and leave no file behind.
+"""
 
 import importlib
 import json
@@ -17,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import benchmarks/quality.py and add a preset named "small", whose steps take almost no time."""
+    """Add a preset "small" whose steps take almost no time, and return the module benchmarks/quality.py."""
     monkeypatch.syspath_prepend(os.fspath(BENCHMARKS))
     small = DecoderConfig(width=64, layers=2, heads=2, hidden=128)
     monkeypatch.setitem(PRESETS, "small", Preset(small, 2e-3))

@@ -1,4 +1,8 @@
-"""Tests of filling a model from safetensors files: names, prefixes, ties, memory and broken files."""
+"""Tests of filling a model's parameters and buffers from safetensors files.
+
+Weights must be found under every name that they may have in a file, with or without a prefix and for tied
+parameters. Weights that are missing or have another shape or dtype must raise an error that names them.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +23,7 @@ CPU = torch.device("cpu")
 def load_all(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
     """Load `path` into the model, and return the value that each parameter was given, by name.
 
-    A tied parameter has the first of its names. Every parameter must be filled exactly once.
+    A tied parameter stands under the first of its names. Asserts that every parameter is filled exactly once.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values: dict[str, torch.Tensor] = {}

@@ -1,6 +1,8 @@
-"""Tests of updates on the CPU: every format and rule, norms, and bits that depend on the element alone.
+"""Tests of optimizer updates and gradient sums on the CPU, for every format and every optimizer rule.
 
-Accuracy against an fp64 oracle is in test_accuracy.py. The thread pool and bad input are in test_pool.py.
+All formats must agree with plain fp32. The bits of an element must not depend on the instruction set, the
+threads or how the work is cut into parts. Sums of squares must follow their definition bit for bit. Accuracy
+against an fp64 oracle is in test_accuracy.py; the thread pool and bad input are in test_pool.py.
 """
 
 from __future__ import annotations
@@ -254,10 +256,10 @@ def test_flushing_denormals_changes_nothing() -> None:
 
 
 def reference_blocks(x: torch.Tensor) -> list[float]:
-    """Return the sum of squares of each block of BLOCK elements of `x`, computed in numpy.
+    """Return the sum of squares of each block of BLOCK successive elements of `x`, computed in numpy.
 
-    The squares are added in the order that the kernels must use, which [Note: fixed lanes] in
-    csrc/cpu_adam/formats.hpp defines.
+    The squares are added in the same order as in the kernels, so that the kernels must return the same bits.
+    [Note: fixed lanes] in csrc/cpu_adam/formats.hpp defines this order.
     """
     sums = []
     squares = x.numpy().astype(np.float64) ** 2

@@ -1,6 +1,8 @@
-"""Tests of cpu_adam's thread pool: order of work, waiting, lifetime, fork, exit, and CPUs of its threads.
+"""Tests of cpu_adam's thread pool, which runs updates.
 
-Wrong arguments must raise errors.
+Its jobs must behave as if they ran in the order of their calls. Waiting must release the GIL and see signals.
+Buffers must live until their job is done, also at exit. In a forked child the pool must refuse, and wrong
+arguments must raise errors.
 """
 
 from __future__ import annotations

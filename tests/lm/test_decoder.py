@@ -1,4 +1,8 @@
-"""Tests of the decoder that `infinity train` trains, and of its presets."""
+"""Tests of the decoder that `infinity train` trains.
+
+Its presets have the sizes that their names say, it learns, attention is causal and knows relative positions
+only, and the loss and initial weights are as defined.
+"""
 
 from __future__ import annotations
 

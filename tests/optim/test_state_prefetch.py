@@ -1,5 +1,7 @@
-"""Tests of optimizer states that are read ahead, before their update is due: no bit differs from training
-without reading ahead, whatever happens before step().
+"""Tests of optimizer states that are read ahead, that is, before it is decided what their update computes.
+
+Losses, parameters and states must have the same bits as in training without reading ahead, whatever user
+code does between the backward and step().
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
 
 
 def staging(plan: Any, chains: int) -> dict[str, int]:
-    """Return values for a plan's fields on staging that give room for `chains` updates at a time.
+    """Return the fields `staging_bytes` and `chain_bytes` for a changed copy of the plan.
 
-    Each of them may be the update of the largest chunk.
+    With them, staging (buffers in host RAM that updates work on) has room for `chains` updates of the
+    largest chunk at a time.
     """
     chunks = [
         (unit, number)
@@ -59,11 +62,11 @@ def opened(
     faults: Faults | None = None,
     update: str = "lazy",
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Offload the zoo's model TIED in bf16: (model, runtime). States are on NVMe and parameters in RAM.
+    """Offload the model TIED in bf16, with states on NVMe and parameters in RAM. Yields (model, runtime).
 
-    gradients: the home of gradients. accumulation: the declared number of backwards a step; with None, lazy
-    updates read no states ahead. chains: how many updates of the largest chunk staging has room for. faults:
-    injected into the disk's I/O.
+    gradients: the tier where gradients rest. accumulation: the declared number of backwards a step; with
+    None, lazy updates read no states ahead. chains: how many updates of the largest chunk staging has room
+    for. faults: injected into the disk's I/O.
     """
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -92,7 +95,7 @@ def opened(
 
 
 def held(runtime: Any) -> list[Chain]:
-    """Return the chains, each the update of one chunk, that hold states which were read ahead."""
+    """Return the chains (updates of chunks) that now hold states which were read ahead."""
     return [chain for group in runtime._components.updater._units for chain in group.chains if chain.is_ahead]
 
 
@@ -143,7 +146,7 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
 
 
 def all_staging(model: nn.Module, runtime: Any) -> None:
-    """Take all of the staging memory for a moment, and assert that no chain holds states any more."""
+    """Take all staging memory for a moment, and assert that the chains have given up states read ahead."""
     updater = runtime._components.updater
     assert updater._staging.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
     assert held(runtime) == []
@@ -164,7 +167,8 @@ ACTS = [
 def train(model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None], ahead: bool) -> list[Any]:
     """Train four steps, calling `act` before each step(). Return [losses, parameters, optimizer states].
 
-    ahead: assert that states are read ahead from the second step on if True, and never if False.
+    ahead: True asserts that each backward after the first step reads states ahead. False asserts that none
+    does.
     """
     losses = []
     for step in range(4):
@@ -193,9 +197,9 @@ def test_the_bits_of_states_that_are_read_by_their_update(act: Any, gradients: T
 
 @pytest.mark.parametrize("gradients", GRADIENT_HOMES)
 def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
-    """States that fit half of the staging are read before step(), in the order of their update.
+    """Before step(), states are read ahead in the order of their updates until half of staging is full.
 
-    These states are not read a second time.
+    No state is read a second time: a step reads no more bytes from the disk than the plan says.
     """
     with opened(tmp_path, gradients=gradients) as (model, runtime):
         store, read = runtime._components.store, 0
@@ -307,10 +311,10 @@ def read_on(runtime: Any) -> None:
 def train_eagerly(
     model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None], backwards: int
 ) -> list[Any]:
-    """Train four steps, calling `act` before the last forward of each step.
+    """Train four steps with eager updates, calling `act` before the last forward of each step.
 
-    Return [number of chains whose states were read ahead, losses, parameters, optimizer states]. backwards:
-    the number of backwards a step.
+    Return [number of chains whose states were read ahead, summed over the steps, losses, parameters,
+    optimizer states]. backwards: the number of backwards in a step.
     """
     losses, seen = [], 0
     for step in range(4):

@@ -1,4 +1,6 @@
-"""Tests of seconds predicted from bytes and rates, compared with sums made by hand."""
+"""Tests of the seconds predicted for a step from its bytes and the machine's rates: they must equal sums made
+by hand.
+"""
 
 from dataclasses import replace
 
@@ -35,7 +37,7 @@ def check(found: Prediction, least: float, most: float, limited_by: str, **busy:
 
 
 def exactly(seconds: float) -> Seconds:
-    """A range of seconds of which both the least and the most are `seconds`."""
+    """Return a range of seconds whose least and most are both `seconds`."""
     return Seconds(seconds, seconds)
 
 

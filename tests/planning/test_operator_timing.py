@@ -1,4 +1,8 @@
-"""Tests of timing a step's operations one by one: none is left out, and timing leaves nothing behind."""
+"""Tests of how the planner predicts a step's compute time by timing each of the step's operations.
+
+Every operation of the step must count in the sum, whether timed or estimated. Timing must not change the
+model, its inputs, random numbers or torch's settings.
+"""
 
 import weakref
 from collections import Counter
@@ -84,7 +88,10 @@ def test_bytes_are_those_of_operands_and_results_and_views_have_none() -> None:
 
 @pytest.fixture
 def runs(monkeypatch) -> Counter:
-    """Count how often `seconds_of` runs each operator. A fake timer gives each run 1 ms."""
+    """Return a Counter: operator -> number of times that `seconds_of` has run it.
+
+    The operators are not really run: each run counts as 1 ms.
+    """
     counted: Counter = Counter()
 
     def timed(operation: Operation, times: int, memory: Memory, kept: Any) -> float:
@@ -107,7 +114,10 @@ def test_the_sum_is_of_counts_times_seconds(runs) -> None:
 
 
 def take(monkeypatch, seconds: dict[Any, list[float]]) -> list[Any]:
-    """Make each operator's runs take the given seconds, and return the list of operators in run order."""
+    """Replace the runs of operators by fake runs, and return the list to which each run appends its operator.
+
+    seconds: operator -> the seconds that its first, second, third run and so on take.
+    """
     takes = {each: iter(found) for each, found in seconds.items()}
     order = []
 

@@ -125,7 +125,7 @@ def test_with_room_all_rests_near_and_parameters_come_first() -> None:
 
 
 def test_where_no_page_moves_there_is_no_staging() -> None:
-    """A plan whose pages never move has no staging, which would take RAM without being used."""
+    """A plan whose pages all stay where they are used sets aside no staging, buffers that would go unused."""
     nvme = {"/somewhere": "1GiB"}
     assert planned(stack([64] * 6), host="256MiB", nvme=nvme).staging_bytes == 0
     tight = planned(stack([64] * 6), host="400KiB", nvme=nvme)

@@ -1,4 +1,8 @@
-"""Tests of the NVMe tier on disks that fail or are full: a typed error for the one request, nothing left."""
+"""Tests of the NVMe tier on disks that fail or are full.
+
+A failing request must raise StorageError or StorageFull, and other requests must still succeed. No slab file
+may be left behind.
+"""
 
 import contextlib
 import errno
