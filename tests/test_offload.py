@@ -230,7 +230,7 @@ def test_activations_that_have_room_are_not_warned_of() -> None:
 def test_commits_say_that_they_are_not_there_yet(tmp_path: Path) -> None:
     model = TIED.make()
     with offloaded(model, tmp_path) as runtime:
-        with pytest.raises(ConfigError, match="not there yet"):
+        with pytest.raises(ConfigError, match="cannot be written yet"):
             runtime.save(state={"batch": 1})
-        with pytest.raises(ConfigError, match="not there yet"):
+        with pytest.raises(ConfigError, match="cannot be loaded yet"):
             runtime.load()

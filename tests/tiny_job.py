@@ -125,8 +125,8 @@ class TinyJob:
     def start(self, *arguments: str, script: bool = True, **how: Any) -> subprocess.Popen[str]:
         """Start `infinity` with `arguments` in a process of its own, and return the process.
 
-        script: True adds the preset "tiny" to the command; False runs the command as it is installed. how:
-        arguments of subprocess.Popen.
+        script: True runs this file, which adds the preset "tiny" to the models that `infinity` knows; False
+        runs the installed command, which has no such preset. how: arguments of subprocess.Popen.
         """
         program = [__file__] if script else ["-m", "infinity"]
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}

@@ -30,9 +30,10 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class UpdateForm:
-    """The dtypes of an update's arrays, their length in elements, and their places in memory.
+    """What the native code must know of an update's arrays: dtypes, length in elements, places in memory.
 
-    Several updates may have the same form.
+    A form has no hyper-parameters. It is made once, from a chunk's first update, and serves all later updates
+    of the same chunk.
     """
 
     elements: int
@@ -48,9 +49,10 @@ class UpdateForm:
 
     @staticmethod
     def of(work: Update, memory: Sequence[torch.Tensor]) -> UpdateForm:
-        """Make the form of `work`, an update that was submitted to a pool and so was checked.
+        """Make the form of an update, with which later updates of the same arrays can be submitted.
 
-        memory: contiguous CPU tensors in which the arrays of `work` lie.
+        work: an update that was submitted to a pool, which has checked its arrays. memory: the contiguous CPU
+        tensors in which the arrays of `work` lie.
         """
         assert work.accumulated is None and isinstance(work.grad, torch.Tensor)
         bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory]

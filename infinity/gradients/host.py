@@ -107,9 +107,10 @@ class Gradients:
 
         parameter: the parameter's index in the unit. dtype: the new gradient's dtype. Raises ConfigError
         after clipping, after the unit's eager update, or if the loss scale changed since the first gradient
-        of this step. Where the user declared one backward per step, a second gradient of the parameter, or
-        a dtype other than the parameter's, also raises ConfigError. These two errors, and any exception
-        inside the context, lose the gradients of this step: `check` raises an error until `clear`.
+        of this step; the gradients that were added before stay valid. Where the user declared one backward
+        per step, also raises ConfigError for a second gradient of the parameter, or for a dtype other than
+        the parameter's. In these two cases, and after an exception inside the context, the gradients of this
+        step are lost: `check` raises an error until `clear` is called.
         """
         page = self.pages[unit]
         self._check_addition(page, parameter)

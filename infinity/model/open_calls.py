@@ -14,10 +14,11 @@ from types import FrameType
 
 
 class OpenCalls:
-    """A list for each thread of the calls that the thread is in, innermost last.
+    """The forwards or state_dicts that have begun and not ended: a list for each thread, innermost last.
 
-    Each call has a context manager, which is exited at the end of the call, and the frame that made the call.
-    Once this frame has left the thread's stack the call is over, even if no hook has noted its end.
+    With each call the list keeps a context manager, which is exited when the call ends, and the stack frame
+    that made the call. Once this frame has left the thread's stack, the call is over, even if no hook has
+    noted its end.
     """
 
     def __init__(self) -> None:

@@ -62,8 +62,9 @@ class ReadAhead:
         backward brings gradients.
         """
         self._cleared = False
-        """For eager updates. False from `stepped` until the gradients of the step that has just ended are
-        dropped, as by zero_grad(). Gradients that are present after that belong to the next step.
+        """Used with eager updates only. Whether the gradients of the last step have been dropped, as by
+        zero_grad(). The method `stepped` sets it to False. While it is False, gradients that are present
+        belong to the step that has ended; once it is True, they belong to the next step.
         """
 
     def stepped(self, due: Sequence[int], order: Sequence[int]) -> None:

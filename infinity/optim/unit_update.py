@@ -33,7 +33,7 @@ class UnitUpdate:
 
     @staticmethod
     def of(chains: Sequence[Chain]) -> UnitUpdate:
-        """Make the UnitUpdate of a unit. chains: all chains of the unit, none with a decided update."""
+        """Make the record of a unit's update. chains: all chains of the unit, of which none is under way."""
         parameters = frozenset(piece.parameter for chain in chains for piece in chain.chunk.pieces)
         return UnitUpdate(chains, parameters, rests=all([chain.rests for chain in chains]))
 

@@ -28,9 +28,9 @@ class JsonFile(Generic[Content]):
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
         """Read the cached file `name`.
 
-        understand: a function that turns the parsed JSON into the content. For JSON that `save` did not
-        write, the function raises ValueError (with the reason as text), TypeError, KeyError or
-        AttributeError. empty: the content of a file that counts as empty.
+        understand: a function that turns the parsed JSON into the content. For JSON that does not have the
+        form in which `save` writes, the function raises ValueError (with the reason as text), TypeError,
+        KeyError or AttributeError. empty: the content if the file is absent, or cannot be read or understood.
         """
         self.path = cache_file(name)
         self.content = empty
