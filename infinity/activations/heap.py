@@ -15,8 +15,8 @@ from collections.abc import Callable
 from infinity.system import machine
 
 _SLACK = 8 << 20
-"""Bytes by which resident memory must grow before the heap is trimmed again, if the last trim (the return of
-holes to the kernel) left it above the limit."""
+"""Bytes by which resident memory must at least grow before the heap is trimmed again, if the last trim (the
+return of holes to the kernel) left it above the limit."""
 
 _BETWEEN_LOOKS = 2 << 20
 """Bytes that must at least be allocated between two checks of this process's resident memory."""
@@ -65,8 +65,11 @@ class HeapGuard:
     def check(self) -> None:
         """Return holes in the heap to the kernel if resident memory is above the limit.
 
-        If resident memory is still above the limit afterwards, holes are returned again only when it has
-        grown by 8 MiB.
+        If resident memory is still above the limit afterwards, memory in use exceeds the limit. Holes are then
+        returned again only when resident memory has grown by as much as it exceeds the limit, and by at least
+        8 MiB. Trims would otherwise go on all through every step, and each of their pages would be faulted in
+        again: an eager step of 309M parameters with 1540 MiB, whose plan knew no activations, took 1.2 times
+        as long.
         """
         if self._trim is None:
             return
@@ -75,5 +78,5 @@ class HeapGuard:
             self._next = self._limit
         elif resident > self._next:
             self._trim(0)
-            # Memory in use remains after the trim; do not try again before it has grown.
-            self._next = max(self._limit, machine.resident_bytes() + _SLACK)
+            beyond = machine.resident_bytes() - self._limit
+            self._next = self._limit + max(0, beyond) + max(_SLACK, beyond)

@@ -56,7 +56,10 @@ def test_memory_of_others_is_not_tried_again_and_again(
     for _ in range(5):
         guard.check()
     assert len(trims) == 1
-    at(monkeypatch, 200 * MIB + heap._SLACK + 1)
+    at(monkeypatch, 300 * MIB)  # not more than twice as far beyond the limit
+    guard.check()
+    assert len(trims) == 1
+    at(monkeypatch, 300 * MIB + 1)
     guard.check()
     assert len(trims) == 2
     at(monkeypatch, 99 * MIB)  # the memory went away: from now on the limit counts again
@@ -64,6 +67,18 @@ def test_memory_of_others_is_not_tried_again_and_again(
     at(monkeypatch, 101 * MIB)
     guard.check()
     assert len(trims) == 3
+
+
+def test_a_trim_that_nearly_helps_is_soon_repeated(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = HeapGuard(100 * MIB)
+    at(monkeypatch, 101 * MIB)
+    guard.check()
+    at(monkeypatch, 101 * MIB + heap._SLACK)
+    guard.check()
+    assert len(trims) == 1
+    at(monkeypatch, 101 * MIB + heap._SLACK + 1)
+    guard.check()
+    assert len(trims) == 2
 
 
 def test_looks_are_as_far_apart_as_allocations_are_large(
