@@ -65,11 +65,11 @@ class HeapGuard:
     def check(self) -> None:
         """Return holes in the heap to the kernel if resident memory is above the limit.
 
-        If resident memory is still above the limit afterwards, memory in use exceeds the limit. Holes are then
-        returned again only when resident memory has grown by as much as it exceeds the limit, and by at least
-        8 MiB. Trims would otherwise go on all through every step, and each of their pages would be faulted in
-        again: an eager step of 309M parameters with 1540 MiB, whose plan knew no activations, took 1.2 times
-        as long.
+        If resident memory is still above the limit afterwards, memory in use exceeds the limit. Holes are
+        then returned again only when resident memory has grown by as much as it exceeds the limit, and by at
+        least 8 MiB. Trims would otherwise go on all through every step, and each page that they return would
+        be faulted in again: an eager step of 309M parameters with 1540 MiB, whose plan knew no activations,
+        took 1.2 times as long.
         """
         if self._trim is None:
             return
