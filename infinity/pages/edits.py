@@ -22,6 +22,9 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 
+_LOANS_PER_PARAMETER = 4
+"""Number of loans for each parameter of a page up to which no loan is dropped."""
+
 
 @dataclass(slots=True)
 class _Loan:
@@ -47,6 +50,8 @@ class EditTracker:
         self._store = store
         self._states = states
         self._loans: dict[int, list[_Loan]] = {}
+        self._most: dict[int, int] = {}
+        """Unit -> number of loans of its page at which `keep_loan` looks for loans to drop."""
         self._replaced: dict[int, set[int]] = {}
         """Unit -> indices of the parameters for which `replaced` was called since the last `write_back`.
 
@@ -68,23 +73,7 @@ class EditTracker:
         runtime refers to are dropped; see [Note: loans]. Raises ConfigError if a parameter was edited through
         a view whose bytes are no longer in memory, so that the edit is lost.
         """
-        edited = set(page.edits()) | self._replaced.pop(page.index, set())
-        for loan in self._loans.get(page.index, ()):
-            if loan.alias._version != loan.version:
-                edited.add(loan.index)
-                loan.version = loan.alias._version
-        if edited:
-            memory = page.living()
-            if memory is None:
-                names = ", ".join(page.layout.parameters[index].names[0] for index in sorted(edited))
-                page.acknowledge()
-                raise ConfigError(
-                    f"An edit of {names} was made through a view that its forward had kept, and is lost.",
-                    "Edit the parameter itself, under torch.no_grad() or in runtime.full_parameters(module).",
-                )
-            for index in edited:
-                self._write_back(page, index, memory)
-            page.acknowledge()
+        self._write_edits(page)
         self._forget_loans(page)
 
     def exposed(self, unit: int) -> bool:
@@ -124,12 +113,14 @@ class EditTracker:
 
         view: a view of parameter `index` of the page that user code is about to get.
         """
+        loans = self._loans.setdefault(page.index, [])
+        if len(loans) >= self._most.get(page.index, _LOANS_PER_PARAMETER * len(page.parameters)):
+            self._write_edits(page)
+            self._forget_loans(page, besides=1)
+            loans = self._loans.setdefault(page.index, [])
+            self._most[page.index] = max(2 * len(loans), _LOANS_PER_PARAMETER * len(page.parameters))
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             alias = view.detach()
-        loans = self._loans.setdefault(page.index, [])
-        if len(loans) > 4 * len(page.parameters):
-            self._forget_loans(page)
-            loans = self._loans.setdefault(page.index, [])
         loans.append(_Loan(alias, alias._version, index))
 
     def forget(self) -> None:
@@ -138,6 +129,35 @@ class EditTracker:
         """
         self._loans.clear()
         self._replaced.clear()
+        self._most.clear()
+
+    def _write_edits(self, page: ParameterPage) -> None:
+        """Write user code's edits of a page's parameters home. Raises the errors of `write_back`.
+
+        An edit counts as written only when all have been: after a failure the next call writes them again.
+        """
+        moved = [
+            (loan, version)
+            for loan in self._loans.get(page.index, ())
+            if (version := loan.alias._version) != loan.version
+        ]
+        edited = {*page.edits(), *self._replaced.get(page.index, ()), *(loan.index for loan, _ in moved)}
+        if not edited:
+            return
+        memory = page.living()
+        if memory is not None:
+            for index in edited:
+                self._write_back(page, index, memory)
+        page.acknowledge()
+        self._replaced.pop(page.index, None)
+        for loan, version in moved:
+            loan.version = version
+        if memory is None:
+            names = ", ".join(page.layout.parameters[index].names[0] for index in sorted(edited))
+            raise ConfigError(
+                f"An edit of {names} was made through a view that its forward had kept, and is lost.",
+                "Edit the parameter itself, under torch.no_grad() or in runtime.full_parameters(module).",
+            )
 
     def _write_back(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
         if memory is not page.home.memory:
@@ -146,22 +166,22 @@ class EditTracker:
         if self._states is not None:
             self._states.edited(page.index, index)
 
-    def _forget_loans(self, page: ParameterPage) -> None:
+    def _forget_loans(self, page: ParameterPage, besides: int = 0) -> None:
         """Drop a page's loans (aliases of views that user code got) if only the runtime refers to the
-        page's storage.
+        page's storage. besides: as in `_held_outside`.
         """
         loans = self._loans.get(page.index)
         if not loans:
             return
-        if not self._held_outside(page, loans[0].alias):
+        if not self._held_outside(page, loans[0].alias, besides):
             del self._loans[page.index]
 
-    def _held_outside(self, page: ParameterPage, memory: torch.Tensor) -> bool:
+    def _held_outside(self, page: ParameterPage, memory: torch.Tensor, besides: int = 0) -> bool:
         """Whether code other than the runtime refers to the page's storage. memory: a tensor over that
-        storage.
+        storage. besides: number of references that do not count, because a caller holds them.
         """
         storage = memory.untyped_storage()
-        ours = len(self._loans.get(page.index, ())) + 1  # the reference of `storage` above
+        ours = len(self._loans.get(page.index, ())) + 1 + besides  # 1: the reference of `storage` above
         if page.residency is not None:
             ours += 1 + len(page.parameters)
         return torch._C._storage_Use_Count(storage._cdata) > ours

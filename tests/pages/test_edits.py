@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from homes import both_homes
+from homes import both_homes, evict_all
 from parity import copied, differences, tensors_copied
 from small_runtime import TIED, opened, train_step, two_layers
 from torch import nn
 
-from infinity.errors import ConfigError
+import infinity
+from infinity.aio import Faults
+from infinity.errors import ConfigError, StorageError
+from infinity.pages.store import injected
 
 
 @both_homes
@@ -139,3 +143,46 @@ def test_views_that_are_kept_over_updates_do_not_cost_masters_their_bits(
             results.append(tensors_copied(runtime.optimizer.state_dict()))
             del kept
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
+@pytest.mark.parametrize("how", ["data =", "data.fill_"])
+def test_an_edit_that_could_not_be_written_is_written_later(home: str, how: str, tmp_path: Path) -> None:
+    """Such an edit moves no version of the parameter: only the runtime's own notes tell of it."""
+    faults = Faults()
+    model = two_layers()
+    with injected(faults), opened(model, tmp_path, home=home) as runtime, torch.no_grad():
+        model(torch.ones(1, 64))
+        runtime._components.prefetch_engine.land_all()
+        runtime._components.store.settle()
+        if how == "data =":
+            model[0].bias.data = torch.full((64,), 7.0)
+        else:
+            model[0].bias.data.fill_(7.0)
+        faults.fail("read", 1, errno.EIO)
+        with pytest.raises(StorageError):
+            evict_all(runtime._components.prefetch_engine)
+        assert faults.fired == 1
+        evict_all(runtime._components.prefetch_engine)
+        assert torch.equal(model.state_dict()["0.bias"], torch.full((64,), 7.0))
+
+
+def test_loans_of_a_page_that_never_leaves_are_bounded(tmp_path: Path) -> None:
+    model = two_layers()
+    with (
+        infinity.offload(model, None, budget=infinity.Budget(host="64MiB"), device="cpu") as runtime,
+        torch.no_grad(),
+    ):
+        for _ in range(500):
+            model[0].weight.data.norm()
+            model[0].weight.detach().norm()
+        assert sum(map(len, runtime._components.edits._loans.values())) < 50
+        held = model[0].weight.data
+        for _ in range(100):
+            model[0].weight.data.norm()
+        held.fill_(3.0)
+        del held
+        for _ in range(500):
+            model[0].weight.data.norm()
+        assert sum(map(len, runtime._components.edits._loans.values())) < 400
+        assert torch.equal(model.state_dict()["0.weight"], torch.full((64, 64), 3.0))
