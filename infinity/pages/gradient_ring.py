@@ -262,7 +262,17 @@ class GradientRing:
                     job.number = self._done + len(self._jobs) + 1
                     self._jobs.append(job)  # from here on the worker waits until it is ready
                     if self._worker is None:
-                        threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
+                        self._start_worker()
+
+    def _start_worker(self) -> None:
+        """Start the worker for the job that was queued last. If that fails, take the job out again, because
+        nothing would ever end it.
+        """
+        try:
+            threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
+        except BaseException:
+            self._jobs.pop()
+            raise
 
     def _work(self) -> None:
         """Run the worker thread: bring jobs to host RAM until `_next` says that the worker ends."""

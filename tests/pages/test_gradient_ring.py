@@ -326,3 +326,25 @@ def test_a_copy_that_fails_is_told_and_the_step_can_be_repeated(call: str) -> No
         runtime.optimizer.zero_grad()
         del loss
         assert parity.differences(stepped(model, runtime), expected(BLOCK, BLOCK // 2)) == []
+
+
+def test_a_worker_that_cannot_start_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is lost, and zero_grad() forgets it instead of waiting for a worker that never comes."""
+    device, model = EmulatedDevice(3), Layers(BLOCK)
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "infinity-ring":
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with opened(device, model) as runtime:
+        loss = model(inputs())
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(threading.Thread, "start", start)
+            loss.backward()
+        with pytest.raises(ConfigError, match="zero_grad"):
+            runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        model(inputs()).backward()
+        runtime.optimizer.step()
