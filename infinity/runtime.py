@@ -232,7 +232,6 @@ class Runtime(Closing):
             if parts.health.closed:
                 return
             parts.health.closed = True
-            parts.pager.forwards.prune()
             with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
                 ends.callback(parts.store.close)
                 ends.callback(parts.threads.close)
@@ -247,6 +246,7 @@ class Runtime(Closing):
                 for handle in self._handles:
                     ends.callback(handle.remove)
                 ends.callback(self._hooks.remove)
+                ends.callback(parts.pager.forwards.prune)
 
     # --- called by hooks -------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ its owner's state. Changes that the task makes to this state affect no other thr
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
@@ -105,15 +106,22 @@ class Task:
         self._back = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._entered = False
+        """Whether the owner has let the function begin."""
         self._broken = False
 
     def proceed(self) -> None:
         """Let the function run to its next `pause` or its end. Raises the exceptions of the function."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-task", daemon=True)
-            self._thread.start()
-        else:
-            self._go.release()
+            try:
+                self._thread.start()
+            except BaseException:
+                self._broken = True  # the thread, if Ctrl-C came after its start, ends without the function
+                self._go.release()
+                raise
+        self._entered = True
+        self._go.release()
         self._back.acquire()
         if self.done:
             self._thread.join()
@@ -142,18 +150,22 @@ class Task:
         """
         self._broken = True
         self._go.release()
-        while self._thread is not None and self._thread.is_alive():
-            try:
+        # Not `join` alone: until Python 3.13, a join that Ctrl-C interrupts takes a running thread for ended.
+        while self._entered and not self.done:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._back.acquire()
+        if self._entered and self._thread is not None:
+            with contextlib.suppress(KeyboardInterrupt):
                 self._thread.join()
-            except KeyboardInterrupt:
-                continue
         self._error = None
 
     def _run(self) -> None:
         function, self._function = self._function, None  # the function refers to the owner, so to the task
         assert function is not None
         try:
-            self._surroundings.run(function)
+            self._go.acquire()
+            if not self._broken:
+                self._surroundings.run(function)
         except BrokenOff:
             pass
         except BaseException as error:

@@ -96,6 +96,7 @@ def materialize(
     with torch.device("cpu"), torch.no_grad():
         substitutes = _Substitutes(tensors)
         try:
+            substitutes.place()
             steps = _steps(model, substitutes, wanted)
             _check_all_written(tensors, wanted, steps)
             for key, values in _run(steps, substitutes, wanted):
@@ -111,7 +112,7 @@ def materialize(
 
 
 class _Substitutes:
-    """Substitutes for a model's tensors, registered in the model until `clear`.
+    """Substitutes for a model's tensors, registered in the model from `place` until `clear`.
 
     Initialisers write to the substitutes instead of the model's own tensors. A substitute is on the meta
     device, where a write costs nothing and is lost, unless `open` made it real. Each tensor of the model has
@@ -122,7 +123,10 @@ class _Substitutes:
         self.tensors = tensors
         self._placed: dict[int, tuple[torch.Tensor, int]] = {}
         self._keys: dict[int, int] = {}
-        for key in tensors:
+
+    def place(self) -> None:
+        """Register a substitute on the meta device in the place of every tensor."""
+        for key in self.tensors:
             self.shut(key)
 
     def open(self, key: int) -> None:

@@ -83,6 +83,8 @@ class Store:
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
             with self._transit.lease(plan.transit_buffer_bytes) as lease:
                 self._bounce: torch.Tensor | None = lease.residency()
+            self._bounced: Home | None = None
+            """The home whose request may still use the bounce buffer; None: no request does."""
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.workspace, self.kernels = self._open_workspace()
             """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
@@ -288,12 +290,13 @@ class Store:
         """
         data = source.view(torch.uint8)
         for start, end in self._windows(offset, data.nbytes):
-            piece = self.bounce(end - start)
+            piece = self._bounce_for(home, end - start)
             first, last = max(start, offset), min(end, offset + data.nbytes)
             if (first, last) != (start, end):
                 self.read(home, start, piece).wait()
             piece[first - start : last - start].copy_(data[first - offset : last - offset])
             self.write_now(home, start, piece)
+            self._bounced = None
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """Read `nbytes` bytes of a home from byte `offset` of the home on, and return a copy in ordinary RAM.
@@ -302,20 +305,27 @@ class Store:
         """
         copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         for start, end in self._windows(offset, nbytes):
-            piece = self.bounce(end - start)
+            piece = self._bounce_for(home, end - start)
             first, last = max(start, offset), min(end, offset + nbytes)
             self.read(home, start, piece).wait()
             copy[first - offset : last - offset].copy_(piece[first - start : last - start])
+            self._bounced = None
         return copy
 
-    def bounce(self, nbytes: int) -> torch.Tensor:
+    def _bounce_for(self, home: Home, nbytes: int) -> torch.Tensor:
         """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
         set aside for reads and writes of single parameters.
 
-        nbytes: at most transit_buffer_bytes. Every call returns the same memory, so the caller must have
-        finished with the bytes before any other code calls `bounce`.
+        nbytes: at most transit_buffer_bytes. home: the home whose bytes go through the buffer. Every call
+        returns the same memory. If Ctrl-C ended the wait for a request that uses this memory, the next call
+        waits for the requests of that home first.
         """
         assert self._bounce is not None
+        if self._bounced is not None:
+            for request in list(self._bounced.in_flight):
+                with contextlib.suppress(InfinityError):  # raised where the bytes are needed
+                    request.transfer.wait()
+        self._bounced = home
         return self._bounce[:nbytes]
 
     def finish_oldest_write(self) -> bool:
@@ -350,13 +360,15 @@ class Store:
 
     def close(self) -> None:
         """Wait for all writes in flight, ignoring their errors, and release all tiers."""
-        with contextlib.suppress(InfinityError):
-            self.settle()
-        self._bounce = None
-        for home in self._opened:
-            home.memory = None  # the model's Parameters know their homes, and outlive the tiers
-        self.workspace = self.kernels = self.ring = self.landing = None
-        self._cleanup.close()
+        try:
+            with contextlib.suppress(InfinityError):
+                self.settle()
+        finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
+            self._bounce = self._bounced = None
+            for home in self._opened:
+                home.memory = None  # the model's Parameters know their homes, and outlive the tiers
+            self.workspace = self.kernels = self.ring = self.landing = None
+            self._cleanup.close()
 
     def _finish_write(self) -> None:
         home, request = self._writes[0]
