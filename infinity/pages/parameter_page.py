@@ -113,9 +113,8 @@ class ParameterPage:
 
     def end(self) -> None:
         """Drop the memory of the page for good, at the end of the runtime."""
-        if self.presence is Presence.PRESENT:
+        if self.residency is not None:
             self.leave()
-        self.residency = None
 
     def arrive(self) -> None:
         """Begin an arrival: AWAY -> ARRIVING. The caller brings the bytes and sets `incoming`."""
@@ -124,8 +123,10 @@ class ParameterPage:
 
     def turn_back(self) -> None:
         """End an arrival whose transfer failed or was given up: ARRIVING -> AWAY."""
-        assert self.presence is Presence.ARRIVING
         self.incoming = None
+        if self.residency is not None:  # Ctrl-C has interrupted `land`
+            self._show(self._placeholders)
+            self.residency = None
         self.presence = Presence.AWAY
 
     def land(self, residency: torch.Tensor) -> None:
@@ -138,21 +139,21 @@ class ParameterPage:
         self.residency = residency
         self._addresses[residency.data_ptr()] = self
         self._ghost = None
-        self.presence = Presence.PRESENT
         with torch.inference_mode(False):  # inference tensors can never be saved for a backward
             views = [self.view(index, residency) for index in range(len(self.parameters))]
         self._show(views)
+        self.presence = Presence.PRESENT  # last: Ctrl-C before this line leaves a landing to be repeated
 
     def leave(self) -> None:
-        """Leave device memory: PRESENT -> AWAY.
+        """Leave device memory: PRESENT -> AWAY. A call that Ctrl-C interrupted is repeated while AWAY.
 
         Views that user code holds keep the bytes alive; see [Note: pages without stale views].
         """
-        assert self.presence is Presence.PRESENT and self.residency is not None
-        self._show(self._placeholders)
+        assert self.residency is not None
         self._ghost = StorageWeakRef(self.residency.untyped_storage())
+        self.presence = Presence.AWAY  # first: Ctrl-C after this line leaves bytes that the next use finds
+        self._show(self._placeholders)
         self.residency = None
-        self.presence = Presence.AWAY
 
     def living(self) -> torch.Tensor | None:
         """Return the page's bytes in device memory, uint8 (nbytes,), or None if it has none there.

@@ -70,6 +70,8 @@ class Arrival:
         self._buffers: deque[_Buffer] = deque()
         self.final: Transfer | None = None
         """The latest transfer into the page's device memory; None before the first."""
+        self.abandoned = False
+        """Whether `abandon` was called, even if Ctrl-C ended that call."""
         self._failure: InfinityError | None = None
         """The error of a failed transfer, to be raised by `finish`; None while no transfer has failed."""
         if store.device.shares_host:
@@ -99,7 +101,7 @@ class Arrival:
             return self._advance(block)
         except InfinityError as error:
             self._failure = error.again()
-        self.abandon()
+        self._drop()
         return True
 
     def _advance(self, block: bool) -> bool:
@@ -158,6 +160,10 @@ class Arrival:
 
         Errors of these transfers are ignored.
         """
+        self.abandoned = True
+        self._drop()
+
+    def _drop(self) -> None:
         self._todo.clear()
         transfers = [each.transfer for each in self._buffers]
         for transfer in (*transfers, *([self.final] if self.final is not None else [])):

@@ -141,6 +141,9 @@ class PrefetchEngine:
             self._touch(unit)
             self.meter.accessed(self.pages[unit].presence is not Presence.AWAY or self.updates.begun(unit))
         pinned = {*units, *self._held}
+        for unit in units:
+            if self.pages[unit].presence is Presence.ARRIVING and self._arrivals[unit].abandoned:
+                self._turn_back(unit)
         for _ in range(2):  # twice, because making room for the last unit may have evicted the first
             for unit in units:
                 if self.pages[unit].presence is Presence.AWAY:
@@ -253,6 +256,9 @@ class PrefetchEngine:
         arrival = self._arrivals.get(unit)
         if arrival is None:
             return
+        if arrival.abandoned:
+            self._turn_back(unit)
+            return
         try:
             with self.meter.stalling(arrival.edge):
                 while arrival.waits_for_buffer():  # other arrivals have all transit buffers
@@ -263,27 +269,33 @@ class PrefetchEngine:
         except BaseException:
             self._turn_back(unit)
             raise
-        del self._arrivals[unit]
         self.pages[unit].land(residency)
+        del self._arrivals[unit]  # last, so that an interrupted landing is repeated
 
     def _turn_back(self, unit: int) -> None:
+        """Give up the fetch of an ARRIVING page, which is AWAY afterwards.
+
+        Ctrl-C may end the wait for transfers under way. The page is still ARRIVING then, and its arrival is
+        marked as `abandoned`. The next use of the page calls this method again.
+        """
         self.updates.release(unit)
-        arrival = self._arrivals.pop(unit, None)
+        arrival = self._arrivals.get(unit)
         if arrival is not None:
             arrival.abandon()
-        self._resident.pop(unit, None)
         self.pages[unit].turn_back()
+        self._resident.pop(unit, None)
+        self._arrivals.pop(unit, None)
 
     def _evict(self, unit: int) -> None:
         page = self.pages[unit]
         if page.presence is Presence.ARRIVING:
             self._turn_back(unit)
-        elif page.presence is Presence.PRESENT:
+        elif page.residency is not None:  # PRESENT, or AWAY after a call that Ctrl-C interrupted
             self.updates.release(unit)
             self._edits.write_back(page)
             self._note_use(unit)
-            self._resident.pop(unit, None)
             page.leave()
+        self._resident.pop(unit, None)
 
     def _note_use(self, unit: int) -> None:
         """Tell a checker of memory accesses, which only tests have, that computation reads a unit's page.
