@@ -15,7 +15,7 @@ import torch
 from infinity.accumulation.vertical import Accumulator
 from infinity.components import Components
 from infinity.config import format_size
-from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
+from infinity.errors import ConfigError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
 from infinity.optim.eager import EagerStep
 from infinity.optim.step_options import StepOptions
@@ -263,7 +263,7 @@ class TrainingStep:
         try:
             self._updater.step(options, order, self._edits.exposed)
         except BaseException as error:
-            self._poison(error)
+            parts.health.interrupted(error)
             raise
         self._edits.updated()
         parts.prefetch_engine.look_ahead()
@@ -281,20 +281,9 @@ class TrainingStep:
         try:
             self._updater.begin_early(unit, options, self._edits.exposed)
         except BaseException as error:
-            self._poison(error)
+            parts.health.interrupted(error)
             raise
         self._edits.updated(unit)
-
-    def _poison(self, error: BaseException) -> None:
-        """Make the runtime refuse every further use, because an update failed half way.
-
-        The update can be neither undone nor repeated.
-        """
-        if not isinstance(error, InfinityError):
-            error = ConfigError(
-                "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
-            )
-        self._components.health.lose(error)
 
     def _values(self, place: Place) -> torch.Tensor:
         """Copy a parameter's values to RAM and return them, with all edits that the user has made in place.

@@ -175,6 +175,26 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     try:
         yield
     finally:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is not None and getattr(top[0], "__self__", None) is hooks:  # not so if closed out of order
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        _take_out(hooks, outer)
+
+
+def _take_out(hooks: SavedTensors, outer: tuple[Any, Any] | None) -> None:
+    """Take a pair of hooks out of torch's stack, wherever in the stack it is.
+
+    torch pops the top pair whatever it is. If Ctrl-C ends a forward, a context around the forward that has
+    hooks of its own is left first. It pops the pair `hooks`, and leaves its own pair, which was just below:
+    `outer`. That pair is taken out then.
+    """
+    above = []
+    found = False
+    while not found and (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        found = getattr(top[0], "__self__", None) is hooks
+        if not found:
+            above.append(top)
+    if not found and outer is not None:
+        last = next((each for each in above if each[0] is outer[0]), None)
+        if last is not None:
+            above.remove(last)
+    for pair in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)

@@ -6,9 +6,7 @@ interrupts a forward or when a state_dict raises an error.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 
@@ -45,20 +43,15 @@ class OpenCalls:
 
     def prune(self) -> None:
         """Find the calls of this thread that are over although no hook has noted their end, and do for each
-        what `end` does. A call is over if the frame that made it is no longer on the thread's stack.
+        what `end` does. A call is over if the frame that made it has been left.
         """
         calls = self._calls
-        if not calls:
-            return
-        alive = set(_frames(sys._getframe(1)))
-        while calls and calls[-1][0] not in alive:
+        while calls and _is_left(calls[-1][0]):
             self.end()
 
     def __bool__(self) -> bool:
-        """Whether this thread has an open call.
-
-        Call `prune` first to leave out calls that are over without a hook having noted their end.
-        """
+        """Whether this thread has an open call. Calls that turn out to be over are ended first."""
+        self.prune()
         return bool(self._calls)
 
     @property
@@ -69,12 +62,13 @@ class OpenCalls:
         return calls
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield `frame`, its caller, the caller of that frame, and so on.
+def _is_left(frame: FrameType) -> bool:
+    """Whether a function has returned or raised. frame: a frame of the function, which is no generator.
 
-    A function should pass its caller's frame. If it passes its own and keeps the result in a variable, frame
-    and result form a reference cycle, which keeps all variables of the function alive.
+    Python refuses to clear a frame that runs. Clearing drops the variables of a function that has ended.
     """
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True

@@ -112,7 +112,6 @@ class Pager:
     @property
     def copying(self) -> bool:
         """Whether this thread is in a call of state_dict."""
-        self.copies.prune()
         return bool(self.copies)
 
     def begin_forward(self, caller: FrameType) -> None:

@@ -278,8 +278,12 @@ class Chain:
             link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
         assert self.decision is not None
         memory = (self._parameter, self._gradient, self._states)
-        self.ticket = self.update.submit(self.decision, memory, awaited=awaited)
-        self._to(ChainState.COMPUTING)
+        try:
+            self.ticket = self.update.submit(self.decision, memory, awaited=awaited)
+            self._to(ChainState.COMPUTING)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
         return self.ticket
 
     def write(self) -> None:
@@ -294,13 +298,16 @@ class Chain:
             if living is not None:
                 into = living[self._start : self._start + self._parameter.nbytes]
                 self.copy = store.copy_up(into, self._parameter)
+            self.ticket = self.decision = None
+            self._kept = NOTHING
+            self._let_go()
+            self._to(ChainState.WRITING)
         except InfinityError as error:
             self._lose(error)
             raise
-        self.ticket = self.decision = None
-        self._kept = NOTHING
-        self._let_go()
-        self._to(ChainState.WRITING)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
 
     def finish(self) -> Transfer:
         """Make the chain ready for its next update: WRITING -> IDLE.
@@ -340,6 +347,15 @@ class Chain:
     def _to(self, state: ChainState) -> None:
         assert state in NEXT[self.state], f"{self.state} -> {state}"
         self.state = state
+
+    def interrupted(self, error: BaseException) -> None:
+        """Make the runtime refuse further use if an exception came between two steps of a transition.
+
+        error: the exception, such as KeyboardInterrupt. After a StorageError nothing is done, because the
+        chain's state then says how to go on.
+        """
+        if not isinstance(error, InfinityError):
+            self._health.interrupted(error)
 
     def _lose(self, error: InfinityError) -> None:
         self._health.lose(error)

@@ -111,7 +111,11 @@ class Staging:
 
     def _grant(self, chain: Chain, memory: torch.Tensor, present: Present | None) -> None:
         chain.grant(memory, present)
-        self._queue.begun(chain)
+        try:
+            self._queue.begun(chain)
+        except BaseException as error:
+            chain.interrupted(error)
+            raise
 
     def _try_take(self, nbytes: int) -> torch.Tensor | None:
         if not nbytes:

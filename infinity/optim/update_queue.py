@@ -139,8 +139,7 @@ class UpdateQueue:
                     chain.ticket.wait()  # drops the ticket's references to memory
                     chain.write()
             if chain.state is ChainState.WRITING and chain.copy.done():
-                self.active.remove(chain)
-                self.deliver(chain)
+                self._ended(chain)
 
     def compute(self, chain: Chain) -> None:
         """Submit the update of a chain to the update threads; see `Chain.compute`."""
@@ -166,8 +165,7 @@ class UpdateQueue:
             self.compute(chain)
         if chain.state is ChainState.COMPUTING:
             self._write(chain)
-        self.active.remove(chain)
-        self.deliver(chain)
+        self._ended(chain)
 
     def end_quietly(self, chain: Chain) -> None:
         """Do what `end` does, but do not raise the error of a failed read: the chain is due again then."""
@@ -176,6 +174,14 @@ class UpdateQueue:
         except InfinityError:
             if chain in self.active:
                 raise
+
+    def _ended(self, chain: Chain) -> None:
+        try:
+            self.active.remove(chain)
+            self.deliver(chain)
+        except BaseException as error:
+            chain.interrupted(error)
+            raise
 
     def deliver(self, chain: Chain) -> None:
         """Note that a chain's update is computed, so that the model can use the new parameters.

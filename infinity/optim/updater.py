@@ -148,10 +148,11 @@ class Updater:
         for unit in later:
             self.complete(unit)  # the unit may not have been used since the last step
         self._store.link.drain()
+        # Before any gate opens, because the chains have views of their units' bytes from then on, too.
+        visible = {unit for unit in later if exposed(unit)}
         for unit in later:
             self._open(unit, options)
-        # Before any update begins, because updates have views of their units' bytes, too.
-        seen = [unit for unit in later if self._units[unit].left and exposed(unit)]
+        seen = [unit for unit in later if self._units[unit].left and unit in visible]
         first = {unit: place for place, unit in enumerate(order)}
         opened = [unit for unit, group in enumerate(self._units) if group.left]
         opened.sort(key=lambda each: first.get(each, len(order) + each))

@@ -23,6 +23,17 @@ class Health:
         """
         self.failure = self.failure or error.again()
 
+    def interrupted(self, error: BaseException) -> None:
+        """Record that an update was interrupted where it can be neither undone nor repeated.
+
+        error: the exception that interrupted the update, such as KeyboardInterrupt.
+        """
+        if not isinstance(error, InfinityError):
+            error = ConfigError(
+                "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
+            )
+        self.lose(error)
+
     def check(self) -> None:
         """Raise ConfigError if the runtime is closed, or the recorded failure if there is one."""
         if self.closed:
