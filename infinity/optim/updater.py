@@ -259,7 +259,8 @@ class Updater:
     # --- what is due ------------------------------------------------------------------------------------
 
     def _open(self, unit: int, options: StepOptions) -> None:
-        """Decide the update of a unit, allow it to be computed, and add it to the optimizer's step counts.
+        """Decide the update of a unit, allow it to be computed, and count it as one more step in the
+        optimizer states of the parameters that it changes.
 
         If the device updates the unit, the update is queued there. Otherwise the gates of the unit's chains
         (updates of chunks) are opened: they may compute from now on. Does nothing if no parameter of the unit
@@ -321,7 +322,8 @@ class Updater:
         """Compute the updates of `chains` and wait for them, at most _MOST_RUNNING at a time.
 
         chains: DUE chains (decided updates of chunks) whose inputs are all in host RAM; those that have begun
-        meanwhile are skipped. Between two batches, other chains are advanced, so that their reads go on.
+        meanwhile are skipped. After every _MOST_RUNNING of them the runtime's other chains are advanced, so
+        that their reads go on.
         """
         queue = self._queue
         for first in range(0, len(chains), _MOST_RUNNING):

@@ -48,8 +48,8 @@ class Home:
     nvme_lease: NvmeLease | None = None
     """The page's leased bytes on NVMe; None if the tier is not NVMe."""
     computed: bool = False
-    """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for the kernels
-    that are queued then.
+    """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for all kernels
+    that were queued before the copy.
     """
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)
