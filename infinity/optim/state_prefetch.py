@@ -4,10 +4,10 @@ A chain is the update of one chunk, and its gate opens when the update is decide
 Lazy updates of a unit run between the backward and the unit's next forward, when the disk is busiest;
 during the backward the disk has little to do. So the states of the chains whose updates will run first are
 read during the backward, each unit's when its gradients are complete, as long as staging (buffers in host
-RAM) has room for them. An eager update begins with its unit's last gradient. So the states of the units that
-come next in the backward are read before their gradients come. If the staging is needed for something else
-before the gate opens, the chain gives it up (`Chain.revoke`), and its states are read again when the gate is
-open.
+RAM) has room for them. An eager update begins with its unit's last gradient. So the states of the units
+that come next in the backward are read before their gradients come. If the staging is needed for something
+else before the gate opens, the chain gives it up (`Chain.revoke`), and its states are read again when the
+gate is open.
 """
 
 from __future__ import annotations

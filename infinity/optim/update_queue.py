@@ -2,8 +2,8 @@
 
 A chain is the update of one chunk (infinity/optim/chain.py). It is due when its update is decided, and then
 waits for its turn and for staging (infinity/optim/staging.py). Once begun, it reads, computes and writes. A
-caller that needs the chain's unit or memory ends the chain here. States of chains (IDLE, DUE and others)
-are those of infinity/optim/chain_state.py.
+caller that needs the chain's unit or memory waits for the chain with `UpdateQueue.end`. The states of
+chains (IDLE, DUE and others) are explained in infinity/optim/chain_state.py.
 """
 
 from __future__ import annotations

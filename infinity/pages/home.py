@@ -30,7 +30,9 @@ class InFlightRequest:
     writes: bool
     transfer: Transfer
     lost: Callable[[InfinityError], None] | None = None
-    """Function that is called with the error if this write fails and is not `spare`; None: no function."""
+    """Function that is called with the error if this write fails and is not `spare`. None if nothing is to
+    be called.
+    """
     spare: bool = False
     """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
 
