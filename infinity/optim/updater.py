@@ -140,9 +140,9 @@ class Updater:
         """Update every parameter that has a gradient and a param group: now, or before its next use.
 
         options: the options of the param groups, such as the learning rate. order: units in the order in
-        which the next forward is expected to use them. exposed: function of a unit's index; True if user code
-        has views of the unit's bytes. Such a unit is updated before this call returns. If StorageError is
-        raised, some chunks have been updated and others have not.
+        which the next forward is expected to use them. exposed: function of a unit's index; True if user
+        code has views of the unit's bytes. Such a unit is updated before this call returns. If StorageError
+        is raised, some chunks have been updated and others have not.
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
