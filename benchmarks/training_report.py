@@ -16,8 +16,9 @@ def report_of(bench: Bench) -> dict[str, Any]:
     """Make the report of a finished run of train.py, as a dictionary that `show` prints and JSON can hold.
 
     It has the figures of every contender (a process that trains the model with infinity or with a peer) that
-    had a turn, and its speed relative to that of the run's first peer. The figures of a contender that trains
-    with infinity also include the least time that a step can take here, and what its plan predicted.
+    had a turn, and its speed relative to that of the run's first peer. For a contender that trains with
+    infinity it also has the least seconds of a step that the machine's measured speeds allow (limits.py),
+    and the plan's prediction.
     """
     job = bench.job
     facts = machine_facts()
@@ -94,9 +95,10 @@ def beside_the_plan(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Compare what a contender's plans predicted with what was measured: seconds of a step, and bytes of RAM.
 
     turns: the replies of a contender that trains with infinity. Each turn is compared with the plan that its
-    own process made. Returns a dictionary with the medians of the predicted seconds and of their ratio to
-    the measured seconds, the planned bytes of RAM, and the most bytes by which a process grew. The ratio is
-    None if no plan has a prediction.
+    own process made. Returns a dictionary with, among others: "predicted_s", the median of the predicted
+    seconds; "predicted_over_measured", the median of predicted divided by measured seconds; "ram_bytes",
+    the bytes of RAM in the last turn's plan; "rss_growth", the most bytes by which a process grew. The
+    first two are None if no plan has a prediction.
     """
     plans = [turn["facts"]["plan"] for turn in turns]
     predictions = [plan["prediction"]["seconds"] for plan in plans if plan["prediction"] is not None]
@@ -173,8 +175,9 @@ def _show_contenders(report: dict[str, Any]) -> None:
 def _show_ours(report: dict[str, Any]) -> None:
     """Print a table with a row for each contender that trains with infinity, if there is any.
 
-    A row compares the measured seconds of a step with the least seconds possible here and with the seconds
-    that the plan predicted, and the growth of RAM with the plan's bytes.
+    A row compares the measured seconds of a step with the least seconds that the machine's measured speeds
+    allow (limits.py), and with the seconds that the plan predicted. It also compares the bytes by which the
+    process grew with the bytes of RAM in the plan.
     """
     ours = {name: each for name, each in report["contenders"].items() if "limit" in each}
     if not ours:

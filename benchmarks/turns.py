@@ -1,4 +1,6 @@
-"""Turns: contenders train one after another, round by round, and the machine is measured between turns."""
+"""Turns: contenders (processes that train the same model with infinity or with a peer) train one after
+another, round by round. The machine's speeds are measured between the turns.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def the_text() -> bytes:
 
 
 class Bench:
-    """One run of the benchmark: its contenders, and the measurements so far."""
+    """One run of the benchmark: its contenders (processes that train with infinity or with a peer), and the
+    measurements so far.
+    """
 
     def __init__(self, job: Job, directory: Path) -> None:
         """Prepare the run in `directory`. Raises FioFailed if the job asks for fio and fio does not work."""
@@ -119,9 +123,11 @@ class Bench:
         self._until_the_end = ExitStack()
 
     def run(self) -> None:
-        """Run all rounds, and collect the measurements in `ready`, `turns`, `speeds` and `compute`.
+        """Run all rounds, and collect the measurements.
 
-        `failures` gets the reason for each contender that failed.
+        `ready` and `turns` get, by a contender's name, its reply when its model is built and its replies
+        after its turns. `failures` gets the error message of each contender that failed. `speeds` gets the
+        machine's speeds, and `compute` the seconds of a forward and backward in memory.
         """
         with self._until_the_end:
             for number in range(self.job.rounds):

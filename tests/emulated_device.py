@@ -77,8 +77,9 @@ class EmulatedDevice:
         """Within the `with` statement, runtimes opened with device="cpu" and a device budget use this device.
 
         The device's checker is told that the compute stream has written the runtimes' device memory before
-        they got it, as can be true of memory from torch's allocator. So their first accesses must be
-        ordered too. Asserts at the end that the checker has found no violation.
+        they got it, as can be true of memory from torch's allocator. So a runtime's first accesses to this
+        memory must be ordered after those writes. Asserts at the end that the checker has found no
+        violation.
         """
 
         def used_before(*arguments: Any) -> DeviceTier:

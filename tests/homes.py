@@ -16,13 +16,13 @@ from infinity.tiers import Tier
 from infinity.tiers.tier import usable_device
 
 ROOMY = 64 << 20
-"""A budget in bytes for one tier, which is more than any model in the tests needs there."""
+"""A budget in bytes for one tier. It is more than any model in the tests needs in that tier."""
 
 
 def room_on(device: str | torch.device) -> int:
-    """Return a device budget in bytes that leaves ROOMY bytes to the model.
+    """Return a device budget, in bytes, that leaves ROOMY bytes to the model.
 
-    On CUDA the budget is larger than ROOMY, by the bytes that torch itself takes on the device.
+    The result is ROOMY for the CPU. For CUDA it is ROOMY plus the bytes that torch itself takes there.
     """
     at = usable_device(device)
     if at.type == "cpu":
@@ -37,8 +37,10 @@ CUDA_HOMES = ("device", "host", "nvme", "mixed")
 """Those of HOMES that assume a device with memory of its own. Tests run these on CUDA, too."""
 
 HOMES = ("device", "host", "nvme", "unified", "unified-nvme", "mixed")
-"""Names of the places where a model's pages rest. In "unified" and "unified-nvme" the CPU is its own device,
-and in the others the CPU stands for a device with a tier of its own.
+"""Names of the places where a model's pages rest. "device", "host" and "nvme": in that tier ("host" lets
+parameters be on the device). "mixed": on NVMe and in at least one other tier. "unified" and "unified-nvme":
+in RAM or on NVMe, and the device shares the host's RAM. With the other names the device has a tier of its
+own, for which RAM stands in on a CPU.
 """
 
 both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])

@@ -107,9 +107,9 @@ def in_both(
 ) -> tuple[Any, Any]:
     """Call `act(model, gradients)` on a paged model and on an equal plain model, and return both results.
 
-    Returns (result of the paged model, result of the plain model). gradients: a function without arguments
-    that returns copies of all gradients of the model by name. of: the model's entry in the zoo. device: where
-    the models are made. home, device_factor: as in `opened`.
+    Returns (result of the paged model, result of the plain model). act: gets the model, and a function
+    without arguments that returns copies of all the model's gradients by name. of: the model's entry in the
+    zoo. device: where the models are made. home, device_factor: as in `opened`.
     """
     plain = of.make(device)
     expected = act(plain, lambda: gradients_of(plain))

@@ -16,11 +16,11 @@ BOUND = 30.0
 
 
 class Worker:
-    """A thread that stands for a worker process of pytest. It asks to run a test at once, sets the event
-    `entered` when the test may begin, and runs the test until leave() is called.
+    """A thread that stands for a worker process of pytest. As soon as it is made, it asks to run a test. It
+    sets the event `entered` when the test may begin, and runs the test until leave() is called.
 
-    It has a Machine of its own, over lock files in `directory` that all Workers share. alone: whether its
-    test has the mark `alone`.
+    It has an `alone.Machine` of its own. The lock files of all Workers' Machines are in `directory`, and so
+    shared. alone: whether the Worker's test has the mark `alone`.
     """
 
     def __init__(self, directory: Path, *, alone: bool) -> None:

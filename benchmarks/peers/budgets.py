@@ -1,4 +1,4 @@
-"""Budgets by a word: finds the host budget with which all, half or none of a model's pages rest in RAM."""
+"""Budgets by name: finds the host budget with which all, half or none of a model's pages rest in RAM."""
 
 from __future__ import annotations
 

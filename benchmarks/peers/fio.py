@@ -75,7 +75,8 @@ class Fio:
         """Run fio in the background while the body of the `with` statement is executed.
 
         fio moves about `rate` bytes per second, of which it reads half and writes half. Yields a Background,
-        whose figures are set after the body. Raises FioFailed there if fio failed.
+        whose figures are set when the `with` statement has ended. Raises FioFailed after the body if fio
+        failed.
         """
         limit = f"--rate={rate / 2:.0f},{rate / 2:.0f}"
         command = self._command("rw", *_MIXED, limit, f"--runtime={_ENDLESS}s")

@@ -1,9 +1,9 @@
-"""Plain PyTorch with everything in memory.
+"""Plain PyTorch with everything in memory: three programs that the training benchmark runs beside infinity.
 
-Mode "fused" is mixed precision as people write it by hand: a bf16 model, fp32 masters, and the fused AdamW
-for the masters. Mode "plain" is a beginner's program: fp32 throughout, and AdamW with default options. Mode
-"compute" has only forward and backward of the bf16 model: its time is that of a step if paging and updates
-cost nothing.
+Mode "fused" is mixed precision as people write it by hand: a bf16 model, an fp32 copy (master) of every
+parameter, and torch's fused AdamW, which updates the masters. Mode "plain" is a beginner's program: fp32
+throughout, and AdamW with default options. Mode "compute" has only forward and backward of the bf16 model:
+its time is that of a step if paging and updates cost nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
 class Compute:
-    """Contender that runs forward and backward only, and then drops the gradients."""
+    """Mode "compute" of the benchmark: runs forward and backward only, and then drops the gradients."""
 
     def __init__(self, task: Task, dtype: torch.dtype = torch.bfloat16) -> None:
         self.clip = task.clip
@@ -47,8 +47,8 @@ class Compute:
 
 
 class Fused(Compute):
-    """Contender that trains in mixed precision by hand, with torch's fused AdamW. On a CPU this is some four
-    times as fast as torch's foreach AdamW.
+    """Mode "fused" of the benchmark: trains in mixed precision by hand, with torch's fused AdamW. On a CPU
+    the fused AdamW is some four times as fast as torch's foreach AdamW.
     """
 
     def __init__(self, task: Task) -> None:
@@ -73,7 +73,7 @@ class Fused(Compute):
 
 
 class Plain(Compute):
-    """Contender that trains in fp32, with the AdamW implementation that torch chooses by default."""
+    """Mode "plain" of the benchmark: trains in fp32, with the AdamW that torch chooses by default."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, torch.float32)
@@ -95,5 +95,8 @@ def _adamw(parameters: list[torch.Tensor], task: Task, *, fused: bool | None = N
 
 
 def open_contender(task: Task) -> Compute:
-    """Build the contender of `task.mode`: "fused", "plain" or "compute"."""
+    """Build the model of `task`, and return an object whose method `step` runs one step of it.
+
+    `task.mode` says what a step is: "fused", "plain" or "compute".
+    """
     return {"fused": Fused, "plain": Plain, "compute": Compute}[task.mode](task)

@@ -111,7 +111,10 @@ class Task:
         self._broken = False
 
     def proceed(self) -> None:
-        """Let the function run to its next `pause` or its end. Raises the exceptions of the function."""
+        """Let the function run to its next `pause` or its end, and wait for that.
+
+        If the function ends by an exception other than BrokenOff, this call raises the exception.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-task", daemon=True)
             try:
@@ -144,7 +147,8 @@ class Task:
             raise BrokenOff
 
     def break_off(self) -> None:
-        """End the function at its present pause, or at its next pause if it is running; wait for its end.
+        """End the function by raising BrokenOff in its present `pause`, or in its next one if it is
+        running. Wait until the function has ended.
 
         Ctrl-C does not end the wait, because the task would then go on without its owner.
         """

@@ -1,1 +1,1 @@
-"""Gradients: taken from autograd, copied to the host, added and measured."""
+"""Gradients: taken from autograd, copied to the host, added up, and their sums of squares computed."""

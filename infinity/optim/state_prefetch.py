@@ -2,12 +2,12 @@
 
 A chain is the update of one chunk, and its gate opens when the update is decided (infinity/optim/chain.py).
 Lazy updates of a unit run between the backward and the unit's next forward, when the disk is busiest;
-during the backward the disk has little to do. So the backward already reads states for the chains whose
-updates will run first, as many as have room: each unit's as soon as its gradients are complete. An eager
-update begins with its unit's last gradient. So the states of the units that come next in the backward are
-read before their gradients come. The states lie in staging (buffers in host RAM). If the staging is needed
-for something else before the gate opens, the chain gives it up (`Chain.revoke`), and its states are read
-again when the gate is open.
+during the backward the disk has little to do. So the states of the chains whose updates will run first are
+read during the backward, each unit's when its gradients are complete, as long as staging (buffers in host
+RAM) has room for them. An eager update begins with its unit's last gradient. So the states of the units
+that come next in the backward are read before their gradients come. If the staging is needed for something
+else before the gate opens, the chain gives it up (`Chain.revoke`), and its states are read again when the
+gate is open.
 """
 
 from __future__ import annotations
@@ -52,19 +52,21 @@ class ReadAhead:
         self._accumulation = accumulation
         self._room = room
         self._chosen: dict[int, Sequence[Chain]] = {}
-        """For lazy updates. Unit -> those of its chains whose states are to be read once the unit has all
-        its gradients.
+        """Unit -> those of its chains whose states are to be read once the unit has all its gradients. Used
+        only if updates are lazy.
         """
         self._unlocked: deque[Chain] = deque()
-        """For lazy updates. Chains whose states can be read now, because their unit has all its gradients."""
+        """Chains whose states can be read now, because their unit has all its gradients. Used only if
+        updates are lazy.
+        """
         self._next: deque[int] = deque()
-        """For eager updates. Units whose states are still to be read ahead, in the order in which the
-        backward brings gradients.
+        """Units whose states are still to be read ahead, in the order in which the backward brings
+        gradients. Used only if updates are eager.
         """
         self._cleared = False
-        """Used with eager updates only. Whether the gradients of the last step have been dropped, as by
-        zero_grad(). The method `stepped` sets it to False. While it is False, gradients that are present
-        belong to the step that has ended; once it is True, they belong to the next step.
+        """Whether the gradients of the last step have been dropped, as by zero_grad(). The method `stepped`
+        sets it to False. While it is False, gradients that are present belong to the step that has ended;
+        once it is True, they belong to the next step. Used only if updates are eager.
         """
 
     def stepped(self, due: Sequence[int], order: Sequence[int]) -> None:
@@ -91,9 +93,9 @@ class ReadAhead:
                 return
 
     def gradient_added(self, unit: int) -> bool:
-        """Note that a parameter of `unit` has got a new gradient.
+        """Record that a parameter of `unit` has got a new gradient.
 
-        Returns True if `candidates` thereby has more chains to yield. Always False for eager updates.
+        Returns True if `candidates` thereby has more chains to yield; always False if updates are eager.
         """
         if not self._chosen.get(unit) or not self._complete(unit, self._accumulation):
             return False

@@ -2,8 +2,8 @@
 
 A chain is the update of one chunk (infinity/optim/chain.py). It is due when its update is decided, and then
 waits for its turn and for staging (infinity/optim/staging.py). Once begun, it reads, computes and writes. A
-caller that needs the chain's unit or memory ends the chain here. States of chains (IDLE, DUE and others)
-are those of infinity/optim/chain_state.py.
+caller that needs the chain's unit or memory waits for the chain with `UpdateQueue.end`. The states of
+chains (IDLE, DUE and others) are explained in infinity/optim/chain_state.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class UpdateQueue:
         """Open the gates of some chains of a unit: from now on they may compute the update that `decision`
         describes.
 
-        Chains that were IDLE, or whose states that were read ahead are out of date, are DUE afterwards.
+        Afterwards a chain is DUE if it was IDLE, or if it can no longer use the states that it has read
+        ahead. The other chains keep these states and their staging.
         """
         due = deque([chain for chain in chains if chain.open(decision)])
         self.active = [each for each in self.active if each.state is not ChainState.DUE]
@@ -63,7 +64,10 @@ class UpdateQueue:
             self.due[unit] = due
 
     def arrange(self, units: Iterable[int]) -> None:
-        """Set the order in which units' DUE chains begin. units: at least all units that have DUE chains."""
+        """Set the order in which DUE chains begin, unit by unit.
+
+        units: the units in this order. Every unit that has DUE chains must be among them; others may be.
+        """
         self.due = {unit: self.due[unit] for unit in units if unit in self.due}
 
     def read_ahead(self, chain: Chain, memory: torch.Tensor) -> None:
@@ -75,7 +79,7 @@ class UpdateQueue:
         self.active.append(chain)
 
     def begun(self, chain: Chain) -> None:
-        """Note that a DUE chain has begun: move it from `due` to `active`."""
+        """Record that a DUE chain has begun: move it from `due` to `active`."""
         self.active.append(chain)
         queue = self.due[chain.unit]
         queue.remove(chain)
@@ -110,7 +114,10 @@ class UpdateQueue:
     # --- what is under way ------------------------------------------------------------------------------
 
     def running(self, unit: int) -> Chain | None:
-        """The unit's first chain in `active` whose update is decided; None if there is no such chain."""
+        """Return the unit's first chain in `active` whose update is decided; None if there is none.
+
+        Chains that read their states ahead of the decision are passed over.
+        """
         for chain in self.active:
             if chain.unit == unit and not chain.is_ahead:
                 return chain
@@ -149,8 +156,8 @@ class UpdateQueue:
     def end(self, chain: Chain) -> None:
         """Wait for the reads and the computation of an active chain, and begin its writes.
 
-        Raises StorageError. If a read fails in a chain whose states were read ahead, nothing is raised: the
-        chain is DUE again, and reads again when it is next granted staging.
+        If a read fails, the chain is DUE again, and reads again when it is next granted staging. Raises
+        StorageError, but not for a failed read of a chain that has read its states ahead.
         """
         if chain.state is ChainState.READING:
             try:
@@ -168,7 +175,7 @@ class UpdateQueue:
         self._ended(chain)
 
     def end_quietly(self, chain: Chain) -> None:
-        """Do what `end` does, but do not raise the error of a failed read: the chain is due again then."""
+        """Do what `end` does, but do not raise the error of a failed read: the chain is DUE again then."""
         try:
             self.end(chain)
         except InfinityError:
@@ -184,7 +191,7 @@ class UpdateQueue:
             raise
 
     def deliver(self, chain: Chain) -> None:
-        """Note that a chain's update is computed, so that the model can use the new parameters.
+        """Record that a chain's update is computed, so that the model can use the new parameters.
 
         If the new parameters are being copied to the device, work that is queued on the compute stream from
         now on waits for this copy.
@@ -197,7 +204,8 @@ class UpdateQueue:
                 self.copies.append((chain.unit, copy))
 
     def release(self, unit: int) -> None:
-        """Wait until no update and no copy uses the memory that a unit's parameter page has now.
+        """Wait until no update, and no copy of updated parameters to the device, uses the memory that a
+        unit's parameter page has now.
 
         Errors of failed reads are not raised here.
         """
@@ -231,7 +239,7 @@ class UpdateQueue:
         self.compute(chain)
 
     def _write(self, chain: Chain) -> None:
-        """Wait for the computation of a chain, and begin to write its results home."""
+        """Wait for a chain's computation, and begin to write its results to the homes of their pages."""
         assert chain.ticket is not None
         started = time.perf_counter()
         chain.ticket.wait()
@@ -239,7 +247,10 @@ class UpdateQueue:
         chain.write()
 
     def _put_back(self, chain: Chain) -> None:
-        """Make a chain due again, before all other chains, because a read failed. Nothing was changed."""
+        """Make a chain DUE again because one of its reads failed. It is then first among all DUE chains.
+
+        The chain has changed no parameters and no states.
+        """
         chain.put_back()
         self.active.remove(chain)
         queue = self.due.pop(chain.unit, deque())

@@ -140,9 +140,9 @@ class Updater:
         """Update every parameter that has a gradient and a param group: now, or before its next use.
 
         options: the options of the param groups, such as the learning rate. order: units in the order in
-        which the next forward is expected to use them. exposed: function that says whether user code has
-        views of a unit's bytes; such a unit is updated before this call returns. If StorageError is raised,
-        some chunks have been updated and others have not.
+        which the next forward is expected to use them. exposed: function of a unit's index; True if user
+        code has views of the unit's bytes. Such a unit is updated before this call returns. If StorageError
+        is raised, some chunks have been updated and others have not.
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
@@ -260,7 +260,8 @@ class Updater:
     # --- what is due ------------------------------------------------------------------------------------
 
     def _open(self, unit: int, options: StepOptions) -> None:
-        """Decide the update of a unit, allow it to be computed, and add it to the optimizer's step counts.
+        """Decide the update of a unit, allow it to be computed, and count it as one more step in the
+        optimizer states of the parameters that it changes.
 
         If the device updates the unit, the update is queued there. Otherwise the gates of the unit's chains
         (updates of chunks) are opened: they may compute from now on. Does nothing if no parameter of the unit
@@ -322,7 +323,8 @@ class Updater:
         """Compute the updates of `chains` and wait for them, at most _MOST_RUNNING at a time.
 
         chains: DUE chains (decided updates of chunks) whose inputs are all in host RAM; those that have begun
-        meanwhile are skipped. Between two batches, other chains are advanced, so that their reads go on.
+        meanwhile are skipped. After every _MOST_RUNNING of them the runtime's other chains are advanced, so
+        that their reads go on.
         """
         queue = self._queue
         for first in range(0, len(chains), _MOST_RUNNING):

@@ -48,9 +48,10 @@ class GradientChunk:
     gradient page's home.
     """
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
-    """(index of a parameter, index in the parameter of the first element of its piece in this chunk) -> sums
-    of squares of the parameter's gradient. The sums of all pieces of a parameter, in all chunks, add up to
-    the total. An array may be empty, if the sums of an earlier piece include those of this piece.
+    """(index of a parameter, index in the parameter of its first element that lies in this chunk) -> sums
+    of squares of parts of the parameter's gradient. All sums of a parameter, over all chunks, add up to the
+    sum of squares of its gradient. An array is empty if the sums of this chunk's part are in the array of
+    an earlier chunk.
     """
 
 
@@ -174,7 +175,7 @@ class GradientPage:
         """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that were sent
         through the gradient ring and have not been added yet.
 
-        For code that adds a gradient to the chunk.
+        Called by code that adds a gradient to the chunk.
         """
         staged = self.chunks[chunk_index].staged
         if staged is not None:

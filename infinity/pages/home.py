@@ -30,7 +30,9 @@ class InFlightRequest:
     writes: bool
     transfer: Transfer
     lost: Callable[[InfinityError], None] | None = None
-    """Function that is called with the error if this write fails and is not `spare`; None: no function."""
+    """Function that is called with the error if this write fails and is not `spare`. None if nothing is to
+    be called.
+    """
     spare: bool = False
     """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
 
@@ -48,8 +50,8 @@ class Home:
     nvme_lease: NvmeLease | None = None
     """The page's leased bytes on NVMe; None if the tier is not NVMe."""
     computed: bool = False
-    """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for the kernels
-    that are queued then.
+    """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for all kernels
+    that were queued before the copy.
     """
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)

@@ -65,9 +65,9 @@ class ParameterPage:
         addresses: address of a present page's bytes in device memory -> the page. All pages share this
         mapping, and `land` adds to it.
 
-        permanent: whether the page stays PRESENT from its first arrival on. This is so if the page's home,
-        or a copy of the home that the plan keeps there (`Store.mirror`), is in the memory where the model
-        computes.
+        permanent: whether the page stays PRESENT from its first arrival on. This is so if the page's home
+        is in the memory where the model computes, or if that memory has a copy of the home all the time
+        (`Store.mirror`).
         """
         self.index = index
         self.layout = layout
@@ -172,13 +172,17 @@ class ParameterPage:
         return ghost
 
     def view(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        """View parameter `index` with its shape, strides and dtype. memory: the whole page's bytes, uint8."""
+        """Return parameter `index` as a view of `memory`, with its shape, strides and dtype.
+
+        memory: the whole page's bytes, uint8 (nbytes,).
+        """
         parameter = self.layout.parameters[index]
         return self.flat(index, memory).as_strided(parameter.shape, parameter.stride)
 
     def flat(self, index: int, memory: torch.Tensor) -> torch.Tensor:
-        """View parameter `index` as a flat tensor in memory order, (numel,). memory: the whole page's
-        bytes, uint8.
+        """Return parameter `index` as a flat view of `memory`, (numel,), with its elements in memory order.
+
+        memory: the whole page's bytes, uint8 (nbytes,).
         """
         parameter = self.layout.parameters[index]
         start = self._starts[index]
@@ -204,9 +208,9 @@ class ParameterPage:
         return [i for i, (parameter, version) in enumerate(pairs) if parameter_version(parameter) != version]
 
     def acknowledge(self) -> None:
-        """Record in `versions` that the home has the Parameters' present values.
+        """Record in `versions` that the home has the Parameters' present values, so that `edits` is empty.
 
-        The caller makes sure that it has.
+        To be called only when the home does have these values, for example after they were written there.
         """
         self.versions = [parameter_version(each) for each in self.parameters]
 

@@ -126,8 +126,8 @@ class Profile:
     def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
         """Return what `infinity tune` found for the disks under these directories, used together.
 
-        The result's shares are in the order of `directories`. It is None if these disks were not tuned
-        together.
+        The result is None if these disks were not tuned together. Its shares are in the order of
+        `directories`.
         """
         key, order = _key_of_all(directories)
         if key not in self._stripes:
@@ -152,7 +152,10 @@ class Profile:
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
     def save(self) -> bool:
-        """Replace the file atomically by one with everything. Returns whether the system allowed it."""
+        """Replace the file, in one step, by one with all entries that this object has: read or set.
+
+        Returns whether the operating system allowed it; no error is raised.
+        """
         return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
 
@@ -221,10 +224,11 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """Return (the text that identifies a set of disks in `Profile`'s file, the order of the disks there).
+    """Return (key, order): the text that identifies a set of disks in `Profile`'s file, and the order in
+    which this text names the disks.
 
-    The text is the same for every order of `directories`. Entry i of the order is the index in `directories`
-    of the disk that the text names in place i, from 0. A set's shares are stored in this order, too.
+    The key is the same for every order of `directories`. order[i] is the index in `directories` of the disk
+    that the key names as number i, counted from 0. The file has a set's shares in this order, too.
     """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)

@@ -1,4 +1,6 @@
-"""Tests of text read from files and folders as one run of bytes."""
+"""Tests of text read from files and folders as one run of bytes: which files are taken, their order, the
+part that is held out, that reads return the bytes of the files, and the errors for unusable paths.
+"""
 
 from __future__ import annotations
 

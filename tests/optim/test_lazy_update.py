@@ -1,4 +1,6 @@
-"""Tests of lazy updates, which run after step() has returned: equal bits, and accesses that wait for them."""
+"""Tests of lazy updates, which run after step() has returned: they give the same bits as updates inside of
+step() ("sync"), and code that accesses a parameter, state or gradient first waits for its update.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,7 @@ def test_gradients_that_nobody_resets_go_on_growing(home: str, tmp_path: Path) -
 
 
 class Two(nn.Module):
-    """A model of three linear layers. A forward uses only the layer whose index it is given."""
+    """A model of three linear layers. A forward uses one layer only: that with the index `number`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,9 @@ from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
 
 RING = 8 * BLOCK
-"""Bytes of the smallest ring: room for two copies of BLOCK float32 elements (4 bytes each)."""
+"""Bytes of the smallest gradient ring that a plan can have: room for two copies of BLOCK float32 elements
+(4 bytes each) out of the ring.
+"""
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,8 +1,9 @@
 """Tests of the headroom: GPU memory that a plan leaves to torch for cuBLAS's workspaces and for allocator
 segments that are not full.
 
-The workspaces have the sizes that torch's sources give. Steps fit into pages and reserve, in a simulation of
-torch's allocator and, where there is one, on a GPU.
+The workspaces must have the sizes that torch's sources give. Training steps must fit into the memory that a
+plan gives to pages plus the memory that it reserves. This is tested in a simulation of torch's allocator
+and, where there is a GPU, on the GPU.
 """
 
 from __future__ import annotations
@@ -213,7 +214,9 @@ def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], a
 
 
 class _PlanOfTheGpu:
-    """A fake of a plan whose budget on a GPU has 1 GiB free. A micro-batch's activations take 100 MiB."""
+    """A fake plan for a GPU: 1 GiB of the device budget is left beside everything that is planned there,
+    and a micro-batch's activations take 100 MiB.
+    """
 
     activations = 100 * MIB
     unified = False

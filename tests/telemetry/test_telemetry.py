@@ -195,9 +195,10 @@ def test_the_text_is_a_short_table() -> None:
 
 
 def test_every_total_grows_by_what_a_step_counts() -> None:
-    """Every field of Stats grows in the total and in the last step.
+    """After a first step in which everything happens, no field of Stats has its initial value, and each
+    total equals the figure of the last step.
 
-    The test fails for a new field that no total counts.
+    The test fails for a new field of Stats that nothing counts.
     """
     meter = Meter()
     busy_step(meter)
