@@ -20,7 +20,7 @@ This bounds the memory that the trace takes in a loop that never calls `step`.
 
 
 class AccessKind(IntEnum):
-    """The purpose for which a unit is used.
+    """The purpose for which a unit is used: the model's forward, its backward, or an optimizer update.
 
     The class is an IntEnum because its members are hashed often, and members of an Enum hash slowly.
     """

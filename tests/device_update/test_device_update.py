@@ -1,4 +1,5 @@
-"""Tests that the device's update kernels give the same bits as the CPU's, by the expected number of launches.
+"""Tests that the device's update kernels give the same bits as the CPU's, with the expected number of launches
+of kernels.
 
 By default the CPU is the device: the kernels' source is compiled for the CPU. Where there is a GPU, the
 tests run there too. Compilation for GPUs is tested in test_device_kernels.py, whole runtimes in

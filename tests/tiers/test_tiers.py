@@ -1,4 +1,6 @@
-"""Tests of the memory tiers: exact budgets, alignment, unified memory, and CUDA where there is a GPU."""
+"""Tests of the memory tiers: a tier takes exactly the bytes of its budget, leases are aligned, and unified
+memory leases pages of the host arena. Where there is a GPU, tiers in its memory are tested too.
+"""
 
 import contextlib
 import gc
@@ -24,7 +26,10 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """The kernel's record (/proc/self/smaps) of the mapping that starts at `address`. {} if there is none."""
+    """Return the fields of /proc/self/smaps, by name, for the mapping that starts at `address`.
+
+    Returns {} if no mapping starts there.
+    """
     record: dict[str, str] = {}
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
