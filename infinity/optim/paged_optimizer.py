@@ -190,8 +190,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that this class made, or a torch optimizer of the same type with the same param
-        groups.
+        """Load a state dict that was made by a PagedOptimizer or by a torch optimizer. It must be of an
+        optimizer of the same type with the same param groups.
 
         Raises ConfigError (a ValueError, as in torch) if the state dict does not fit this optimizer.
         Nothing has changed then.

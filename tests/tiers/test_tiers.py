@@ -246,8 +246,8 @@ def test_the_huge_page_probe_really_runs() -> None:
 def test_registration_with_cuda_lasts_as_long_as_the_mapping(code: int) -> None:
     """An arena that is registered with CUDA is unregistered when the last tensor over its memory is deleted.
 
-    This holds even if the arena was never closed. code: the result of the registration; if it is an error,
-    the arena is not unregistered.
+    This holds even if the arena was never closed. code: what the driver's call cuMemHostRegister returns, 0
+    for success. After an error nothing is unregistered.
     """
     device = EmulatedDevice()
     arena = HostArena(PAGE)
@@ -276,7 +276,7 @@ def test_a_registration_that_fails_says_why() -> None:
 
 
 def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed registration with CUDA warns once, naming the cure.
+    """If arenas cannot be registered with CUDA, the first gives a warning with the cure, the second none.
 
     All bytes of the arena are brought into RAM before the registration. Otherwise CUDA would fault them in
     on one thread.
