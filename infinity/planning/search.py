@@ -71,9 +71,10 @@ class Search:
     def place(self, room: Room) -> Placement | None:
         """Find the first placement that fits `room`; returns None if no placement fits.
 
-        room: bytes of each tier. Placements with the largest buffers for pages that are being moved or
-        updated are tried first (WORKING_ROOMS in infinity/planning/working_room.py has their order). With
-        equal buffers, large units come before small units, and long chunks before short chunks.
+        room: bytes of each tier. WORKING_ROOMS (infinity/planning/working_room.py) gives the order in which
+        placements are tried: first those without pages on NVMe, and those with large buffers for moving and
+        updating pages before those with small buffers. With equal buffers, large units come before small
+        units, and long chunks before short chunks.
         """
         for level in WORKING_ROOMS:
             for candidate in self._useful(room):

@@ -38,7 +38,7 @@ class Access(NamedTuple):
 
 
 class _Sequence:
-    """A list of accesses, with an index of the positions of each access and of each pair of neighbours."""
+    """A list of accesses that can look up at which positions an access, or a pair of neighbours, occurs."""
 
     def __init__(self) -> None:
         self.entries: list[Access] = []

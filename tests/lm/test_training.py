@@ -144,7 +144,7 @@ def test_it_trains_as_plain_torch_does(accumulate: int, text: Text) -> None:
 
 
 class Components:
-    """Stands in for the Batches that `train` takes. It cuts batches of `whole` into `count` micro-batches."""
+    """Stands in for the Batches that `train` takes. Cuts batches of `whole` into `count` micro-batches."""
 
     def __init__(self, whole: Batches, count: int) -> None:
         self._whole = whole
