@@ -1,7 +1,7 @@
 """The thread pool: runs optimizer updates and other work over arrays as jobs, and returns a ticket for each.
 
-The kinds of work are updates, gradient passes and memory-bandwidth tests; infinity/cpu_adam/work.py describes
-them as Update, Gradient and Stream.
+The kinds of work are updates, gradient passes and memory-bandwidth tests: Update, Gradient and Stream in
+infinity/cpu_adam/work.py.
 """
 
 from __future__ import annotations
