@@ -63,7 +63,8 @@ class Speeds:
 def compute_bytes(decoder: DecoderConfig) -> int:
     """Return how many bytes of memory must be free so that `compute_seconds` measures the whole decoder.
 
-    These are twice the bytes of its parameters and gradients. With less memory, it measures fewer layers.
+    These are twice the bytes of the decoder's parameters and gradients. With less memory, `compute_seconds`
+    measures decoders with fewer layers.
     """
     return 2 * COMPUTE_BYTES * decoder.parameters
 
@@ -99,8 +100,9 @@ def limit_of(
     the four. On the CPU it is "compute" plus "update", or "disk" if that is more.
 
     turns: the replies (benchmarks/contender.py) of a process that trains with infinity, one for each turn.
-    compute: measured seconds of forward plus backward in memory. The runtime has counted the bytes of the
-    disk; those that updates touch and those between RAM and GPU are taken from the plan. Speeds are medians.
+    They have the bytes that the runtime read and wrote on the disk, and the plan, which has the bytes that
+    updates touch and the bytes between RAM and GPU. speeds: the medians of its lists are used. compute:
+    measured seconds of forward plus backward in memory; their median is used. device: "cpu" or "cuda".
     """
     traffic = turns[-1]["facts"]["plan"]["traffic"]
     disk_bytes = statistics.median(turn["facts"]["last_step"]["disk_bytes"] for turn in turns)

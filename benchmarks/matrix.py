@@ -60,9 +60,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def rows_of(report: dict[str, Any], model: str) -> list[dict[str, Any]]:
-    """Return the rows of the table for one model: one for each of its pairs that trained.
+    """Return the rows of the table for one model: a dict for each of its pairs that trained.
 
-    report: the result of training_report.report_of for this model. Times are in seconds, sizes in bytes.
+    report: the result of training_report.report_of for this model. Values of "..._s" are seconds of a step,
+    those of "..._bytes" and "rss_growth" are bytes, and "..._over_..." are ratios.
     """
     return [
         {

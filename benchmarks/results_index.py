@@ -43,7 +43,7 @@ results are in git's history.
 
 @dataclass(frozen=True)
 class Result:
-    """One result: a JSON file under current/."""
+    """One result: a JSON file under benchmarks/results/current/."""
 
     path: Path
     """Path of the result's JSON file, relative to the root of the repository."""
@@ -66,13 +66,13 @@ def results() -> list[Result]:
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """A table in Markdown, whose head is the first of `rows`."""
+    """Return a table in Markdown. The first of `rows` is the table's head."""
     head, *body = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
 def index(found: list[Result]) -> str:
-    """The text of benchmarks/results/README.md."""
+    """Return the text of benchmarks/results/README.md: a table of all figures, and one of the commands."""
     figures = [("claim", "of what", "figure", "spread", "machine", "commit", "files")]
     commands = [("file", "peer", "date", "command")]
     for result in found:
@@ -91,7 +91,7 @@ def index(found: list[Result]) -> str:
 
 
 def measured(found: list[Result]) -> str:
-    """The table for README: the figures that have the key "readme", sorted by the row that the key names."""
+    """Return the table for README: a row for each figure with the key "readme", sorted by that number."""
     rows = {}
     for result in found:
         for each in result.figures:
@@ -106,7 +106,7 @@ def measured(found: list[Result]) -> str:
 
 
 def with_table(readme: str, text: str) -> str:
-    """The text of README with its table replaced. readme: the present text. text: the new table."""
+    """Return the text of README with its table replaced. readme: the present text. text: the new table."""
     before, rest = readme.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{text}\n{END}{after}"

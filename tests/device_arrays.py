@@ -25,7 +25,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 class Counted(Kernels):
-    """Kernels that record the name of every kernel that was launched."""
+    """Kernels that append the name of every kernel that is launched to the list `launched`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, ())
@@ -67,7 +67,10 @@ def kernels(device: str) -> Counted:
 
 
 def workspace_bytes(chunks: Sequence[Chunk]) -> int:
-    """Return the bytes of workspace that updates of these chunks need in addition to the chunks' arrays."""
+    """Return the bytes of workspace that updates of these chunks need in addition to the chunks' arrays.
+
+    chunks: infinity.device_update.table.Chunk.
+    """
     segments = [each for chunk in chunks for each in chunk.work.segments]
     return WorkspaceSize(
         pieces=len(segments),

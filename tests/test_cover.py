@@ -1,7 +1,7 @@
 """Tests of the helper `cover`, which chooses combinations of test parameters (factors) to run.
 
-Any two values of different factors must occur together in some combination, and there must be few
-combinations.
+Any two values of different factors must occur together in some combination, and there must be hardly more
+combinations than the two factors with the most values need.
 """
 
 from __future__ import annotations

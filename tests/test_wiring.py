@@ -1,5 +1,5 @@
-"""Tests that objects of the package get the objects and functions that they call from their constructors, and
-that no later statement sets them.
+"""Tests of how the package's objects come to know each other: an object gets every object and function that
+it will call as an argument of its constructor. No later statement may set one.
 """
 
 from __future__ import annotations

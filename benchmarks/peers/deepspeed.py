@@ -48,7 +48,10 @@ GPU = Sizes(100_000_000, 200_000_000, 1_000_000_000, 100_000, 100_000_000, 8)
 
 
 def settings(task: Task, largest: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. largest: elements of the largest parameter, which must fit in a buffer."""
+    """Return DeepSpeed's configuration for a training job.
+
+    largest: elements of the largest parameter, which must fit in a buffer for swapping.
+    """
     return {
         "train_micro_batch_size_per_gpu": task.batch,
         "gradient_accumulation_steps": 1,

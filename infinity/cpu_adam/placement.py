@@ -55,10 +55,11 @@ def leave_room(cores: Sequence[int], quota: float | None) -> tuple[int, ...]:
 
 
 def place(threads: int | None, cpus: Sequence[int] | None) -> list[int]:
-    """The CPU on which each thread of a pool runs.
+    """Return the number of the CPU on which each thread of a pool runs, one entry for each thread.
 
-    threads: number of threads; None: one for each CPU. cpus: the CPUs, which are used in turn; None:
-    `default_cpus()`. Raises ConfigError for CPUs that this process may not use, and if `cpus` is empty.
+    threads: number of threads; None: one for each CPU. cpus: numbers of the CPUs; None: `default_cpus()`. If
+    there are more threads than CPUs, the CPUs are used again from the first on. Raises ConfigError for CPUs
+    that this process may not use, and if `cpus` is empty.
     """
     chosen = list(default_cpus() if cpus is None else cpus)
     allowed = os.sched_getaffinity(0)

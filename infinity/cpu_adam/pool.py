@@ -1,6 +1,7 @@
 """The thread pool: runs optimizer updates and other work over arrays as jobs, and returns a ticket for each.
 
-The kinds of work are updates, gradient passes and streams; infinity/cpu_adam/work.py describes them.
+The kinds of work are updates, gradient passes and memory-bandwidth tests: Update, Gradient and Stream in
+infinity/cpu_adam/work.py.
 """
 
 from __future__ import annotations
@@ -107,13 +108,13 @@ class ThreadPool(Closing):
     threads: the number of threads; None: one for each CPU. cpus: the numbers of the CPUs; None:
     `default_cpus()`. If there are more threads than CPUs, several threads share a CPU. isa: the name of an
     instruction set; None: the set that the environment variable INFINITY_ISA names, or else the best set of
-    `runnable_isas()`. chunk: the number of elements that a thread processes at a time, a multiple of BLOCK.
-    Neither `isa` nor `chunk` changes a bit of any result.
+    `runnable_isas()`. chunk: the number of elements that a thread processes at a time, a multiple of
+    `infinity.cpu_adam.BLOCK`. Neither `isa` nor `chunk` changes a bit of any result.
 
     openmp: whether a thread that waits for a job computes the job together with its own OpenMP threads, those
-    with which torch computes. They are often awake while the pool's threads sleep. If the pool has more
-    threads than OpenMP has, the pool's threads compute instead. Raises ConfigError for values that cannot be
-    used.
+    with which torch computes. OpenMP's threads are often awake while the pool's threads sleep. If the pool
+    has more threads than OpenMP has, the pool's threads compute instead. Raises ConfigError for values that
+    cannot be used.
 
     The pool is a context manager, and `close` finishes all queued jobs. In a forked child process every call
     raises ConfigError.
@@ -163,9 +164,10 @@ class ThreadPool(Closing):
         awaited: whether the caller will wait for the job next. If so, the calling thread takes part in the
         job when it waits, as in `run`, and the pool's threads may be left asleep until then.
 
-        Raises ConfigError, before any array is changed, if a tensor has a wrong dtype, device, length or
-        layout, if arrays overlap, if segments overlap or lie outside of the arrays, if a hyper-parameter is
-        out of range, or if the pool is closed.
+        Raises ConfigError, before any array of `work` is changed, if an array has a wrong dtype, device,
+        length or layout, if arrays overlap, if segments (ranges of the arrays, one or more for each
+        parameter) overlap or lie outside of the arrays, if a hyper-parameter is out of range, or if the
+        pool is closed.
         """
         if isinstance(work, Update):
             return self._submit_update(work, awaited)
@@ -188,13 +190,13 @@ class ThreadPool(Closing):
         owners: Sequence[torch.Tensor],
         awaited: bool = False,
     ) -> Ticket[UpdateResult]:
-        """Queue an update whose arrays have the dtypes, length and places of an earlier update's arrays. The
-        arrays are not checked again, and may lie in other memory than those of the earlier update.
+        """Queue an update without checking its arrays, and return a ticket at once. The arrays must have the
+        dtypes and the length of the arrays of an earlier update, and may lie in other memory.
 
-        form: `UpdateForm.of` the earlier update. addresses: the addresses of this update's arrays, from
-        `UpdateForm.addresses`. segments: tuples (start, count, hyper, index, seed) of the fields of
-        `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale: as in `Update`. owners: the
-        tensors that own the arrays' memory; they are kept alive during the job. awaited: as in `submit`.
+        form: made by `UpdateForm.of` from the earlier update. addresses: the addresses of this update's
+        arrays, as `form.addresses` returns them. segments: tuples (start, count, hyper, index, seed) of the
+        fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale: as in `Update`. owners:
+        the tensors that own the arrays' memory; they are kept alive during the job. awaited: as in `submit`.
         Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of range.
         """
         grad, parameter, remainder, copy, first, second, first_scale, second_scale = addresses
@@ -229,9 +231,9 @@ class ThreadPool(Closing):
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
         """Submit the work, wait for the job and return its result.
 
-        The calling thread takes part in the work. It does a small job without other threads, and with
-        `openmp` any job together with its OpenMP threads, if it has enough of them. In both cases no thread
-        of the pool is woken.
+        The calling thread takes part in the work. It does a small job without other threads. If the pool
+        was made with `openmp`, and the calling thread has at least as many OpenMP threads as the pool has
+        threads, they do any larger job together. In both cases no thread of the pool is woken.
         """
         return self.submit(work, awaited=True).result()
 

@@ -67,7 +67,8 @@ def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
 
 
 def largest_workspace(sizes: Iterable[int], chunk_elements: int) -> WorkspaceSize:
-    """The largest workspace that updates of some parameters may need, wherever chunks cut the parameters.
+    """Return the size of workspace that is enough for updates of parameters of these sizes, wherever the
+    ends of chunks cut the parameters into pieces.
 
     sizes: number of elements of each parameter. chunk_elements: length of a chunk in elements.
     """

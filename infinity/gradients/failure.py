@@ -8,7 +8,8 @@ from infinity.errors import ConfigError, InfinityError
 class GradientFailure:
     """Holds, as `error`, the latest error that made the gradients of the current step invalid, or None.
 
-    Such an error left a gradient partly added to the stored one, or partly written to its page's home.
+    After such an error a gradient may be missing, may be added only in part to the sum of the step's earlier
+    gradients, or may be written only in part to the home of its gradient page.
     """
 
     def __init__(self) -> None:

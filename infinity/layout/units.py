@@ -18,7 +18,9 @@ from infinity.config import Precision
 from infinity.errors import ConfigError
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
-"""The units of a model. A unit is a pair: the path of a module, and indices into `Survey.parameters`."""
+"""The units of a model. A unit is a pair: the path of a module, and the indices in `Survey.parameters` of
+the parameters that are in the unit.
+"""
 
 BLOCK_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """Types of containers that hold a model's repeated blocks.
@@ -100,10 +102,10 @@ class Survey:
         return tuple(_cut(self._root, unit_bytes, forced=False))
 
     def together(self, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
-        """The sets of units that have to be resident at the same time, as indices into `grouping`.
+        """Return the sets of units that have to be resident at the same time, as indices into `grouping`.
 
-        A set consists of the units that hold the direct parameters of one module, if there are several. That
-        happens where some of the module's parameters are tied to parameters of other modules.
+        There is a set for each module whose direct parameters lie in several units: the set has these units.
+        That happens where some of the module's parameters are tied to parameters of other modules.
         """
         unit_of = {index: unit for unit, (_, members) in enumerate(grouping) for index in members}
         units: dict[str, set[int]] = {}

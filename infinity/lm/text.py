@@ -135,7 +135,9 @@ def _order(name: str) -> tuple[bytes, str]:
 
 
 _File = tuple[str, str, int]
-"""A file that was found: (name relative to the root, path, size in bytes)."""
+"""A file that was found: (path relative to the folder that was searched, path to open, size in bytes). The
+first is the file's own name if the file itself was given.
+"""
 
 
 class _Walk:
@@ -155,7 +157,8 @@ class _Walk:
         self._seen: set[tuple[int, int]] = set()
 
     def files(self, root: str) -> Iterator[_File]:
-        """Yield the file `root`, or the files in the folder `root`, except files that were found before.
+        """Yield the file `root`, or the wanted files in the folder `root` and below it. Files that were
+        found before, empty files, and hidden files and folders in `root` are left out.
 
         Raises ConfigError if `root` does not exist or is neither a file nor a folder, and StorageError if the
         system cannot read a file or folder.

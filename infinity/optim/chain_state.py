@@ -8,18 +8,20 @@ import enum
 class ChainState(enum.Enum):
     """The state of a chain, and the staging (buffers in host RAM) that the chain holds in this state.
 
-    The gate of a chain is open once it is decided what its update computes.
+    The gate of a chain is open while its update may run. `step()` or an eager update opens the gate, when
+    the chunk's gradients are complete and the update's hyper-parameters are fixed.
     """
 
     IDLE = "idle"
-    """It is not decided what to compute, and no states are read ahead. The chain holds no staging."""
+    """The gate is closed, and no optimizer states are read ahead. The chain holds no staging."""
     DUE = "due"
-    """The gate is open. The chain waits for staging or for its turn. Of its bytes only the gradient may
-    already be in staging.
+    """The gate is open. The chain waits for staging or for its turn. Of the update's inputs only the
+    gradient may already be in staging.
     """
     READING = "reading"
-    """Inputs that are not in RAM are being read into staging (only the optimizer states if the gate is
-    closed). From this state on the chain holds all the staging that its update needs.
+    """Inputs that are not in RAM are being read into staging: all inputs if the gate is open, only the
+    optimizer states if it is closed. From this state on the chain holds all the staging that its update
+    needs.
     """
     GATED = "gated"
     """The optimizer states have been read into staging, and the gate is still closed."""

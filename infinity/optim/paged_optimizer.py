@@ -130,8 +130,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
-        """optimizer: the user's optimizer. rule: Rule.of(optimizer). backend: the part of the runtime that
-        keeps the states in pages.
+        """optimizer: the user's optimizer. rule: `Rule.of(optimizer, states)`, which says what entries a
+        state has (infinity/formats/optimizer_rules.py). backend: the part of the runtime that keeps the
+        states in pages.
 
         No state is moved here: `adopt` copies states into the pages, and `retire` frees the states of
         `optimizer`.
@@ -189,8 +190,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that this class made, or a torch optimizer of the same type with the same param
-        groups.
+        """Load a state dict that was made by a PagedOptimizer or by a torch optimizer. It must be of an
+        optimizer of the same type with the same param groups.
 
         Raises ConfigError (a ValueError, as in torch) if the state dict does not fit this optimizer.
         Nothing has changed then.
@@ -229,8 +230,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Check the param groups of a state dict, and return new groups: the saved options with this
         optimizer's parameters.
 
-        saved: the param groups of the state dict. Raises the errors of `Rule.check`, and ConfigError if the
-        groups are not those of this optimizer.
+        saved: the param groups of the state dict. Raises the errors of `Rule.check`, and ConfigError if
+        there are more or fewer groups than this optimizer has, or more or fewer parameters in one of them.
         """
         if len(saved) != len(self.param_groups):
             raise ConfigError(
@@ -325,10 +326,11 @@ def checked_state(
     *,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Check a state in torch's form, and return the entries that `OptimizerCore.write_state` takes.
+    """Check the state that a torch optimizer has for a parameter, and return the entries of it that
+    `OptimizerCore.write_state` takes: "step", the moments of `rule`, and "master".
 
-    what: the parameter's name in error messages. dtype: the parameter's dtype in its page; None:
-    `parameter.dtype`. No copy is made, and entries that the rule does not know are left out. Raises
+    state: as in torch's `Optimizer.state[parameter]`. what: the parameter's name in error messages. dtype:
+    the parameter's dtype in its page; None: `parameter.dtype`. Moments and master are not copied. Raises
     ConfigError if an entry is missing, is not a dense tensor of floats, or has the wrong shape.
     """
     if not isinstance(state, Mapping):

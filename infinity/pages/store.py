@@ -112,8 +112,8 @@ class Store:
         return {**self.host.pools, **self.device.pools}
 
     def home(self, tier: Tier, nbytes: int) -> Home:
-        """Lease `nbytes` bytes in a tier, and return them as a new home. They are undefined until they are
-        written.
+        """Lease `nbytes` bytes in a tier, and return them as a new home for a page. The content of the bytes
+        is undefined until it is written.
 
         Raises BudgetError if the tier is full.
         """
@@ -273,8 +273,8 @@ class Store:
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
         """Return `memory` itself if the CPU can use it, else a copy of it in ordinary RAM.
 
-        memory: contiguous memory of the device. The call waits for the copy, which has the content after all
-        work that is queued on the compute stream.
+        memory: contiguous memory of the device. The copy is made after all work that is queued on the
+        compute stream, and the call waits for the copy.
         """
         if self.link.direct:
             return memory

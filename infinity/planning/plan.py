@@ -43,8 +43,8 @@ class Plan:
     unified: bool
     """Whether device and host are the same RAM. If so, the model uses pages in the host tier in place."""
     homes: Homes
-    """The tier in which each page rests, by unit and kind. The tier is None for a page without bytes, for
-    instance the gradient page of a frozen unit.
+    """The tier in which each page rests: `homes[unit][kind]`, by index of the unit. The tier is None for a
+    page without bytes, for instance the gradient page of a frozen unit.
     """
     chain_bytes: int
     """Bytes of the largest chain (update of one chunk): the chunk's parameters, gradients and optimizer
@@ -89,7 +89,9 @@ class Plan:
     live tensors; see infinity/planning/headroom.py.
     """
     prediction: Prediction | None = None
-    """The predicted or measured seconds of a step of one micro-batch; None if unknown."""
+    """The predicted seconds of a step of one micro-batch; None if unknown. In the plan of a runtime that has
+    finished a step: the measured seconds of its last step.
+    """
     speeds: MachineRates | None = None
     compute: Seconds | None = None
     """Least and most seconds that the operations of one forward and one backward take together, without

@@ -25,8 +25,8 @@ better. 7B parameters have some 1,700 long chunks, whose calls take a hundredth 
 """
 
 _LONG_SHARE = 64
-"""The search tries long chunks only if two of their updates together need at most the bytes of host RAM
-divided by this number.
+"""The search tries long chunks only if the parameters, gradients and optimizer states of two long chunks
+together take at most the bytes of host RAM divided by this number.
 """
 
 _LARGEST_UNIT = 1 << 30
@@ -53,9 +53,9 @@ class Search:
 
         gradient_dtype: maps the dtype of parameters to the dtype of their gradients; see
         `Precision.gradient_dtype`. rule: the optimizer's rule; None for inference. line: the kinds of pages
-        in the order in which they get room, parameters first; see `line_of`. own_memory: whether the device
-        has memory that the CPU cannot use. If so, gradients leave the device through a ring buffer, and
-        long chunks are tried.
+        in the order in which they get room in the fastest tiers, parameters first; see `line_of` in
+        infinity/planning/placement.py. own_memory: whether the device has memory that the CPU cannot use. If
+        so, gradients leave the device through a ring buffer, and long chunks are tried.
         """
         self._surveyed = surveyed
         self._line = line
@@ -71,8 +71,10 @@ class Search:
     def place(self, room: Room) -> Placement | None:
         """Find the first placement that fits `room`; returns None if no placement fits.
 
-        Placements are tried in the order of WORKING_ROOMS (infinity/planning/working_room.py). With equal
-        working room, large units come before small units, and long chunks before short chunks.
+        room: bytes of each tier. WORKING_ROOMS (infinity/planning/working_room.py) gives the order in which
+        placements are tried: first those without pages on NVMe, and those with large buffers for moving and
+        updating pages before those with small buffers. With equal buffers, large units come before small
+        units, and long chunks before short chunks.
         """
         for level in WORKING_ROOMS:
             for candidate in self._useful(room):
@@ -118,7 +120,7 @@ class Search:
         return enough if needed is None else needed
 
     def _useful(self, room: Room) -> Iterator[Candidate]:
-        """All candidates that `place` tries. A candidate is one way to divide the model into units and
+        """Yield all candidates that `place` tries. A candidate is one way to divide the model into units and
         chunks (infinity/planning/candidate.py). For each way to form units, long chunks come first if the
         host tier has room for them.
         """
@@ -131,8 +133,8 @@ class Search:
                 yield self._candidate(grouping, chunk)
 
     def _candidates(self) -> Iterator[Candidate]:
-        """All candidates (ways to divide the model) except those with long chunks. Where shorter chunks do
-        not fit, long chunks do not fit either.
+        """Yield all candidates (ways to divide the model) except those with long chunks, to find the
+        smallest budgets. Where shorter chunks do not fit, long chunks do not fit either.
         """
         for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
             yield self._candidate(grouping, chunk)
@@ -152,8 +154,8 @@ class Search:
 
 
 def _groupings(surveyed: Survey) -> list[Grouping]:
-    """The distinct ways to group modules into units, from the coarsest to the finest, which has one unit
-    per module.
+    """Return the distinct ways to group modules into units, from the one with the largest units to the one
+    with one unit per module.
     """
     sizes = []
     size = min(surveyed.nbytes // _FEWEST_UNITS, _LARGEST_UNIT)
@@ -164,15 +166,15 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """The distinct chunk lengths to try, in elements, the longest first. None is longer than the number of
-    elements of all trained parameters, rounded up to whole blocks of BLOCK elements.
+    """Return the distinct chunk lengths to try, in elements, the longest first. None is longer than the
+    number of elements of all trained parameters, after that number is rounded up to a multiple of BLOCK.
     """
     return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """`length`, but at most the number of elements of all trained parameters, after that number is rounded up
-    to a multiple of BLOCK. A longer chunk would never be filled.
+    """Return the smaller of `length`, a chunk length in elements, and the number of elements of all trained
+    parameters, after that number is rounded up to a multiple of BLOCK. A longer chunk would never be filled.
     """
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))

@@ -89,8 +89,8 @@ def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> 
     """Whether updates on the device save more time than they cost. The cost is that the updates' workspace
     displaces pages from the device.
 
-    spared: bytes of the pages that no longer cross the link. before, after: bytes of the pages at home in
-    each tier, without and with updates on the device.
+    spared: bytes of all pages of the units that the device would update. They then cross the link no longer.
+    before, after: bytes of the pages at home in each tier, without and with updates on the device.
     """
     moved = before[Tier.DEVICE] - after[Tier.DEVICE]
     sunk = max(0, after[Tier.NVME] - before[Tier.NVME])

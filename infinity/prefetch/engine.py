@@ -32,7 +32,7 @@ class Updates(Protocol):
     """
 
     def pending(self, unit: int) -> bool:
-        """Whether the unit has an optimizer update that was decided by `step` and is not finished."""
+        """Whether `step` or an eager update has given the unit an update that is not finished yet."""
 
     def begun(self, unit: int) -> bool:
         """Whether the unit has a pending update, and a part of this update is under way."""
@@ -115,7 +115,7 @@ class PrefetchEngine:
         no demand yet.
         """
         self._deferred = False
-        """Whether the last attempt to fetch ahead left out a page whose home was not up to date yet."""
+        """Whether the last attempt to fetch ahead left out a page with an unfinished update or write."""
         self.updates = updates
         self._edits = edits
 
@@ -344,9 +344,9 @@ class PrefetchEngine:
     def _lease(self, unit: int, pinned: set[int]) -> Lease:
         """Lease device memory for the unit's page, making room step by step.
 
-        The pages that the schedule chooses are evicted first, then all other pages that are not pinned, at
-        last the pinned pages. pinned: units to evict last. Raises BudgetError if there is no room even
-        then.
+        Pages that the trace expects to be used latest are evicted first, then all other pages that are not
+        pinned, at last the pinned pages. pinned: units to evict last. Raises BudgetError if there is no room
+        even then.
         """
         pool, nbytes = self.store.resident, self.pages[unit].nbytes
         if pool.largest_free < nbytes:
@@ -387,9 +387,9 @@ class PrefetchEngine:
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
-        """Evict the pinned pages too: they lie so that no gap beside them is large enough for a missing page.
+        """Evict the pinned pages too, which lie so that no gap between them has room for a missing page.
 
-        The pages of the demand are then brought again, one after the other, into the emptied pool.
+        `demand` then brings the pages of its units again, one after the other, into the emptied pool.
         """
         for unit in [each for each in self._resident if each in pinned]:
             self._evict(unit)

@@ -20,7 +20,7 @@ This bounds the memory that the trace takes in a loop that never calls `step`.
 
 
 class AccessKind(IntEnum):
-    """The purpose for which a unit is used.
+    """The purpose for which a unit is used: the model's forward, its backward, or an optimizer update.
 
     The class is an IntEnum because its members are hashed often, and members of an Enum hash slowly.
     """
@@ -38,7 +38,7 @@ class Access(NamedTuple):
 
 
 class _Sequence:
-    """A list of accesses, with an index of the positions of each access and of each pair of neighbours."""
+    """A list of accesses that can look up at which positions an access, or a pair of neighbours, occurs."""
 
     def __init__(self) -> None:
         self.entries: list[Access] = []

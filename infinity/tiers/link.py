@@ -134,11 +134,12 @@ class DeviceLink(Protocol):
         """
 
     def mark(self, returns: int) -> None:
-        """Record an event on the compute stream, after all uses of bytes whose leases have been returned.
+        """Record an event on the compute stream, behind all kernels that use bytes whose leases have been
+        returned. A later `to_device` into such bytes waits for the event.
 
         returns: how many leases have been returned to the pool so far (`Pool.returns`). Every kernel that
-        uses their bytes is queued by now. A later `to_device` into such bytes waits for the event; see
-        [Note: streams and leases] in infinity/tiers/copy_streams.py.
+        uses the bytes of these leases must be queued by now; see [Note: streams and leases] in
+        infinity/tiers/copy_streams.py.
         """
 
     def fence(self, transfer: Transfer) -> None:

@@ -1,4 +1,6 @@
-"""Tests of I/O engines: their options, the choice of a backend, and buffers registered with the kernel."""
+"""Tests of I/O engines: bad options must raise an error, the next backend must be chosen where one is
+forbidden, and reads into buffers that are registered with the kernel, or are not, must be correct.
+"""
 
 from __future__ import annotations
 
@@ -193,8 +195,8 @@ def test_the_engines_thread_keeps_off_the_cpu_of_whoever_wakes_it(tmp_path: Path
 def _the_new(name: str, before: set[int]) -> int:
     """Wait until this process has exactly one thread named `name` that is not in `before`, and return its id.
 
-    before: ids of threads that existed earlier. Threads of engines that were opened for a moment, to see what
-    works, may still be ending, so there can be several new ones at first.
+    before: ids of threads that existed earlier. To choose a backend, an engine opens other engines for a
+    moment. Their threads may still be ending, so there can be several new threads at first.
     """
     end = time.monotonic() + BOUND
     while len(found := threads_of(name) - before) != 1:

@@ -159,7 +159,7 @@ def test_all_transfers_short(backend: str, tmp_path: Path) -> None:
 
 @each_backend
 def test_nothing_moves(backend: str, tmp_path: Path) -> None:
-    """A read for which the kernel transfers 0 bytes fails as at the end of the file.
+    """A read for which the kernel transfers 0 bytes raises the StorageError of a file that is too short.
 
     A write for which the kernel transfers 0 bytes is tried again. It fails with EIO if every try transfers
     nothing.
@@ -298,7 +298,10 @@ def test_volume_fails_once_and_stays_usable(backend: str, tmp_path: Path) -> Non
 
 @each_backend
 def test_disk_full_for_real(backend: str) -> None:
-    """A file system that is really full gives StorageFull. It is a tiny tmpfs, which needs root to mount."""
+    """On a file system that is really full, a write raises StorageFull, and so does opening an engine.
+
+    The file system is a tiny tmpfs, which only root can mount.
+    """
     import subprocess
     import tempfile
 

@@ -1,6 +1,6 @@
-"""Tests of the training loop: it trains as plain torch does, by its recipe and learning rate schedule.
+"""Tests of the training loop: with a recipe and its learning rate schedule, it trains as plain torch does.
 
-They also test its report of each step, and the loss on text that is held out of training.
+The report of each step must be right, and so must the loss on text that is held out of training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def recipe(**changed: Any) -> Recipe:
 def offloaded(
     language_model: LanguageModel, rate: float = 1e-2, **precision: str
 ) -> Iterator[infinity.Runtime]:
-    """Offload the model to host RAM. rate: learning rate. precision: changed fields of an fp32 Precision."""
+    """Offload the model to host RAM, yield the runtime, and close it at the end.
+
+    rate: learning rate. precision: fields of infinity.Precision; `compute` is "fp32" unless given.
+    """
     with infinity.offload(
         language_model.model,
         make_optimizer(language_model.model, rate),
@@ -141,14 +144,14 @@ def test_it_trains_as_plain_torch_does(accumulate: int, text: Text) -> None:
 
 
 class Components:
-    """The batches of `whole`, each of them cut into `count` micro-batches, for use in place of a Batches."""
+    """Stands in for the Batches that `train` takes. Cuts batches of `whole` into `count` micro-batches."""
 
     def __init__(self, whole: Batches, count: int) -> None:
         self._whole = whole
         self._count = count
 
     def training(self, step: int, micro: int) -> torch.Tensor:
-        """Return one micro-batch of a step's batch: int64 token ids, shape (rows, seq + 1)."""
+        """Return the micro-batch with index `micro` of a step's batch: int64 token ids, (rows, seq + 1)."""
         return self._whole.training(step, 0).chunk(self._count)[micro]
 
 

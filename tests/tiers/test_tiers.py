@@ -1,4 +1,6 @@
-"""Tests of the memory tiers: exact budgets, alignment, unified memory, and CUDA where there is a GPU."""
+"""Tests of the memory tiers: a tier takes exactly the bytes of its budget, leases are aligned, and unified
+memory leases pages of the host arena. Where there is a GPU, tiers in its memory are tested too.
+"""
 
 import contextlib
 import gc
@@ -24,7 +26,10 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """The kernel's record (/proc/self/smaps) of the mapping that starts at `address`. {} if there is none."""
+    """Return the fields of /proc/self/smaps, by name, for the mapping that starts at `address`.
+
+    Returns {} if no mapping starts there.
+    """
     record: dict[str, str] = {}
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
@@ -241,8 +246,8 @@ def test_the_huge_page_probe_really_runs() -> None:
 def test_registration_with_cuda_lasts_as_long_as_the_mapping(code: int) -> None:
     """An arena that is registered with CUDA is unregistered when the last tensor over its memory is deleted.
 
-    This holds even if the arena was never closed. code: the result of the registration; if it is an error,
-    the arena is not unregistered.
+    This holds even if the arena was never closed. code: what the driver's call cuMemHostRegister returns, 0
+    for success. After an error nothing is unregistered.
     """
     device = EmulatedDevice()
     arena = HostArena(PAGE)
@@ -271,7 +276,7 @@ def test_a_registration_that_fails_says_why() -> None:
 
 
 def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed registration with CUDA warns once, naming the cure.
+    """If arenas cannot be registered with CUDA, the first gives a warning with the cure, the second none.
 
     All bytes of the arena are brought into RAM before the registration. Otherwise CUDA would fault them in
     on one thread.
