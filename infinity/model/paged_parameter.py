@@ -31,7 +31,7 @@ class Pager(Protocol):
         """
 
     def copy(self, place: Place) -> torch.Tensor:
-        """Return a copy of the parameter's values in new memory."""
+        """Return a copy of the parameter's values, in new memory on the parameter's device."""
 
     def lend_data(self, place: Place) -> torch.Tensor:
         """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
@@ -208,7 +208,12 @@ def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
 
 
 def _run_in_all(function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-    """Run an operation on parameters of several runtimes, by nested calls of the `run` of each runtime."""
+    """Run an operation on paged parameters of several runtimes, and return its result.
+
+    Each runtime's `Pager.run` fetches the pages of its own parameters. The calls are nested, so that all
+    pages stay resident until the operation returns. places: the places of all parameters among the
+    arguments.
+    """
     pager = min((place.pager for place in places), key=id)  # a fixed order, because each `run` takes a lock
     others = [place for place in places if place.pager is not pager]
 
