@@ -155,8 +155,8 @@ def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[
 def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
     """Return a page of Markdown with the figures of the report, and with the losses of each run.
 
-    report: as the function `compared` of benchmarks/quality.py returns it. runs: all runs, one for each row of
-    the first table.
+    report: as the function `compared` of benchmarks/quality.py returns it. runs: all runs, one for each row
+    of the first table.
     """
     machine = report["machine"]
     lines = [

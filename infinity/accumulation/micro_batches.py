@@ -326,7 +326,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _changed(model: nn.Module, before: dict[str, Any]) -> str | None:
-    """The name of the first attribute that is new or has another value than in `before`; None without one.
+    """Return the name of the first attribute that is new or has another value than in `before`, or None.
 
     before: attributes as `_attributes` returned them. Edits of a value in place are not noticed.
     """

@@ -304,10 +304,10 @@ def _backward(parameter: PagedParameter, *args: Any, **kwargs: Any) -> None:
 
 
 def _roots(outputs: Any) -> list[Any]:
-    """The list of `outputs` to start a backward from, with a plain view in place of each paged parameter.
+    """Return `outputs`, from which a backward starts, as a list with a plain view for each paged parameter.
 
-    So torch does not hand the backward to __torch_function__. The backward does not need the pages of these
-    parameters. It must not run through `Pager.run`, which holds the runtime's lock, because hooks and
+    Torch then does not hand the backward to __torch_function__. The backward does not need the pages of
+    these parameters. It must not run through `Pager.run`, which holds the runtime's lock, because hooks and
     recomputation that the backward calls in other threads have to fetch pages.
     """
     with torch._C.DisableTorchFunctionSubclass():
@@ -315,7 +315,7 @@ def _roots(outputs: Any) -> list[Any]:
 
 
 def _edges(inputs: Any) -> list[Any]:
-    """The list of `inputs` of a backward, with a GradientEdge in place of each paged parameter."""
+    """Return the `inputs` of a backward as a list, with a GradientEdge in place of each paged parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             torch.autograd.graph.get_gradient_edge(each) if isinstance(each, PagedParameter) else each
