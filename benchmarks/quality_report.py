@@ -34,7 +34,7 @@ class Run:
     """The results of one training run.
 
     variant: name of the way to train. losses: the loss of each step. held_out: the loss on held-out text at
-    the end.
+    the end. seconds: the time of the training steps.
     """
 
     variant: str
@@ -66,9 +66,10 @@ def all_nvme(states: str) -> str:
 
 
 def same_bits(runs: Sequence[Run], states: Sequence[str]) -> dict[str, bool]:
-    """For each format of moments: whether all-NVMe gave the same losses, bit for bit, as all-device.
+    """For each format of moments: whether the all-NVMe runs have the same losses as the all-device runs.
 
-    Runs with the same seed are compared. Formats without an all-NVMe run are left out.
+    Runs with the same seed are compared bit for bit, in the loss of every step and in the held-out loss.
+    states: the formats. Formats without an all-NVMe run are left out.
     """
     found = {(run.variant, run.seed): (run.losses, run.held_out) for run in runs}
     return {
@@ -110,7 +111,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _mean_and_deviation(values: Sequence[float], name: str) -> dict[str, float | None]:
-    """The mean of `values`, and their sample standard deviation under the key `name`.
+    """Return {"mean": the mean of `values`, `name`: their sample standard deviation}.
 
     The deviation of a single value is None.
     """
@@ -120,9 +121,10 @@ def _mean_and_deviation(values: Sequence[float], name: str) -> dict[str, float |
 def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[str, Any]:
     """Compute the differences of a variant to plain PyTorch with the same seeds, and compare them with noise.
 
-    The result has the relative differences of the losses of steps (mean and largest), and for each measure in
-    MEASURES the differences, their mean, and, with several seeds, whether it is within noise. pairs: each run
-    of the variant, with the run of plain PyTorch with the same seed. plain: all runs of plain PyTorch.
+    "mean_step" and "largest_step" are relative differences of the losses of single steps. Under the name of
+    each measure in MEASURES are the difference for each seed ("values"), the mean of these ("mean") and,
+    with several seeds, whether the mean is within noise ("within_noise"). pairs: each run of the variant,
+    and the run of plain PyTorch with the same seed. plain: all runs of plain PyTorch.
     """
     relative = [
         [abs(a - b) / b for a, b in zip(run.losses, other.losses, strict=True)] for run, other in pairs
@@ -151,7 +153,11 @@ def _difference(pairs: Sequence[tuple[Run, Run]], plain: Sequence[Run]) -> dict[
 
 
 def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
-    """Return the report, and the losses of each run, as a page of Markdown."""
+    """Return a page of Markdown with the figures of the report, and with the losses of each run.
+
+    report: as the function `compared` of benchmarks/quality.py returns it. runs: all runs, one for each row
+    of the first table.
+    """
     machine = report["machine"]
     lines = [
         f"# Training quality: {report['model']}, {report['steps']} steps",
@@ -179,9 +185,9 @@ def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
 def _start(start: dict[str, Any], runs: Sequence[Run]) -> list[str]:
     """Return lines that compare the first losses of infinity and of plain PyTorch, both with seed 0.
 
-    They say whether the difference is due to fp32 masters exactly between two bf16 values, which infinity and
-    torch round differently. start: the result of `start` in benchmarks/quality.py. Without both losses the
-    list is empty.
+    They say whether the difference is due to fp32 masters exactly between two bf16 values, which infinity
+    and torch round differently. start: the dictionary that the function `start` of benchmarks/quality.py
+    returns. If one of the two runs is missing, the list is empty.
     """
     firsts = {run.variant: run.losses[0] for run in reversed(runs) if run.seed == 0}
     ours = next((loss for name, loss in firsts.items() if name.startswith(DEVICE)), None)

@@ -28,8 +28,8 @@ class InfinityError(Exception):
     def again(self) -> Self:
         """A copy of the error without its traceback, to be stored or to be raised a second time.
 
-        A stored traceback would keep every frame alive, and with each frame's variables pages and staging
-        buffers.
+        A stored traceback would keep its frames alive, and so also the pages and staging buffers to which
+        variables of the frames refer.
         """
         return copy.copy(self)
 
@@ -146,9 +146,9 @@ def storage_error(
 ) -> StorageError:
     """The StorageError for a failed operation. It is a StorageFull for ENOSPC and EDQUOT.
 
-    operation: a verb for the message ("read", "preallocate"). offset: bytes, or None. cure: replaces the
-    usual cure. A text replaces the cure of every errno, a mapping the cures of those errnos that are its
-    keys.
+    operation: a verb for the message ("read", "preallocate"). offset: offset in the file in bytes, or None.
+    cure: None for the usual cure of `errno`, a text to use instead, or a mapping from errnos to such texts.
+    An errno that is not in the mapping has the usual cure.
     """
     where = f"{path} at byte {offset}" if offset is not None else path
     name = errno_codes.errorcode.get(errno, str(errno))

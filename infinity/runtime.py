@@ -41,8 +41,8 @@ class Runtime(Closing):
         """The object that runs micro-batches for `accumulate`; None before the first call of `accumulate`."""
         self._optimizer: PagedOptimizer | None = None
         self.training_step: TrainingStep | None = None
-        """The object that takes gradients and updates parameters, for `runtime.optimizer`; None for
-        inference.
+        """The object that takes gradients from autograd and carries out `runtime.optimizer.step()`; None if
+        the model was offloaded without an optimizer.
         """
         self._hooks = ModuleHooks(
             parts.model,

@@ -34,7 +34,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def floats(seed: int, n: int, *, finite: bool = False) -> torch.Tensor:
-    """`n` random float32: ordinary numbers, random bit patterns and zeros.
+    """Return `n` random float32 values: most are standard normal, about a fifth are random bit patterns,
+    and about one in twenty is 0.
 
     finite: replace infinities, NaNs and all magnitudes from 1e30 on by 1.5.
     """
@@ -49,7 +50,10 @@ def floats(seed: int, n: int, *, finite: bool = False) -> torch.Tensor:
 
 
 def round_half_up(x: torch.Tensor) -> torch.Tensor:
-    """Round float32 to bfloat16, half up: (u + 0x8000) >> 16 of the bits u. NaNs become quiet."""
+    """Round float32 to bfloat16: the result has the bits (u + 0x8000) >> 16, where u are the bits of `x`.
+    So a value halfway between two bfloat16 values goes to the one of greater magnitude. Every NaN becomes
+    the same quiet NaN.
+    """
     u = bits(x).to(torch.int64) & 0xFFFFFFFF
     u = torch.where(x.isnan(), NAN, u)
     return (((u + 0x8000) >> 16) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
@@ -81,7 +85,10 @@ def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def padded(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """Copy `tensor` to memory that begins `offset` elements after the start of an aligned allocation."""
+    """Return a copy of the 1-D `tensor`, `offset` elements after the start of an allocation of torch.
+
+    So the copy need not be aligned as torch aligns memory.
+    """
     room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
     view = room[offset:]
     view.copy_(tensor)
@@ -98,10 +105,11 @@ def sign(n: int, random: torch.Generator) -> torch.Tensor:
 
 
 def adversarial(n: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Make inputs of an Adam update, `n` elements each. Returns (states, gradient).
+    """Make float32 inputs of an Adam update, `n` elements each. Returns (states, gradient).
 
-    The states are "parameter", "first_moment" and "second_moment". One third of the elements has values as
-    in training, one third values of every magnitude, and one third combinations of edge cases.
+    states: the tensors "parameter", "first_moment" and "second_moment". In each tensor the first third of
+    the elements has values as in training, the second third has magnitudes from 1e-45 to at most 1e38, and
+    the last third has random combinations of edge cases, such as 0, denormals and very large values.
     """
     random = torch.Generator().manual_seed(0)
     third = n // 3

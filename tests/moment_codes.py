@@ -9,12 +9,13 @@ import torch
 
 
 def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
-    """Return for each of `values` the distance between the two int8 codes just below and above it.
+    """Return for each of `values` the distance between the two decodable values just below and above it.
 
-    values: finite moments, float32 (n,), from the first element of a block on. A block is 64 successive
-    values whose codes share a unit, which their largest magnitude sets. The result is float64 (n,), in the
-    scale of the values. It is the largest error of one stochastic rounding, and twice the largest error of
-    rounding to nearest. span: FIRST_SPAN or SECOND_SPAN of infinity.formats.moments.
+    The decodable values are those to which int8 codes decode. The result is float64 (n,). Its elements are
+    the largest error of one stochastic rounding, and twice the largest error of rounding to nearest.
+    values: finite moments, float32 (n,). Each 64 successive values, from the first on, are a block: their
+    codes share one scale, which the largest magnitude of the block sets. span: FIRST_SPAN for first
+    moments, SECOND_SPAN for second moments, both of infinity.formats.moments.
     """
     count = values.numel()
     rows = torch.nn.functional.pad(values.abs(), (0, -count % 64)).view(-1, 64)

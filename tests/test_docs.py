@@ -89,7 +89,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def paths(text: str) -> set[str]:
-    """All parts of a text that read as paths from the root of the repository."""
+    """All paths in `text` that start with a folder at the root of the repository, such as "docs/"."""
     return {found.rstrip(".") for found in PATH.findall(text)}
 
 

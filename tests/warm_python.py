@@ -91,9 +91,10 @@ class _Server:
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """Have a process forked that runs a program and is a child of this process. Returns its process id.
 
-        request: the program's arguments, directory, environment, whether it gets a new session, and the
-        descriptor numbers that it has. descriptors: descriptors of this process, which the new process gets
-        under these numbers, in the same order.
+        request: what the program gets, under the keys "arguments" (those after the interpreter),
+        "directory", "environment", "new session" (whether it gets one) and "descriptors" (numbers).
+        descriptors: descriptors of this process; each becomes the number at its place in
+        request["descriptors"].
         """
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)

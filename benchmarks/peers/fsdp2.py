@@ -62,5 +62,5 @@ class Fsdp2:
 
 
 def open_contender(task: Task) -> Fsdp2:
-    """Build the sharded model and its optimizer. `task.mode` is not used."""
+    """Return a contender with a sharded model and its optimizer. `task.mode` is not used."""
     return Fsdp2(task)

@@ -57,16 +57,16 @@ class Task:
         return Task(**json.loads(line))
 
     def model(self) -> torch.nn.Module:
-        """Build the decoder on torch's current default device."""
+        """Build the decoder in fp32 on torch's current default device; on "meta" it has no values."""
         module = _load(self.decoder_file)
         built: torch.nn.Module = module.Decoder(module.DecoderConfig(**self.decoder))
         return built
 
     def real_model(self) -> torch.nn.Module:
-        """Build the decoder with initial values in fp32.
+        """Build the decoder in fp32 with random initial values, on the GPU or in RAM.
 
-        The decoder is on the GPU if the task's device is a GPU and the decoder takes less than half of the
-        GPU's free memory, because drawing random values takes long on a CPU. Otherwise it is in RAM.
+        It is on the GPU if the task's device is a GPU and the decoder takes less than half of the GPU's
+        free memory, because drawing random values takes long on a CPU. Otherwise it is in RAM.
         """
         with torch.device("meta"):
             nbytes = 4 * sum(parameter.numel() for parameter in self.model().parameters())

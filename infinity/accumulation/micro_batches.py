@@ -5,10 +5,10 @@ Micro-batches are stopped and continued, and not changed otherwise. Each runs th
 autograd runs one whole backward over an uncut graph. So every value is the same as in the plain loop, which
 runs one micro-batch after the other, whatever the model is made of (residual streams, skips, tied weights).
 A model whose order of units cannot be foreseen costs time, not correctness. A parameter's gradients are
-added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop, because the first of
-the micro-batches that have come equally far goes on first. If the order of units depends on data (experts),
-a later micro-batch can reach a parameter before an earlier micro-batch does. Its gradient then waits until
-the gradient of the earlier micro-batch is added.
+added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop: of the micro-batches
+that are at the same part of the model, the one with the lowest number goes on first. If the order of units
+depends on data (experts), a micro-batch can reach a parameter before a micro-batch with a lower number.
+Its gradient then waits until the gradient of the micro-batch with the lower number is added.
 
 [Note: where a backward stops]
 A backward stops at the tensors that entered a module with pages of its own. The gradient of such a tensor is
@@ -261,8 +261,9 @@ class Group:
     def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
         """Return the number of the stage (part of the model) that begins as `micro` enters a module.
 
-        units: the units of the module. If no other micro-batch has been further, this is a new stage. If one
-        has, it is the next stage after that of `micro` that has these units; None without such a stage.
+        units: the units of the module. If `micro` is at the last stage that any micro-batch has entered, a
+        new stage with these units is added. Else the result is the next known stage after that of `micro`
+        with exactly these units, or None if there is none. After None, `micro` goes on without a stop.
         """
         now = micro.position[1]
         if now == len(self._course) - 1:
@@ -325,7 +326,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _changed(model: nn.Module, before: dict[str, Any]) -> str | None:
-    """The name of the first attribute that is new or has another value than in `before`; None without one.
+    """Return the name of the first attribute that is new or has another value than in `before`, or None.
 
     before: attributes as `_attributes` returned them. Edits of a value in place are not noticed.
     """

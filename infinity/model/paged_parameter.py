@@ -31,7 +31,7 @@ class Pager(Protocol):
         """
 
     def copy(self, place: Place) -> torch.Tensor:
-        """Return a copy of the parameter's values in new memory."""
+        """Return a copy of the parameter's values, in new memory on the parameter's device."""
 
     def lend_data(self, place: Place) -> torch.Tensor:
         """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
@@ -208,7 +208,12 @@ def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
 
 
 def _run_in_all(function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-    """Run an operation on parameters of several runtimes, by nested calls of the `run` of each runtime."""
+    """Run an operation on paged parameters of several runtimes, and return its result.
+
+    Each runtime's `Pager.run` fetches the pages of its own parameters. The calls are nested, so that all
+    pages stay resident until the operation returns. places: the places of all parameters among the
+    arguments.
+    """
     pager = min((place.pager for place in places), key=id)  # a fixed order, because each `run` takes a lock
     others = [place for place in places if place.pager is not pager]
 
@@ -299,10 +304,10 @@ def _backward(parameter: PagedParameter, *args: Any, **kwargs: Any) -> None:
 
 
 def _roots(outputs: Any) -> list[Any]:
-    """The list of `outputs` to start a backward from, with a plain view in place of each paged parameter.
+    """Return `outputs`, from which a backward starts, as a list with a plain view for each paged parameter.
 
-    So torch does not hand the backward to __torch_function__. The backward does not need the pages of these
-    parameters. It must not run through `Pager.run`, which holds the runtime's lock, because hooks and
+    Torch then does not hand the backward to __torch_function__. The backward does not need the pages of
+    these parameters. It must not run through `Pager.run`, which holds the runtime's lock, because hooks and
     recomputation that the backward calls in other threads have to fetch pages.
     """
     with torch._C.DisableTorchFunctionSubclass():
@@ -310,7 +315,7 @@ def _roots(outputs: Any) -> list[Any]:
 
 
 def _edges(inputs: Any) -> list[Any]:
-    """The list of `inputs` of a backward, with a GradientEdge in place of each paged parameter."""
+    """Return the `inputs` of a backward as a list, with a GradientEdge in place of each paged parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         return [
             torch.autograd.graph.get_gradient_edge(each) if isinstance(each, PagedParameter) else each

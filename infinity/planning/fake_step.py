@@ -90,8 +90,8 @@ def _fake_state(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, fake tensor) for every parameter and buffer. Parameters have the dtypes of their pages.
 
-    A parameter's gradient is dropped once it is complete, because a real step then moves it to the gradient
-    page.
+    A hook on each trainable parameter drops its gradient as soon as the gradient is complete, because a
+    real step then moves it to the gradient page.
     """
     for name, parameter in model.named_parameters():
         fake = torch.empty_strided(
@@ -141,8 +141,10 @@ class _Watch(TorchDispatchMode):
         self._saving = False
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` without its autograd graph, which autograd saves in its place. If autograd saved
-        `tensor` itself, graph and tensor would keep each other alive, and the tensor would count for ever.
+        """Return a detached alias of `tensor`, for autograd to save instead of `tensor`.
+
+        If autograd saved `tensor` itself, its graph and the tensor would keep each other alive, and the
+        bytes of the tensor would be counted for ever.
         """
         self._saving = True
         try:
@@ -170,8 +172,10 @@ class _Watch(TorchDispatchMode):
         weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
 
     def _scratch(self, func: Any, result: Any) -> None:
-        """Raise `peak` by the memory that the operator `func` allocates and frees within its call. Only
-        attention's backward operators on CUDA do: they hold their gradients, `result`, once more in fp32.
+        """Let `peak` include memory that the operator `func` allocates and frees again within its call.
+
+        Only the backward operators of attention on CUDA do so: they sum the gradients that they return in
+        an fp32 copy. result: what the operator returned, a tree of tensors.
         """
         if _ATTENTION.fullmatch(func.overloadpacket.__name__):
             gradients = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]

@@ -45,7 +45,8 @@ class _Tally:
     def finish(self, seconds: float) -> None:
         """Complete the sums of one step at its end: count the step, its wall time and its seconds of compute.
 
-        seconds: the wall time of the step. Compute is what stalls and updates leave of it.
+        seconds: the wall time of the step. The seconds of compute are this time less the seconds of stalls
+        and of updates, and at least 0.
         """
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
@@ -244,8 +245,8 @@ class Meter:
     def updating(self, seconds: float) -> None:
         """Count time in which the training thread worked on updates or waited for updates.
 
-        seconds: the length of this time, which ended now, less the stalls in it, which are counted apart.
-        Within `stalling` of the same thread nothing is counted, since the stall counts the time.
+        seconds: the length of this time, which ended now. The caller leaves out stalls that were counted in
+        that time. Within `stalling` of the same thread nothing is counted, since the stall counts the time.
         """
         if self._thread.waits:
             return

@@ -5,17 +5,18 @@ A device runs four queues beside each other: compute (the stream that is current
 two queues for copies up to the device (see `Lane`), and one queue for copies down to the host. Every order
 between queues that matters is enforced by an event. Each such order is a member of `Order`, whose docstring
 gives the reason. `CopyStreams._wait` and `_ask` are the only places where a queue or the host waits for an
-event, or asks whether an event has happened. `uses` tells a driver with a checker which bytes compute and
-the host use, so that the checker finds any two uses that no event orders (tests/test_copy_order.py).
+event, or asks whether an event has happened. `CopyStreams.uses` tells a driver with a checker which bytes
+compute and the host use, so that the checker finds any two uses that no event orders
+(tests/test_copy_order.py).
 
 Compute may still use device bytes whose lease was returned: the lease returns when the host drops its last
 view of the bytes, and by then the kernels that use them are queued, but not done. A copy up into bytes that
 are leased anew must wait for these kernels, but not for all that compute has queued since. Two numbers tell
 how far to wait. The pool numbers the returns of leases (1, 2, 3, ...), and a new lease knows the number of
-the latest return of any of its bytes (`Lease.last_return`). From time to time `mark` records an event on
-compute, and stores it with the number of returns so far. When this event happens, compute is done with the
-bytes of all leases returned up to then. A copy up waits for the event of the first mark whose number is at
-least `last_return`.
+the latest return of any of its bytes (`Lease.last_return`). From time to time the method `mark` records an
+event on compute, and stores it with the number of returns so far. When this event happens, compute is done
+with the bytes of all leases returned up to then. A copy up waits for the event of the first mark whose
+number is at least `last_return`.
 """
 
 from __future__ import annotations
@@ -203,8 +204,9 @@ class CopyStreams:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A context in which each copy is timed, by two events around the copy on its CUDA stream. The
-        attribute `timing` of the copy's EventTransfer has the times.
+        """A context in which each copy is timed, by two events around the copy on its CUDA stream.
+
+        `timing.times()` of the copy's EventTransfer gives the times at which the copy began and ended.
         """
         self._idle = self._driver.stream()
         try:
@@ -229,9 +231,10 @@ class CopyStreams:
             waiter.wait(event)
 
     def _ask(self, order: Order, event: Event) -> bool:
-        """Whether an event has happened. If so, all later work of the host comes after the event.
+        """Return, without waiting, whether an event has happened: all work queued before the event is done.
 
-        order: the reason for the question; tests leave out all questions with one reason.
+        If it has, the host may use the bytes of this work. order: the reason for the question; a test
+        leaves out all questions with one reason.
         """
         return event.done()
 

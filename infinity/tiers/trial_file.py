@@ -33,9 +33,8 @@ engine then cuts each request into several blocks.
 SMALLEST = 32 << 20
 """The smallest size of a test file, in bytes, at which a measurement says something about the disk."""
 _AHEAD = 2
-"""Number of requests that a trial starts beyond those whose blocks fill the engine's `depth`.
-
-They wait in the I/O engine, so that the disk never has less to do than `depth` allows.
+"""Number of additional requests that a trial keeps pending, beyond those whose blocks fill the queue of the
+I/O engine (`depth` blocks). They wait in the engine, so that the queue is never short of blocks.
 """
 _PATTERN_BYTES = 32 << 20
 
@@ -87,9 +86,9 @@ class TestFile(Closing):
     """A file without a name in `directory`, filled with bytes, which vanishes when it is closed.
 
     The file vanishes also when the process ends. A context manager. nbytes: size of the file, preallocated
-    so that a full disk shows at once. memory: RAM for all requests, whose bytes fill the file. settings:
-    the I/O settings for writing. seconds: the time limit for writing. If a slow disk needs longer, the file
-    stays shorter, but it gets at least `SMALLEST` bytes.
+    so that a full disk shows at once. memory: the RAM that all requests use; the file is filled with its
+    bytes. settings: the I/O settings for filling the file. seconds: the time limit for filling it. If a
+    slow disk needs longer, the file stays shorter, but it gets at least `SMALLEST` bytes.
 
     Raises StorageError for a directory that cannot be written, StorageFull where the directory does not
     have that much room.

@@ -1,4 +1,8 @@
-"""Tests of benchmarks/gpu.sh with a fake Python interpreter that records calls: order, limits, failures."""
+"""Tests of benchmarks/gpu.sh, run with a fake Python interpreter that records its calls.
+
+The parts of the script must run in their order and with the right arguments, a part that fails must not
+stop the next, and a part for which the machine has no room must be left out.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,9 @@ PARTS = [
     "tune",
     "cpu_adam",
 ]
-"""The parts that benchmarks/gpu.sh runs, in order: the most valuable results come first."""
+"""The parts that benchmarks/gpu.sh runs, in order, the most valuable first. "aio" is missing here, because
+the script leaves that part out where fio is not installed.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,12 @@ def run(
     builders: tuple[str, ...] = ALL,
     **environment: str,
 ) -> Done:
-    """Run benchmarks/gpu.sh with a fake interpreter; return its exit code, summary, calls and directories.
+    """Run benchmarks/gpu.sh with a fake interpreter, and return what the script did.
 
-    failing: every call of the interpreter with this text in its arguments exits with 1. builders: the
-    operators of DeepSpeed that can be compiled. environment: variables that are set for the script.
+    The result has the exit code of the script, the lines of its summary, the calls of the interpreter, and
+    the directories for results and for swap files. failing: every call of the interpreter with this text in
+    its arguments exits with 1. builders: the DeepSpeed operators that the fake interpreter reports as
+    compiled. environment: variables that are set for the script.
     """
     compiled = "".join(f"compiled {name}\\n" for name in builders)
     results, swap, calls = tmp_path / "results", tmp_path / "swap", tmp_path / "calls"
@@ -119,7 +127,10 @@ def test_all_parts_pass_and_leave_their_results_alone(tmp_path: Path) -> None:
 
 
 def limits(results: Path) -> dict[str, int]:
-    """Read the time limits in seconds from the source of gpu.sh, by the part's name. results: not used."""
+    """Return the time limit of each part in seconds, by the part's name, as the source of gpu.sh gives it.
+
+    results: not used.
+    """
     text = SCRIPT.read_text()
     return {
         name: int(limit) for name, limit in re.findall(r"^ *(?:part|train|tests) ([\w-]+) (\d+) ", text, re.M)

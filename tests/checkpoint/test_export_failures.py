@@ -34,7 +34,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @contextlib.contextmanager
 def nothing_left(out: Path) -> Iterator[None]:
-    """Check that the body of the `with` statement leaves no file, descriptor or thread behind."""
+    """Check that the body of the `with` statement leaves no new file in the parent directory of `out`, and
+    no new descriptor or thread in this process.
+    """
     start_torch_threads()
     before = sorted(files(out.parent))
     with process_resources.nothing_left(garbage=True):
@@ -131,7 +133,9 @@ def test_a_closed_runtime(out: Path) -> None:
 
 
 def shards(out: Path) -> dict[str, Any]:
-    """Keyword arguments of an export to several files, in a directory whose parent is missing."""
+    """Return keyword arguments with which `runtime.export` writes several small files to the directory
+    `out`/a/b. Neither this directory nor its parent `out`/a exists.
+    """
     return {"path": out / "a" / "b", "shard": "8KiB"}
 
 

@@ -1,6 +1,7 @@
-"""Tests of PagedOptimizer's state dicts, which torch's optimizers load, and of torch's, which it loads.
+"""Tests of the state dicts of PagedOptimizer.
 
-A state dict that does not fit the optimizer is refused, and changes nothing.
+Torch's optimizers must be able to load them, and PagedOptimizer must be able to load those of torch's
+optimizers. A state dict that does not fit the optimizer is refused, and changes nothing.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
     """An update does not use its unit's evicted page if that page is freed while the update asks for staging.
 
     An evicted page lives on while a view of it exists, and an update may work in it in that time. The test
-    drops the last view just before staging is taken for the update. At least one page must have been dropped
-    so, and the trained parameters must have the bits of a run in which nothing is dropped.
+    keeps such a view and drops it just before staging is taken for the unit's update. The trained
+    parameters must have the bits of a run without this, and at least one evicted page must have been freed
+    in this way.
     """
     monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")

@@ -1,4 +1,9 @@
-"""Tests of what a plan measures: a machine's rates, which are cached, and a step's activations and time."""
+"""Tests of the measurements for a plan.
+
+The rates of disks, RAM and arithmetic must be probed once and then come from the cache, until they are too
+old or belong to another setting. The bytes of activations and the seconds of a step must follow from
+example inputs.
+"""
 
 import functools
 import json
@@ -24,7 +29,8 @@ CPU = torch.device("cpu")
 def fast_probes(monkeypatch, tmp_path) -> list[str]:
     """Replace the probes of disks, RAM and arithmetic by fakes, and the user's cache by an empty one.
 
-    Returns a list to which each probe adds what it probed: a disk's path, "stream" or a dtype.
+    Returns a list to which each fake adds one string when it is called: a disk's path, "stream" for the
+    speed of RAM, or the dtype for arithmetic, such as "torch.bfloat16".
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     probed: list[str] = []

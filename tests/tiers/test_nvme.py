@@ -1,4 +1,8 @@
-"""Tests of the NVMe tier: leases on one and several paths, bytes that come back, budgets, nothing left."""
+"""Tests of the NVMe tier on one and on several paths.
+
+Leases must not share bytes, what is written to a lease must be read back, budgets must be kept, and a
+closed or forgotten tier must leave no file and no descriptor behind.
+"""
 
 import gc
 import os

@@ -88,7 +88,10 @@ def fill_up(disk: Path) -> None:
 
 
 def test_a_disk_that_fills_later_does_not_reach_the_slab(small_disk: Path) -> None:
-    """A slab takes its room on the disk at the start, so writes succeed although the disk is full."""
+    """Writes to a slab (the NVMe tier's file in a directory) succeed although the disk has become full.
+
+    The tier allocates the whole slab when it is opened. The bytes read back must be those written.
+    """
     with NvmeTier({os.fspath(small_disk): 8 * MIB}, 8 * MIB) as tier:
         fill_up(small_disk)
         lease = tier.lease(8 * MIB)
