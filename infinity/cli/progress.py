@@ -123,7 +123,7 @@ def curve(losses: list[float]) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """A rate as short text, such as "5.1k" or "812"."""
+    """A rate as short text: "5.1k" for 5100, "812" for 812."""
     return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
 
 

@@ -1,4 +1,8 @@
-"""Tests of the batches that are made of windows of a text, in bytes or tokens."""
+"""Tests of `Batches` and of vocabularies, which cut windows of bytes or tokens out of a text.
+
+Seed, step and micro-batch alone determine a training batch, and training never sees held-out text. Windows
+have the tokens of the text at their place. What cannot be used is refused with ConfigError.
+"""
 
 from __future__ import annotations
 
