@@ -109,10 +109,12 @@ def one_step(model: Any, runtime: Any, step: int) -> float:
 
 
 def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], None], code: int) -> Trained:
-    """Train STEPS steps under the faults that `prepare` injects, or until an error has ended the runtime.
+    """Train STEPS steps under I/O faults, or until an error has ended the runtime.
 
     A step that fails is repeated after zero_grad(). Asserts that every error is a StorageError with the errno
-    `code`, and that a runtime which an error has ended refuses all further use.
+    `code`, and that a runtime which an error has ended refuses all further use. prepare: is called with the
+    runtime's Faults before the first step, to say which I/O calls fail. home, compute, directory: as in
+    `opened`.
     """
     faults = Faults()
     with opened(home, compute, directory, faults) as (model, runtime):

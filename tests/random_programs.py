@@ -1,5 +1,5 @@
-"""Random training programs for tests of copy streams. They train a model of a few blocks (submodules) whose
-pages rest at a chosen place.
+"""Random training programs for tests of copy streams, the CUDA streams that copy pages between tiers. The
+programs train a model of a few blocks (submodules), with all pages at a chosen place.
 
 A number determines a program: which blocks each forward goes through, in which order and how often, and what
 happens between backward and step and after the step.

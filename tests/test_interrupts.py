@@ -1,7 +1,7 @@
 """Tests of runtimes under I/O faults outside training steps, and under KeyboardInterrupt in a step.
 
-Afterwards the failed or interrupted operation can be repeated, or every further use of the runtime raises an
-error that says why this is impossible. In both cases the runtime can be closed.
+Afterwards the failed or interrupted operation can be repeated, or further use of the runtime raises an error
+that says why this is impossible. In both cases the runtime can be closed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tests of `Batches` and of vocabularies, which cut windows of bytes or tokens out of a text.
 
-Seed, step and micro-batch alone determine a training batch, and training never sees held-out text. Windows
-have the tokens of the text at their place. What cannot be used is refused with ConfigError.
+For one text and one shape of batches, the seed, the step and the micro-batch determine a training batch.
+Training never sees held-out text. A window holds the text's bytes or tokens from its start on. Sizes, windows
+and tokens that cannot be used raise ConfigError.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_saved_views_that_are_conjugated_or_negated_lazily(home: str, tmp_path: 
 
 
 class Borrower(nn.Module):
-    """A model that calls a module of another model."""
+    """A model whose forward calls another model. The other model is not registered as a submodule."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
