@@ -103,7 +103,9 @@ class Bench:
         }
 
     def same_bits(self) -> bool:
-        """Whether all ways give the same losses, and gradients with the same bits for every parameter."""
+        """Run a step's micro-batches in each of the three ways. Returns whether the losses are equal, and the
+        gradients of every parameter have the same bits.
+        """
         reference = None
         for way in self.ways.values():
             losses = [float(each) for each in way()]

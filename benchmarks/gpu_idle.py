@@ -34,7 +34,7 @@ GAPS = (10e-6, 100e-6, 1e-3, 10e-3)
 
 
 class Interval(NamedTuple):
-    """Begin and end, in seconds, of a time in which something was at work."""
+    """Begin and end of a piece of the GPU's work, in seconds of the profiler's clock."""
 
     start: float
     end: float

@@ -98,7 +98,7 @@ class _Builder:
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
         """Write the initial values of all parameters to the homes of their parameter pages. If there is an
-        optimizer, also write the bits that the fp32 masters have beyond these pages to the optimizer pages.
+        optimizer, also write to the optimizer pages what the parameter pages lack of the fp32 masters.
 
         weights: the file or directory with the values. None: take the values that the parameters have, or
         run the initialisers of parameters on the meta device. heap: the heap guard, which returns freed

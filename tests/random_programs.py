@@ -52,16 +52,16 @@ class Blocks(nn.Module):
 @dataclass(frozen=True)
 class Step:
     orders: tuple[tuple[int, ...], ...]
-    """For each micro-batch, the blocks that its forward uses, in order."""
+    """For each micro-batch, the indices of the blocks that its forward uses, in the order of their use."""
     evaluated: tuple[int, ...]
-    """The blocks of a forward under no_grad that runs after the backwards and before the step, in order.
-    Empty if there is no such forward.
+    """Indices of the blocks that a forward under no_grad uses, in the order of their use. This forward runs
+    after the backwards and before the optimizer's step. Empty if there is no such forward.
     """
     clipped: bool
     read: bool
     """Whether the gradients of all parameters are read, with runtime.grad, before the step."""
     edited: int | None
-    """The block whose first weight is changed after the step, or None."""
+    """Index of the block whose first weight is changed after the step; None if no weight is changed."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class GradientRing:
         return self._failure
 
     def windows(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts in which `count` elements are sent: (start, end) of each part, in elements.
+        """Yield the parts in which a contiguous tensor of `count` elements is sent, each as (start, end): the
+        part has the elements [start, end) of the flattened tensor.
 
         itemsize: bytes of an element. All parts but the last have a multiple of cpu_adam.BLOCK elements.
         """
