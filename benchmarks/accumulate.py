@@ -103,7 +103,9 @@ class Bench:
         }
 
     def same_bits(self) -> bool:
-        """Whether all ways give the same losses, and gradients with the same bits for every parameter."""
+        """Run a step's micro-batches in each of the three ways. Returns whether the losses are equal, and the
+        gradients of every parameter have the same bits.
+        """
         reference = None
         for way in self.ways.values():
             losses = [float(each) for each in way()]
@@ -156,10 +158,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     """Run all rounds, with the pages on the disk in `directory`. Returns the figures for the report.
 
-    "same_bits": whether the ways give gradients with the same bits. "parameters": their number in the model.
-    "results": for each way the medians over all rounds of "seconds" and "step_seconds", and the "bytes" of
-    the last round (see `Bench.turn`). "ratios" are the way's speed divided by that of the plain loop in each
-    round, and "ratio" is their median.
+    "same_bits": whether the three ways give gradients with the same bits. "parameters": number of the model's
+    parameters. "results": a dict for each way. It has the medians over all rounds of "seconds" and
+    "step_seconds", and the "bytes" of the last round (see `Bench.turn`). It also has "ratios", the way's
+    speed divided by the speed of the plain loop in each round, and "ratio", their median.
     """
     bench = Bench(options, directory)
     with bench.runtime:

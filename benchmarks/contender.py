@@ -53,10 +53,10 @@ def main() -> int:
 def turn(task: Task, contender: Contender, batches: Batches, lead: int, steps: int) -> dict[str, Any]:
     """Train `lead` untimed steps and then `steps` timed steps, and return the reply to the parent process.
 
-    The reply has: the losses of all steps, untimed ones first ("losses"); per timed step, the mean seconds
-    ("seconds") and the mean bytes read and written ("bytes"); peak bytes of memory since the process started
-    ("rss_peak", "device_peak"); what the contender tells about itself ("facts"). Untimed steps let the first
-    timed step start as in an endless run, with pages that the step before has prefetched.
+    The reply is a dict. "losses": the losses of all steps, untimed ones first. "seconds": mean seconds of a
+    timed step. "bytes": mean "read_bytes" and "write_bytes" of a timed step. "rss_peak", "device_peak": as in
+    `usage`. "facts": what the contender tells about itself. Untimed steps let the first timed step start as
+    in an endless run, with pages that the step before has prefetched.
     """
     losses = [contender.step(*batches.next()) for _ in range(lead)]
     finish(task)

@@ -47,11 +47,12 @@ def parse(argv: list[str] | None) -> tuple[Job, float, bool]:
 
 
 def measure(job: Job, process: Process, fio: Fio, rate: float) -> list[dict[str, Any]]:
-    """Run all rounds, and return a dictionary for each round.
+    """Run all rounds, print a line for each, and return a dictionary for each.
 
-    Its entries are the seconds of a step while fio is idle ("alone") and while fio runs ("beside"), and fio's
-    "speed" and "cpu"; see peers/fio.py. process: the process in which the model runs. rate: bytes per second
-    that fio moves. Raises ContenderFailed and FioFailed.
+    A dictionary has the mean seconds of a step while fio is idle ("alone") and while fio runs ("beside"), the
+    bytes per second that fio moved ("speed") and the CPUs that fio kept busy ("cpu"). process: the process in
+    which the model runs. rate: bytes per second that fio shall move. Raises ContenderFailed if that process
+    fails, and FioFailed if fio does.
     """
     rounds = []
     for number in range(job.rounds):

@@ -34,7 +34,7 @@ GAPS = (10e-6, 100e-6, 1e-3, 10e-3)
 
 
 class Interval(NamedTuple):
-    """Begin and end, in seconds, of a time in which something was at work."""
+    """Begin and end of a piece of the GPU's work, in seconds of the profiler's clock."""
 
     start: float
     end: float
@@ -77,10 +77,13 @@ def gpu_work(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Interval]]:
 
 
 def report(work: Mapping[str, list[Interval]], seconds: float) -> dict[str, Any]:
-    """Compute the GPU's idle share in a step, its busy seconds in all and by kind of work, and its gaps.
+    """Compute in what share of a step the GPU is idle, and return a dict for the program's report.
 
-    work: intervals in which the GPU worked in the step, as `gpu_work` returns them. seconds: time of a step.
-    If the GPU did nothing, "idle_share" is None and "why" gives the reason.
+    work: intervals in which the GPU worked in the profiled step, as `gpu_work` returns them. seconds: time of
+    a step without the profiler. The dict has "idle_share" (0 to 1), "busy_seconds", the seconds by kind of
+    work ("of_kind"), the seconds in which only copies and fills ran ("copies_alone_seconds"), the time from
+    the first to the last work ("profiled_span_seconds"), and the gaps by length ("gaps"). If the GPU did
+    nothing, it has only "idle_share", which is None, and the reason ("why").
     """
     every = [interval for intervals in work.values() for interval in intervals]
     if not every:

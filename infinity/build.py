@@ -43,10 +43,10 @@ from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
 
 _GUARD_MARGIN = 16 << 20
-"""The heap guard limits the growth of resident memory to the RAM budget less this many bytes.
+"""The heap guard limits the growth of resident memory to the RAM budget less a margin. The margin is this
+many bytes, or a sixteenth of the budget if that is less.
 
-If the budget is small, a sixteenth of it is used instead. With a budget of 160 MiB, memory grew by 4 to 6
-MiB between two checks of the guard.
+With a budget of 160 MiB, memory grew by 4 to 6 MiB between two checks of the guard.
 """
 
 
@@ -97,11 +97,12 @@ class _Builder:
         self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write the initial values of all parameters to the homes of their pages, and their fp32 masters too.
+        """Write the initial values of all parameters to the homes of their parameter pages. If there is an
+        optimizer, also write to the optimizer pages what the parameter pages lack of the fp32 masters.
 
-        weights: the file or directory to load; None: the values that the parameters have, or get from their
-        initialisers. heap: the heap guard, which returns freed memory of the heap to the kernel. It is told
-        how many bytes each parameter's values took.
+        weights: the file or directory with the values. None: take the values that the parameters have, or
+        run the initialisers of parameters on the meta device. heap: the heap guard, which returns freed
+        memory of the heap to the kernel. It is told how many bytes each parameter's values took.
         """
         states = self.states
 
@@ -194,8 +195,9 @@ class _Builder:
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
         """Make the parameter pages, and put placeholders in place of the Parameters' own memory.
 
-        Returns the pages by unit. Permanent pages are resident afterwards. addresses: an empty dict,
-        which the pages fill: address of a resident page -> the page.
+        Returns the pages as a list, indexed by unit. Permanent pages (see `_stays`) are resident afterwards.
+        addresses: an empty dict that the pages keep up to date; it maps the address of each resident page's
+        first byte to the page.
         """
         placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [

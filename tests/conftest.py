@@ -100,7 +100,9 @@ def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyJob:
-    """A TinyJob: options of `infinity train` with a tiny preset, a text, and a folder for its pages."""
+    """Return a TinyJob: a folder with a text, a folder for pages, and options with which `infinity train`
+    trains on the text. During the test, the command has a preset "tiny" and an empty cache.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_tiny(monkeypatch)
     return TinyJob(tmp_path)

@@ -87,7 +87,8 @@ def opened(
     """Offload a small model with AdamW, and yield (model, runtime).
 
     part: whether only some pages rest on the device, and the others in RAM and on the disk. By default all
-    rest on the device. faults: injects faults into the runtime's I/O. The rest are options of `offload`.
+    rest on the device. compute, states: as in infinity.Precision. update, accumulation: as in `offload`.
+    faults: injects faults into the runtime's I/O.
     """
     directory.mkdir(exist_ok=True)
     model = TIED.make()

@@ -1,4 +1,6 @@
-"""Runtimes with eager updates, which begin during the backward pass."""
+"""Helpers that open runtimes with eager updates: a unit's update begins during the backward pass, as soon as
+the unit's gradients are complete.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,12 @@ def opened(
     faults: Faults | None = None,
 ) -> Iterator[tuple[nn.Module, Any]]:
     """Offload a small model in bf16 with AdamW, and yield (model, runtime). Afterwards, close the runtime and
-    assert that no file is left in `directory`, where its NVMe tier was.
+    assert that no file is left in `directory`.
 
-    update, accumulation: arguments of `offload`; accumulation is passed on only if `update` is "eager". more:
-    host budget in bytes beyond the smallest that is enough. With the default all pages rest in RAM. faults:
-    injects faults into the runtime's I/O.
+    directory: the folder on a disk that the NVMe tier uses. update, accumulation: arguments of `offload`;
+    accumulation is passed on only if `update` is "eager". more: bytes by which the host budget exceeds the
+    smallest host budget with which the model can train. With the default all pages rest in RAM, with 0 all
+    rest on NVMe. faults: injects faults into the runtime's I/O.
     """
     model = TIED.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -56,5 +59,5 @@ def opened(
 
 
 def spent(runtime: Any) -> list[int]:
-    """Return the indices of the units whose gradients eager updates have used up in this step."""
+    """Return the indices of the units whose eager updates have already taken the gradients of this step."""
     return [unit for unit, page in runtime._components.gradients.pages.items() if page.consumed]

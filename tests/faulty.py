@@ -30,7 +30,7 @@ STEPS = 3
 HANG = 120
 """Seconds after which a test counts as hung. The process then prints the stacks of all threads and ends."""
 CASES = (("nvme", "bf16"), ("unified-nvme", "fp32"))
-"""Pairs (home, compute dtype) to train with."""
+"""Pairs (home, compute dtype) for tests to train with. The home, one of homes.HOMES, is where pages rest."""
 
 
 @contextlib.contextmanager
@@ -69,9 +69,11 @@ class Trained:
 
 @contextlib.contextmanager
 def opened(home: str, compute: str, directory: Path, faults: Faults) -> Iterator[tuple[Any, Any]]:
-    """Offload a small model with AdamW and its pages at `home`, and yield (model, runtime).
+    """Offload a small model with AdamW, and yield (model, runtime).
 
-    Closes the runtime at the end, and asserts that no file, descriptor or thread of it is left.
+    Closes the runtime at the end, and asserts that no file, descriptor or thread of it is left. home: where
+    all pages rest, one of homes.HOMES. compute: the compute dtype. directory: the folder of the NVMe tier.
+    faults: injects faults into the runtime's I/O.
     """
     start_torch_threads()
     before = resources()
@@ -107,10 +109,12 @@ def one_step(model: Any, runtime: Any, step: int) -> float:
 
 
 def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], None], code: int) -> Trained:
-    """Train STEPS steps under the faults that `prepare` injects, or until an error has ended the runtime.
+    """Train STEPS steps under I/O faults, or until an error has ended the runtime.
 
     A step that fails is repeated after zero_grad(). Asserts that every error is a StorageError with the errno
-    `code`, and that a runtime which an error has ended refuses all further use.
+    `code`, and that a runtime which an error has ended refuses all further use. prepare: is called with the
+    runtime's Faults before the first step, to say which I/O calls fail. home, compute, directory: as in
+    `opened`.
     """
     faults = Faults()
     with opened(home, compute, directory, faults) as (model, runtime):

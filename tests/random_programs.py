@@ -1,5 +1,5 @@
-"""Random training programs for tests of copy streams. They train a model of a few blocks (submodules) whose
-pages rest at a chosen place.
+"""Random training programs for tests of copy streams, the CUDA streams that copy pages between tiers. The
+programs train a model of a few blocks (submodules), with all pages at a chosen place.
 
 A number determines a program: which blocks each forward goes through, in which order and how often, and what
 happens between backward and step and after the step.
@@ -52,16 +52,16 @@ class Blocks(nn.Module):
 @dataclass(frozen=True)
 class Step:
     orders: tuple[tuple[int, ...], ...]
-    """For each micro-batch, the blocks that its forward uses, in order."""
+    """For each micro-batch, the indices of the blocks that its forward uses, in the order of their use."""
     evaluated: tuple[int, ...]
-    """The blocks of a forward under no_grad that runs after the backwards and before the step, in order.
-    Empty if there is no such forward.
+    """Indices of the blocks that a forward under no_grad uses, in the order of their use. This forward runs
+    after the backwards and before the optimizer's step. Empty if there is no such forward.
     """
     clipped: bool
     read: bool
     """Whether the gradients of all parameters are read, with runtime.grad, before the step."""
     edited: int | None
-    """The block whose first weight is changed after the step, or None."""
+    """Index of the block whose first weight is changed after the step; None if no weight is changed."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Place:
 
 
 def program_of(number: int, update: str) -> list[Step]:
-    """The three steps of program `number`.
+    """Return the three steps of program `number`. update: "lazy" or "eager", as in `offload`.
 
     Eager updates begin in the backward. With them, a program reads and clips no gradients, evaluates nothing
     before a step, and uses no block twice in a step.
@@ -110,10 +110,10 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def budget_of(home: str, kernels: bool = False) -> Any:
-    """Return the infinity.Budget with which all pages of a Blocks model rest at `home`.
+    """Return the infinity.Budget with which all pages of a Blocks model rest at `home`, one of homes.HOMES.
 
-    kernels: what the caller has made `twin_flow.has_kernels` return, which changes the plan. It is a
-    parameter so that the result is cached for each value.
+    kernels: the value that the caller has made `twin_flow.has_kernels` return. The plan, and so the budget,
+    depends on that value. It is a parameter because results are cached by parameters.
     """
     model = Blocks()
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
@@ -127,9 +127,11 @@ def budget_of(home: str, kernels: bool = False) -> Any:
 
 
 def trained(number: int, place: Place) -> dict[str, Any]:
-    """Run program `number` with pages at `place`. Returns a dict of all that two runs are compared by: lists
-    of "losses", "evaluated", "gradients" and "norms", and at the end "parameters" and "optimizer"
-    (state_dicts).
+    """Run program `number` with pages at `place`, and return a dict of all that can differ between two runs.
+
+    The dict has the losses ("losses"), the losses under no_grad ("evaluated"), the gradients that were read
+    ("gradients") and the norms of clipping ("norms"), each a list in the order of the program. It also has
+    the final state dicts of the model ("parameters") and of the optimizer ("optimizer").
     """
     model = Blocks()
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}

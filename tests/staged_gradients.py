@@ -1,8 +1,8 @@
 """A counter of the gradient bytes that updates find in staging, and therefore do not read from a disk.
 
 Tests have formulas for the bytes that a step moves, and subtract the counted bytes from them. No formula
-gives the counted bytes: which gradients stay in staging depends on where leases lie in the pool, and
-thereby on when writes end.
+gives the counted bytes: which gradients stay in staging (the host RAM for updates) depends on which ranges of
+staging are free at that moment, and so on the times at which earlier writes to the disk end.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from infinity.optim.chain import Chain
 
 
 class StagedGradients:
-    """Counts the bytes of gradients that the updates of one runtime find in staging, from construction on.
+    """Counts the bytes of gradients that the updates of one runtime find in staging.
 
-    Choose the runtime by the attribute `runtime`. monkeypatch: undoes the counting at the end of the test.
+    Counting begins when the attribute `runtime` is set to the runtime. monkeypatch: pytest's fixture, through
+    which updates are changed to count; it undoes the change at the end of the test.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

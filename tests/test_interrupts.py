@@ -1,5 +1,7 @@
-"""Tests of runtimes under I/O faults outside training steps, and under interrupts: work can be repeated, or
-errors say that it cannot, and the runtime can be closed.
+"""Tests of runtimes under I/O faults outside training steps, and under KeyboardInterrupt in a step.
+
+Afterwards the failed or interrupted operation can be repeated, or further use of the runtime raises an error
+that says why this is impossible. In both cases the runtime can be closed.
 """
 
 from __future__ import annotations
@@ -68,8 +70,9 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [edit, save, save_optimizer, load,
 def done_well(operation: Callable[[Any, Any], Any]) -> tuple[Any, dict[str, int]]:
     """Train one step, run `operation(model, runtime)` without faults, and return (results, transfers).
 
-    results: what the operation returned, and the state dicts of model and optimizer after it. transfers: how
-    many transfers to and from the disk the operation made, by kind, such as "read".
+    results: (what the operation returned, (the model's state dict, the optimizer's state dict)); both state
+    dicts are those after the operation. transfers: number of I/O calls that the operation made, by kind:
+    "read", "write" or "sync".
     """
     clean("nvme", "bf16")  # not below, where its check for leaked threads would see the other runtime's
     with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:

@@ -1,6 +1,7 @@
 """Tests that models offloaded in RAM, on the meta device and from weight files train and infer correctly.
 
-They also test what the plan knows of activations, and the warning if activations exceed the budget.
+They also test that the plan has the bytes of activations once example inputs or a first step tell them, and
+that a step warns if activations exceed the budget.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from infinity.cli.job import Job, add_options, show_job
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `plan` to the command line."""
+    """Add the parser of the command `plan`. subparsers: what argparse's add_subparsers has returned."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="print the plan of a training run: where pages go, how fast it is, what limits it",

@@ -33,6 +33,7 @@ class ProgressLine:
     The line has the step, the loss and its curve, tokens per second, bytes per second between tiers, the
     share of time in which training waited for transfers, and the time left. On a terminal the line is
     redrawn at every step. Elsewhere it is printed at the first and the last step, and every five seconds.
+    console: where the line is shown. steps: number of steps of the whole run.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -77,10 +78,10 @@ class ProgressLine:
             self._console.print(self._line(report), highlight=False, soft_wrap=True)
 
     def _average(self, report: StepReport) -> None:
-        """Update the moving averages by a step.
+        """Update the moving averages of rates and of the seconds of a step by the figures of one step.
 
-        The second step replaces the values of the first, which is slower because the order of pages is not
-        known yet.
+        The second step's figures replace those of the first step. The first step is slower because the order
+        in which pages are used is not known yet.
         """
         step = report.stats  # the first step's statistics begin when the model was filled
         now = {edge.value: step.edges[edge].bytes / step.seconds for edge in Edge}
@@ -123,7 +124,7 @@ def curve(losses: list[float]) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """A rate as short text, such as "5.1k" or "812"."""
+    """A rate as short text: "5.1k" for 5100, "812" for 812."""
     return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
 
 

@@ -1,1 +1,3 @@
-"""The optimizer: chains of updates, the order in which they run, and torch's optimizer interface to them."""
+"""The optimizer: chains (each is the update of one chunk of parameters), the order in which chains run, and
+`runtime.optimizer`, which gives them the interface of torch's optimizers.
+"""

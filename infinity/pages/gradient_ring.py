@@ -60,7 +60,7 @@ class Job:
         dropped.
         """
         self.start = self.end = 0
-        """The part's bytes in the ring are [start, end)."""
+        """The part lies at bytes [start, end) of the ring, counted from the ring's first byte."""
         self.number = 0
         self.event: Event | None = None
         self.ready = False
@@ -70,8 +70,9 @@ class Job:
 
 
 def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:
-    """Return the start of a range of `nbytes` free bytes in a ring of `size` bytes; None if there is none.
-    Pure.
+    """Find a range of `nbytes` free bytes in a ring of `size` bytes. Pure.
+
+    Returns the range's start, in bytes from the start of the ring, or None if there is no such range.
 
     alignment: the start is a multiple of this number of bytes. taken: the jobs that have bytes in the ring,
     oldest first; jobs give their bytes back in this order. No job wraps around the ring's end.
@@ -116,7 +117,7 @@ class GradientRing:
     """
 
     def __init__(self, store: Store) -> None:
-        """store: a store that has the buffers `ring` and `landing`."""
+        """store: the runtime's Store, which has allocated the buffers `ring` and `landing`."""
         assert store.ring is not None and store.landing is not None
         self._store = store
         self._ring: torch.Tensor | None = store.ring
@@ -139,7 +140,8 @@ class GradientRing:
         return self._failure
 
     def windows(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts in which `count` elements are sent: (start, end) of each part, in elements.
+        """Yield the parts in which a contiguous tensor of `count` elements is sent, each as (start, end): the
+        part has the elements [start, end) of the flattened tensor.
 
         itemsize: bytes of an element. All parts but the last have a multiple of cpu_adam.BLOCK elements.
         """

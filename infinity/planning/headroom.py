@@ -120,8 +120,8 @@ class Headroom:
     def one_more(self, live: int) -> int:
         """Bytes that torch takes in addition to live tensors because one more thread multiplies matrices.
 
-        live: the most bytes that this thread's tensors take at one time. For
-        infinity/accumulation/task_threads.py.
+        live: the most bytes that this thread's tensors take at one time. The threads that
+        infinity/accumulation/task_threads.py starts are such threads.
         """
         return self._per_thread + self._lost(live)
 

@@ -33,9 +33,9 @@ free memory of the device (of RAM for the CPU) if that quarter is less.
 """
 
 _COLD_BYTES = 64 << 20
-"""The usual size in bytes of the `Memory` that operands are taken from, and the most bytes of latest
-results that are kept. Each run takes the next operands in this memory. They have left every cache by the
-time the same bytes are taken again, as in a real step.
+"""Bytes of the `Memory` from which runs take their operands, if no operation needs more. Also the most bytes
+of results that `_Kept` holds. Each run takes the bytes behind those of the run before. When the same bytes
+are taken again, they have left every cache of the processor, as in a real step.
 """
 
 _ROUNDS = 4

@@ -1,12 +1,16 @@
 """Working room: the memory that a placement keeps for pages that are being moved or updated. Pure.
 
-Staging is the host RAM in which the CPU updates chunks whose pages rest elsewhere, and a chain is the
-update of one chunk. At best, staging has room for all chains of the largest unit, but takes at most a
-quarter of the host tier and at least the bytes of two chains. In the tier that computes, parameter pages
-that are not at home there need room in addition. At best there is room for 12 such pages, if these take at
-most a quarter of the tier. If not, there is room for 3 such pages, if these take at most half of the tier.
-Where even that does not fit, there is room for two chains and three or two pages, or else for one chain and
-three, two or one pages. Placements without NVMe are tried first, with room for three, two or one pages.
+A placement gives every page a home. In addition it needs room for two buffers:
+
+- Staging is host RAM in which the CPU updates chunks whose pages are at home in another place. A chain is the
+  update of one chunk. Staging has room for all chains of the largest unit, but takes at most a quarter of the
+  host tier, or the bytes of two chains if these are more than a quarter.
+- The pool of resident pages is a part of the tier in which the model computes. Parameter pages with a home in
+  another tier are brought there for use. The pool has room for 12 pages if they take at most a quarter of the
+  tier, else for 3 pages if they take at most half of the tier.
+
+Where that does not fit, smaller buffers are tried, down to one chain and one page. Placements without NVMe
+are tried before all others, with room for 3, 2 or 1 pages. WORKING_ROOMS lists all sizes in this order.
 """
 
 from __future__ import annotations

@@ -113,10 +113,11 @@ def _furthest_first(units: Iterable[int], uses: Iterator[int]) -> Iterator[int]:
 
 
 def _free(needed: int, candidates: Iterator[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the first units of `candidates` whose pages together have at least `needed` bytes.
+    """Choose units from `candidates`, in their order, until the pages of those chosen have at least `needed`
+    bytes together. Returns all candidates if they have fewer bytes.
 
-    A unit is left out again if the other chosen units free enough bytes without it. sizes: bytes of each
-    unit's page.
+    At the end, a unit is left out again if the other chosen units have enough bytes without it. sizes: bytes
+    of each unit's page; units with 0 bytes are never chosen.
     """
     chosen: list[int] = []
     excess = -needed

@@ -100,9 +100,10 @@ class Timeline(Closing):
         self._step_began = 0
         self._boundary: _Boundary | None = None
         self._spans: list[tuple[str, str, int, int, Args]] = []
-        """Spans that are not written yet, each as (row, name, start, end, args).
+        """Spans that are not written yet, each as (row, name, start, end, args), with start and end in
+        nanoseconds of time.perf_counter_ns().
 
-        Spans are converted to text when they are written, many at a time, because that takes long.
+        Because the conversion of spans to text takes long, it is put off until they are written.
         """
         self._lanes = {row: Lanes() for row in _ROWS}
         self._rows: set[int] = set()

@@ -1,4 +1,6 @@
-"""Regions: ranges of memory that live as long as any tensor or lease uses them, and tensors over regions."""
+"""Regions: ranges of memory that live as long as any tensor or lease uses them, and tensors over their bytes.
+A lease is a part of a region that a pool has given to one user until the user releases it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ def adopt(address: int, nbytes: int, device: torch.device, owner: object) -> _ti
 def tensor_over(memory: _tiers.Region | _tiers.Lease) -> torch.Tensor:
     """Make a uint8 tensor of shape (nbytes,) over the bytes of a region or a lease.
 
-    As long as the tensor's Storage lives, the region is not freed, and the lease's bytes are not lent anew.
-    Raises ValueError for a lease that was released.
+    As long as the tensor's Storage lives, the region is not freed, and the pool gives the lease's bytes to no
+    other lease, even if the lease is released meanwhile. Raises ValueError for a lease that was released
+    before.
     """
     with torch.inference_mode(False):  # the tensor may outlive the mode and be saved for backward
         tensor: torch.Tensor = from_dlpack(memory.to_dlpack())

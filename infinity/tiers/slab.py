@@ -52,9 +52,9 @@ class Slab(Closing):
     def close(self, *, keep: bool = False) -> None:
         """Remove the file and release its lock. A second call does nothing.
 
-        keep: True leaves the file in place. A slab that is dropped, or still open at the end of the
-        process, is removed too. In a forked child this method only closes the child's descriptor, because
-        the slab belongs to the parent.
+        keep: if True, the file stays in place and only its lock is released. The file is also removed if
+        this object is garbage-collected, or is still open when the process ends. In a forked child this
+        method only closes the child's descriptor, because the file belongs to the parent.
         """
         if keep and self._finalizer.detach() is not None:
             os.close(self._descriptor)

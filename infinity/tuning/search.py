@@ -32,8 +32,8 @@ Point = TypeVar("Point", bound=Hashable)
 Rates = Mapping[str, float]
 """Bytes per second in one trial, by mode ("read", "write" or "mixed")."""
 Pass = Mapping[Point, Rates]
-"""Point (candidate) -> its rates in one pass of `Halving`. A pass tries each point once that has not been
-dropped before.
+"""Point (candidate) -> its rates in one pass of `Halving`. A pass tries every point that has not been dropped
+before, each once.
 """
 
 
@@ -56,19 +56,20 @@ def grid(
 
 
 class Halving(Generic[Point]):
-    """Successive halving (Jamieson and Talwalkar, 2016), which finds the best of many points by several
-    rates at once.
+    """Successive halving (Jamieson and Talwalkar, 2016). It finds the best of many points (candidates, such
+    as IoSettings), each of which has a measured rate in several modes.
 
-    The constructor runs the whole search; `passes` and `finalists` then have its results. Points are
-    candidates, such as IoSettings. A pass tries each point that is left once, in random order. The time is
-    divided into rounds of equal length. The first round tries all points, and each later round tries fewer
-    points more often. After each round the half of the points with the better `scores` stays, until
-    `finalists` points are left. The best point of each mode and the points in `always` stay as well. Points
-    that the first pass has no time for are left out.
+    The constructor runs the whole search; `passes` and `finalists` then have its results. A pass tries every
+    point that has not been dropped yet, each once, in random order. The time is divided into rounds of equal
+    length, with one or more passes. The first round tries all points, and each later round tries fewer points
+    more often. After each round the half of the points with the better `scores` stays, until `finalists`
+    points are left. In addition, the best point of each mode and the points in `always` stay. Points that the
+    first pass has no time for are dropped.
 
-    trial: measures the rates of a point in every mode. seconds: seconds for all rounds. finalists: number
-    of points that stay to the end. order: the random number generator that shuffles the points for each
-    pass. always: points that are never dropped. clock: returns the present time in seconds.
+    points: the points to try. trial: measures the rates of a point in every mode. seconds: seconds for all
+    rounds. finalists: number of points down to which their number is halved. order: the random number
+    generator that shuffles the points for each pass. always: points that are never dropped for their scores.
+    clock: returns the present time in seconds.
     """
 
     def __init__(

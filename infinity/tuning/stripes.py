@@ -21,14 +21,16 @@ Shares = tuple[float, ...]
 _SAME = 0.02
 """Two candidates count as the same if no path's share differs between them by more than this number."""
 _FILL = 0.9
-"""The fraction of the bytes for which the test files have room that a striped volume gets. The rest is left
-free because a volume takes whole periods of stripes from each file; see `Striping`.
+"""A striped volume takes at most this fraction of the bytes that fit into the test files. The rest stays free
+because a volume takes whole periods of stripes from each file; see `Striping`.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StripeSweep:
-    """The results of the sweep of stripes over several paths."""
+    """The results of the sweep of stripes over several disks. `paths` are the directories of the test files,
+    one on each disk. `read`, `write` and `mixed` are rates of reads, of writes and of both mixed.
+    """
 
     paths: tuple[str, ...]
     shares: Shares

@@ -14,9 +14,9 @@ Progress = Callable[[str], None]
 """A function that is called before each trial, with a text that names the settings of the trial."""
 
 _LATENCY = 0.064
-"""A sweep tries no settings with more bytes in flight than the disk writes in this many seconds, or than
-`_LEAST_IN_FLIGHT` if that is more. A disk without other users needs far fewer bytes in flight
-(Little's law), but a deeper queue gets more of a shared disk.
+"""Seconds that limit the bytes in flight of the settings that a sweep tries. The limit is the bytes that the
+disk writes in this time, but at least `_LEAST_IN_FLIGHT`. A disk without other users needs far fewer bytes in
+flight (Little's law), but a deeper queue gets more of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -62,7 +62,9 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSweep:
-    """The results of the sweep of one path."""
+    """The results of the sweep of one disk. `path` is the directory on the disk that held the test file, and
+    `chosen` has the settings that infinity will use for the disk.
+    """
 
     path: str
     nbytes: int

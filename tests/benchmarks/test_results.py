@@ -1,4 +1,7 @@
-"""Tests that README and the index quote the result files correctly, and that figures agree with the data."""
+"""Tests of the result files under benchmarks/results/current: README and the index of results (the file
+benchmarks/results/README.md) must quote them correctly, and the figures that each result file states must
+agree with the measured data in the same file.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +65,12 @@ def is_one_of(text: str, values: set[float]) -> bool:
 
 
 def of_turns(data: dict[str, Any], contender: str) -> dict[str, str | None]:
-    """Return the texts that a figure of a result file must have, made from benchmarks/train.py's data.
+    """Make the texts that an entry of "figures" in a result file must have, and return them by key.
 
-    contender: name of a run of infinity in the data; it is compared with the first peer. "peer", "ours":
-    median step time and peak RSS of the peer and of the contender. "ratio": median of the ratios of their
-    speeds. "spread": the least and the largest ratio. Without a peer, "peer" and "ratio" are None and
-    "spread" is missing.
+    data: the JSON object that benchmarks/train.py printed. contender: name of a run of infinity in the data;
+    it is compared with the data's first peer. The keys are "peer" and "ours" (median step time and peak RSS
+    of the peer and of the contender), "ratio" (median of the ratios of their speeds), and "spread" (the least
+    and the largest ratio). Without a peer, "peer" and "ratio" are None and "spread" is missing.
     """
 
     def cell(name: str) -> str:

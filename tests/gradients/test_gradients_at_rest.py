@@ -1,6 +1,8 @@
-"""Tests of gradients that rest in the parameter's dtype, where one backward a step is declared.
+"""Tests of gradients that rest in the parameter's dtype. They do so if the user declares one backward a step,
+by `accumulation=1`.
 
-Such gradients take half the bytes of fp32 gradients, and every bit of the training stays the same.
+With bf16 or fp16 parameters such gradients must take half the bytes of fp32 gradients, and every bit of the
+training must stay the same.
 """
 
 from __future__ import annotations
@@ -119,10 +121,10 @@ ELEMENTS = 6 * 64 * 64
 def opened(
     directory: Path, homes: dict[Kind, Tier], *, declared: bool, compute: str = "bf16", apart: bool = False
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """Offload Halves() with its pages at `homes`, and yield (model, runtime).
+    """Offload Halves() with AdamW, and yield (model, runtime). Staging has room for all chunks at once.
 
-    declared: declare one backward a step. apart: give the device memory of its own. There is room to read,
-    update and write all chunks at the same time.
+    homes: for each kind of page, the tier where all pages of that kind rest. declared: whether to declare one
+    backward a step. apart: whether the device has memory of its own; if not, the CPU computes in RAM.
     """
     model = Halves()
     optimizer = adamw(model)
@@ -167,10 +169,11 @@ NEAR = {Kind.PARAMETER: Tier.DEVICE, Kind.GRADIENT: Tier.DEVICE, Kind.OPTIMIZER:
 
 
 def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tuple[list[int], list[int]]:
-    """Train step `number`, and return the bytes that it moved over each of `edges`, see `moved`.
+    """Train one step, and return the bytes that it moved over each of `edges` (see `moved`).
 
-    Returns (bytes until the gradients are at home, bytes until the updates have ended), each a list with an
-    item for each edge. Both are counted from the start of the step.
+    Returns (bytes until the gradients are in their pages' homes, bytes until the updates have ended), each a
+    list with an item for each edge. Both are counted from the start of the step. number: the seed of the
+    step's inputs.
     """
     parts = runtime._components
     start = moved(runtime, *edges)
@@ -191,7 +194,8 @@ def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tupl
 def test_bytes_to_and_from_the_disk(declared: bool, tmp_path: Path) -> None:
     """Gradients take 2 bytes an element on the disk if one backward is declared, and 4 bytes otherwise.
 
-    The backward writes the gradients and the update reads them. Each state is read and written once.
+    In each step the gradients are written once and read once, and so are the optimizer states. Nothing else
+    moves, and the bytes are those that the plan predicts.
     """
     edges = Edge.HOST_TO_NVME, Edge.NVME_TO_HOST
     with opened(tmp_path, ON_DISK, declared=declared) as (model, runtime):
@@ -207,10 +211,11 @@ def test_bytes_to_and_from_the_disk(declared: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("declared", DECLARED)
 def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tmp_path: Path) -> None:
-    """The CPU's update copies parameters and gradients that rest on the device to host RAM, and nothing else.
+    """If the CPU updates parameters that rest on the device, a step copies the parameters and their gradients
+    to host RAM once, and nothing else.
 
-    A gradient takes 2 bytes an element if one backward a step is declared, and 4 bytes otherwise. The bytes
-    copied are those that the plan predicts for the update.
+    A parameter takes 2 bytes an element. A gradient takes 2 bytes an element if one backward a step is
+    declared, and 4 bytes otherwise. The bytes copied are those that the plan predicts for the update.
     """
     with opened(tmp_path, NEAR, declared=declared, apart=True) as (model, runtime):
         of_a_step(runtime, model, 0, Edge.DEVICE_TO_HOST)
@@ -222,9 +227,10 @@ def test_bytes_over_the_link_of_gradients_that_rest_beyond_it(declared: bool, tm
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> None:
     """If one backward a step is declared, gradient pages have the size and dtype of the trained parameters.
+    Otherwise gradients are fp32.
 
-    Otherwise gradients are fp32. The plan's other sizes follow from this, and `offload` makes pages of the
-    sizes that `plan` says.
+    The plan's bytes of all pages and of the largest chain change with the bytes of the gradients, and the
+    smallest budgets are smaller if the gradients are. `offload` makes gradient pages of the plan's sizes.
     """
     model = Halves()
     arguments: dict[str, Any] = {

@@ -1,4 +1,9 @@
-"""Tests of the batches that are made of windows of a text, in bytes or tokens."""
+"""Tests of `Batches` and of vocabularies, which cut windows of bytes or tokens out of a text.
+
+For one text and one shape of batches, the seed, the step and the micro-batch determine a training batch.
+Training never sees held-out text. A window holds the text's bytes or tokens from its start on. Sizes, windows
+and tokens that cannot be used raise ConfigError.
+"""
 
 from __future__ import annotations
 

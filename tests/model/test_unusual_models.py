@@ -52,7 +52,9 @@ def test_units_that_are_frozen_or_empty_have_no_gradients_and_states(home: str, 
 
 
 class Negated(torch.autograd.Function):
-    """The identity, whose gradient is a lazily negated tensor, as the gradients of imaginary parts are."""
+    """The identity function, with a backward that returns the negated gradient as a view that torch negates
+    lazily. Torch's own gradients of imaginary parts are such views.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -96,7 +98,7 @@ def test_saved_views_that_are_conjugated_or_negated_lazily(home: str, tmp_path: 
 
 
 class Borrower(nn.Module):
-    """A model that calls a module of another model."""
+    """A model whose forward calls another model. The other model is not registered as a submodule."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -109,11 +111,13 @@ class Borrower(nn.Module):
 
 
 def gradients_of_two(models: tuple[nn.Module, nn.Module], read: tuple[Read, Read]) -> list[Tensor | None]:
-    """Run two backwards through two models, edit a weight, and return [all gradients, the edited weight].
+    """Run two backwards through two models, edit a weight, and return a list: the gradients of outer's
+    parameters, then those of inner's parameters, then the edited weight.
 
     models: (outer, inner), where outer calls inner in its forward. read: for each model, the function that
-    returns a parameter's gradient. The first backward is that of outer's forward, the second is that of a
-    product of a weight of outer and one of inner. The edit of a weight of inner uses a weight of outer.
+    returns a parameter's gradient. The first backward starts from a loss of outer's output, the second from
+    the product of a weight of outer and a weight of inner. The edit moves a weight of inner towards a weight
+    of outer.
     """
     outer, inner = models
     outer(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()

@@ -1,7 +1,8 @@
-"""Tests of training with units that the device updates: it has the bits of training with updates on the CPU,
-and goes on in the same way after edits, loading, skipped steps and failed reads.
+"""Tests of training in which the device updates some or all units. Its parameters, states and losses must
+have the bits of a training in which the CPU updates all units. It must also go on correctly after edits of
+parameters, after loading of state dicts, after skipped steps and after failed reads.
 
-The choice of these units is tested in test_twin_flow.py, the arithmetic in test_device_update.py.
+test_twin_flow.py tests which units the device updates, test_device_update.py tests the arithmetic.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ RECIPES = [
 def test_it_trains_as_plain_pytorch_does(
     name: str, recipe: Recipe, device: str, updated: list[int], tmp_path: Path
 ) -> None:
-    """The gradients of the first step have the bits of plain PyTorch's. All norms and losses differ by at
-    most 1e-5 of their value.
+    """The gradients of the first step have the bits of training in plain PyTorch. The gradient norms and the
+    losses of all steps differ from plain PyTorch's by at most 1e-5 of their value.
 
-    A larger difference of the losses passes if it is at most twice the difference between a training with
-    torch's fused optimizer and one with torch's foreach optimizer.
+    Losses may differ more if two trainings in plain PyTorch, with torch's fused and with its foreach
+    optimizer, differ from each other too: by at most twice that difference.
     """
     entry = zoo.entry(name)
     recipe = Recipe(**{**vars(recipe), "device": device})
@@ -171,11 +172,12 @@ def test_the_same_bits_whenever_updates_run(
 
 
 def stop_everywhere(accumulator: Accumulator, blocks: Any) -> dict[nn.Module, frozenset[int]]:
-    """A replacement for Accumulator._stops, which chooses the modules before which each micro-batch of
-    `accumulate` stops until the others have come as far. It chooses every module, whatever `blocks` is.
+    """Return the modules before which micro-batches of `runtime.accumulate` stop: all modules. A micro-batch
+    that stops waits until the other micro-batches have come to the same module.
 
-    Returns for each module the units that hold the module's own parameters. The real method leaves out units
-    whose pages never leave the device.
+    A test puts this function in place of Accumulator._stops, which leaves out modules whose pages never leave
+    the device. The keys of the result are the modules, and the values are the units that hold each module's
+    own parameters. blocks: not used.
     """
     modules = dict(accumulator.model.named_modules())
     units = accumulator.plan.layout.module_units

@@ -1,7 +1,8 @@
 """Tests of the table of CUDA driver calls through which copies, events and kernels go.
 
-A library that lacks a call must be refused, and the calls must do what they say in the right order. A call
-that fails must raise an error that names the call and the cause.
+A library that lacks a call must be refused. A transfer must copy every byte, and transfers and kernels must
+wait for the work of their stream and for the events that they are given. A call that fails must raise an
+error that names the call and the cause.
 """
 
 from __future__ import annotations
