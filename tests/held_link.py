@@ -37,7 +37,9 @@ class HeldCopy:
 
 
 class HeldLink(CpuLink):
-    """A link whose copies to the device are HeldCopy objects and happen in the order of the requests."""
+    """A link whose copies to the device are HeldCopy objects. The bytes of a copy move at the next request
+    of a copy or fence from the link, or in the copy's `wait` or in `drain` if that comes first.
+    """
 
     def __init__(self) -> None:
         self.asked = 0

@@ -53,7 +53,7 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 def train(directory: Path, home: str, precision: infinity.Precision, make: Any, *, seed: int = 5) -> Run:
     """Train four steps with all pages at `home`, and return losses, parameters and optimizer states.
 
-    The budget is the smallest that will do. make: a function from parameters to a torch optimizer.
+    The budget is that of budget_for in tests/homes.py. make: function from parameters to a torch optimizer.
     """
     torch.manual_seed(seed)
     model = Odd()
@@ -185,7 +185,9 @@ def test_loaded_fp32_moments_are_rounded_to_nearest(tmp_path: Path, states: str)
 
 
 def test_pages_shrink_by_what_the_formats_save() -> None:
-    """States of a bf16 parameter take 10 bytes an element in fp32, 6 in bf16 and a little over 4 in int8."""
+    """AdamW's states of a bf16 parameter take 10 bytes an element with fp32 moments, 6 with bf16 moments and
+    a little over 4 with int8 moments. Two of these bytes are the low bits of the fp32 master.
+    """
     with torch.device("meta"):
         model = nn.Linear(4096, 4096, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
