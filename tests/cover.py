@@ -24,8 +24,8 @@ def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 def pairwise(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> list[Case]:
-    """Return few of the allowed combinations, such that every pair of values of an allowed combination is
-    also in a returned one.
+    """Return few of the allowed combinations, chosen so that any two values that occur together in an
+    allowed combination occur together in a returned one.
 
     factors, allowed: as in `covered`. The same arguments give the same combinations. The search is greedy:
     it takes the combination that adds the most new pairs, and among equals the one whose values were used

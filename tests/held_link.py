@@ -37,8 +37,10 @@ class HeldCopy:
 
 
 class HeldLink(CpuLink):
-    """A link whose copies to the device are HeldCopy objects. The bytes of a copy move at the next request
-    of a copy or fence from the link, or in the copy's `wait` or in `drain` if that comes first.
+    """A link whose copies to the device are HeldCopy objects.
+
+    The bytes of a copy move when the link is next asked for a copy, a fence or `drain`, or in the copy's
+    `wait` if that comes first.
     """
 
     def __init__(self) -> None:

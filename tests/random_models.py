@@ -117,7 +117,7 @@ KINDS = {"wide": Wide, "norm": Norm, "table": Table, "mix": Mix, "scale": Scale,
 
 
 class Stack(nn.Module):
-    """A model of parts that a forward uses in any order, any number of times."""
+    """A model of parts. A forward uses the parts whose numbers are in `order`, one after the other."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Forward:
-    """The arguments of one forward of a Stack."""
+    """The arguments of one forward of a Stack. seed: seed from which the forward's inputs are drawn."""
 
     order: tuple[int, ...]
     branch: int

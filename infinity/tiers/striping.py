@@ -28,7 +28,7 @@ class Striping:
     stripe_bytes: int
 
     def path_bytes(self, nbytes: int) -> list[int]:
-        """Return the bytes that each path's file needs for a volume of `nbytes` bytes and whole periods.
+        """Return the bytes of each path's file for a volume of `nbytes` bytes, rounded up to whole periods.
 
         If only one path has a weight above zero, the volume is not striped, and the file there needs
         exactly `nbytes` bytes.
@@ -68,9 +68,10 @@ def choose_striping(
     """Choose the striping of a volume of `nbytes` bytes over paths with these budgets (in bytes) and speeds.
 
     The striping has the shortest period that comes close to `proportional_shares`: the bytes of a path may
-    differ from its share by 5% of `nbytes / len(budgets)`. If no period comes so close, the closest one is
-    taken. No path gets more than its budget. Stripes are `stripe_bytes` long. Where budgets are so tight
-    that whole periods of such stripes do not fit, the length of stripes is halved until they fit.
+    differ from its share there by at most 5% of `nbytes / len(budgets)`. If no period comes so close, the
+    closest one is taken. No path gets more than its budget. Stripes are `stripe_bytes` long. Where budgets
+    are so tight that whole periods of such stripes do not fit, the length of stripes is halved until they
+    fit.
 
     Raises BudgetError where the budgets cannot hold `nbytes` bytes. Raises ConfigError where `nbytes` or a
     speed is not positive, or the numbers of speeds and budgets differ.

@@ -26,7 +26,8 @@ Run = dict[str, Any]
 
 
 class Odd(nn.Module):
-    """A model with parameters of one element, of less and of more than a block, and of several chunks.
+    """A model whose parameters differ in size: one has a single element, others have less or more elements
+    than a block, and some lie in several chunks.
 
     A block is a run of elements whose int8 codes of a moment share one exponent.
     """
