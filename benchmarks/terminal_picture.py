@@ -3,9 +3,9 @@
     python benchmarks/terminal_picture.py --out docs/first-run.svg -- \
         infinity train --budget-host 160MiB --budget-nvme .:1GiB
 
-The command runs in a new directory, which is removed afterwards. Since it prints to a pipe, it prints a line
-of progress every five seconds, of which the first, the middle and the last are drawn. All other lines are
-drawn as they were printed.
+The command runs in a new directory, which is removed afterwards. Since its output is a pipe, `infinity
+train` prints a line of progress every five seconds. Of these lines only the first, the middle and the last
+are drawn. All other lines are drawn as they were printed.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def _literal(text: str) -> str:
 def run(command: Sequence[str], directory: str | None) -> str:
     """Run `command` in a temporary directory below `directory`, and return what it prints on stdout.
 
+    command: a program and its arguments. directory: None for the system's directory of temporary files.
     Raises CalledProcessError if the command fails.
     """
     environment = {**os.environ, "COLUMNS": str(_WIDTH), "PYTHONIOENCODING": "utf-8"}
@@ -105,7 +106,10 @@ def run(command: Sequence[str], directory: str | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, write the picture, and print the output of the command. Returns 0."""
+    """Run the command that `arguments` gives, draw its output as an SVG, and print the output. Returns 0.
+
+    arguments: those of the command line, by default sys.argv[1:].
+    """
     parser = argparse.ArgumentParser(description="Draw what a command prints as an SVG.")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the SVG file to write")
     parser.add_argument(

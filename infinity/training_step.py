@@ -1,6 +1,6 @@
 """Training step: takes gradients from autograd, updates parameters, and reads and writes optimizer states.
 
-The calls of `runtime.optimizer` and the hooks of gradients end here.
+The methods of `runtime.optimizer`, and the hooks that autograd calls with gradients, call this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Covers of all pairs: few combinations of many factors in which each pair of two factors' values occurs."""
+"""Covers of all pairs: small sets of combinations that test many factors in few runs.
+
+A factor is an argument of a test, with a list of values. A combination has one value of each factor. For
+any two values of different factors, a cover has a combination with both.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,19 @@ Case = dict[str, Any]
 
 
 def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Every combination of the factors' values, as a dict from factor to value."""
+    """Return every combination of the factors' values, each as a dict from factor to value."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def pairwise(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> list[Case]:
-    """Return few allowed combinations that together hold every pair of values that any allowed one holds.
+    """Return few of the allowed combinations, chosen so that any two values that occur together in an
+    allowed combination occur together in a returned one.
 
-    The same arguments give the same combinations. The search is greedy: the next combination is the one with
-    the most missing pairs, and among equals the one whose values were used least.
+    factors, allowed: as in `covered`. The same arguments give the same combinations. The search is greedy:
+    it takes the combination that adds the most new pairs, and among equals the one whose values were used
+    least.
     """
     numbers = list(itertools.product(*(range(len(values)) for values in factors.values())))
     named = product(factors)

@@ -37,7 +37,11 @@ class HeldCopy:
 
 
 class HeldLink(CpuLink):
-    """A link whose copies to the device are HeldCopy objects and happen in the order of the requests."""
+    """A link whose copies to the device are HeldCopy objects.
+
+    The bytes of a copy move when the link is next asked for a copy, a fence or `drain`, or in the copy's
+    `wait` if that comes first.
+    """
 
     def __init__(self) -> None:
         self.asked = 0

@@ -33,9 +33,10 @@ class Resources:
     """Name of each thread by the kernel's id. Threads that are ending may be included."""
 
     def since(self, before: Resources, *, threads: bool = True) -> list[str]:
-        """Readable descriptions of descriptors and threads that are held now and were not held before.
+        """Return readable texts about the descriptors and threads in this object that are not in `before`.
 
-        A name of descriptors is listed if more of them are open now. threads: whether to list new threads.
+        A file on which more descriptors are open than in `before` gets one text, with the number of new
+        descriptors. A new thread gets one text. threads: whether to list new threads.
         """
         opened = (self.descriptors - before.descriptors).items()
         started = self.threads.keys() - before.threads.keys() if threads else ()

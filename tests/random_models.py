@@ -18,7 +18,11 @@ MOST_PARTS = 6
 
 @dataclass(frozen=True)
 class Part:
-    """The description from which one part of a model is made."""
+    """The description from which `Stack` makes one of its modules.
+
+    kind: a name in KINDS, or "tied". size: the module's argument; for "tied", the number of the earlier
+    weight to share. frozen: whether the module's parameters are frozen.
+    """
 
     kind: str
     size: int
@@ -83,7 +87,7 @@ class Scale(nn.Module):
 
 
 class Choice(nn.Module):
-    """Several experts, of which a forward uses one, chosen by `branch`."""
+    """Several experts. A forward uses one, with the index `branch` modulo the number of experts."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -113,7 +117,7 @@ KINDS = {"wide": Wide, "norm": Norm, "table": Table, "mix": Mix, "scale": Scale,
 
 
 class Stack(nn.Module):
-    """A model of parts that a forward uses in any order, any number of times."""
+    """A model of parts. A forward uses the parts whose numbers are in `order`, one after the other."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         super().__init__()
@@ -141,7 +145,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Forward:
-    """The arguments of one forward of a Stack."""
+    """The arguments of one forward of a Stack. seed: seed from which the forward's inputs are drawn."""
 
     order: tuple[int, ...]
     branch: int

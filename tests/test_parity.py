@@ -29,10 +29,11 @@ TRANSFORMER = zoo.entry("transformer")
 
 
 def one_home_each(*homes: str) -> pytest.MarkDecorator:
-    """Parametrise a test with all pairs of `entry`, a model of the zoo, and `home`, one of `homes`.
+    """Parametrise a test with all pairs of `entry`, a model of tests/zoo.py, and `home`, one of `homes`.
 
-    For each model one pair runs by default, and the models take the homes in turn. The other pairs are marked
-    slow, because test_matrix already trains every model at every home.
+    One pair for each model runs by default: the first model with the first home, the next model with the
+    next home, and after the last home the first again. The other pairs are marked slow, because test_matrix
+    already trains every model at every home.
     """
     found = [
         pytest.param(entry, home, marks=() if at % len(homes) == number else pytest.mark.slow)
@@ -82,10 +83,11 @@ def cases() -> list[Any]:
 
 
 def cuda_cases() -> list[Any]:
-    """Return pytest parameters (entry, case) for test_matrix_on_cuda. case: a combination of CUDA_FACTORS.
+    """Return pytest parameters (entry, case) for test_matrix_on_cuda.
 
-    The transformer gets every combination. The other models get a few, chosen so that any two values of
-    different factors occur together in one of them.
+    case: the value of each factor in CUDA_FACTORS, by name. The transformer gets every combination of
+    values. The other models get a few, chosen so that any two values of different factors occur together in
+    one of them.
     """
     found = []
     for entry in zoo.ENTRIES:
@@ -104,7 +106,7 @@ def plain(entry: Entry, recipe: Recipe) -> Run:
 class Placed:
     """A cache of training runs in which all pages rest in the device tier.
 
-    Tests compare runs at other homes with them.
+    Tests compare these runs with runs whose pages rest in other tiers.
     """
 
     def __init__(self, root: Path) -> None:
@@ -134,10 +136,11 @@ def check_same_as_pytorch(entry: Entry, recipe: Recipe, run: Run) -> None:
 
 
 def check_placement(entry: Entry, case: dict[str, Any], device: str, placed: Placed, directory: Path) -> None:
-    """Assert two things about the training that `case` describes.
+    """Train `entry` with all pages in the device tier, and then with pages at the home that `case` names.
 
-    With all pages in the device tier, it agrees with PyTorch. With pages at the case's home, it has the same
-    bits as with all pages in the device tier. case: "home" and fields of Recipe, by name.
+    Assert that the first run agrees with plain PyTorch, as far as this module's docstring promises, and that
+    the second run has the same bits as the first. case: "home" and fields of Recipe, by name. device: the
+    device that computes the model. placed: keeps first runs for later calls. directory: for pages on NVMe.
     """
     home = case["home"]
     recipe = Recipe(device=device, **{name: value for name, value in case.items() if name != "home"})

@@ -1,4 +1,4 @@
-"""Contender "ours": trains with infinity, so that benchmarks can compare infinity with other libraries.
+"""Contender "ours": trains with infinity in benchmarks that compare it with other libraries.
 
 The model is built on the meta device. Its parameters, gradients and optimizer states are pages under budgets.
 """
@@ -88,8 +88,9 @@ def _planned(
 ) -> tuple[infinity.Budget, infinity.Plan]:
     """Find the budget of a task, and make the plan under this budget; returns both.
 
-    In mode "fit" the budgets are the task's. In every other mode `host_budget` finds the host budget for the
-    mode, which is one of budgets.WORDS. inputs: example inputs of the model, by which a plan is measured.
+    In mode "fit" the budgets are the task's. Every other mode is one of budgets.WORDS, and says how many of
+    the pages rest on NVMe; `host_budget` finds the host budget for that. inputs: example inputs of the
+    model, by which a plan is measured.
     """
     # accumulate="compute" is exact with one micro-batch a step, because nothing is summed.
     fixed: dict[str, Any] = {
@@ -114,7 +115,11 @@ def _planned(
 
 
 def _reserved(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
-    """Bytes of the host budget that activations take: 0 unless the CPU computes under the host budget."""
+    """Return the bytes of the host budget that activations take; 0 if they cannot be estimated.
+
+    Also 0 if the model computes on a GPU, or if the task has a device budget, because activations are not
+    under the host budget then.
+    """
     if task.device != "cpu" or task.budgets["device"] is not None:
         return 0
     estimate = run_fake_step(
@@ -148,5 +153,8 @@ def figures(plan: infinity.Plan) -> dict[str, Any]:
 
 
 def open_contender(task: Task) -> Ours:
-    """Build the model and its runtime. task.mode: "fit" for the task's budgets, or one of budgets.WORDS."""
+    """Build the model of `task` and its runtime, and return the contender, which is ready to train.
+
+    task.mode: "fit" for the task's own budgets, or one of budgets.WORDS.
+    """
     return Ours(task)

@@ -89,9 +89,10 @@ class SavedBytes:
         self._heap.allocated(storage.nbytes())
 
     def unpacked(self, tensor: torch.Tensor) -> None:
-        """Tell the heap's guard of the gradient that backward makes after it has unpacked `tensor`.
+        """Count the gradient that backward makes after it has unpacked `tensor` as allocated memory.
 
-        No hook sees this gradient. It is taken to have as many bytes as the storage of `tensor`.
+        HeapGuard, which limits resident memory, has to know of allocations. No hook sees this gradient. It
+        is taken to have as many bytes as the storage of `tensor`.
         """
         self._heap.allocated(tensor.untyped_storage().nbytes())
 

@@ -30,7 +30,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class UpdateForm:
-    """What the native code must know of an update's arrays: dtypes, length in elements, places in memory.
+    """The dtypes and the length of an update's arrays, and the tensor and offset at which each one lies.
 
     A form has no hyper-parameters. It is made once, from a chunk's first update, and serves all later updates
     of the same chunk.

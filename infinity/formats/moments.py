@@ -27,17 +27,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 """The dtype in which the elements of a moment are stored, by the format's name in `Precision.states`."""
 
 FIRST_SPAN: int = _cpu_adam.FIRST_SPAN
-"""The span of first moments in the int8 format. It sets the unit by which decoded codes are scaled.
+"""The span of first moments in the int8 format: the number that sets the units of their blocks.
 
-A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of first moments have a sign
-bit.
+A block with the biased exponent e has the unit `2**(e - 127 - span)`, by which its decoded codes are
+multiplied. Codes of first moments have a sign bit.
 """
 
 SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
-"""The span of second moments in the int8 format. It sets the unit by which decoded codes are scaled.
+"""The span of second moments in the int8 format: the number that sets the units of their blocks.
 
-A block with the biased exponent e has the unit `2**(e - 127 - span)`. Codes of second moments have no sign
-bit. A second moment above 0 is never rounded to 0.
+A block with the biased exponent e has the unit `2**(e - 127 - span)`, by which its decoded codes are
+multiplied. Codes of second moments have no sign bit. A second moment above 0 is never rounded to 0.
 """
 
 _SHIFT: int = _cpu_adam.CODE_BIT
@@ -48,7 +48,7 @@ _BLOCKS = 1 << 11
 
 
 def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode float32 CPU values of shape (n,) in the int8 format.
+    """Encode float32 CPU values of shape (n,) in the int8 format. The first value begins a block.
 
     Returns the codes, uint8 (n,), and the biased exponents of the blocks, uint8 (ceil(n / CODE_BLOCK),).
     span: FIRST_SPAN for first moments, or SECOND_SPAN for second moments, which lose their signs.
@@ -107,9 +107,10 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
     """Choose the biased exponent of each block of an int8 moment; return the exponents, int32 (rows,).
 
-    It is the biased exponent of the block's largest element as a float32. If that element is so near the
-    end of its binade that it would be rounded up, it is the next exponent. It is at least span + 1.
-    magnitude: absolute values, float32 (rows, CODE_BLOCK), one block in each row. span: as in `encode`.
+    A block gets the biased exponent of its largest element as a float32, but at least span + 1. If that
+    element is so near the next power of two that it would be rounded up to it, the block gets the next
+    exponent. magnitude: absolute values, float32 (rows, CODE_BLOCK), one block in each row. span: as in
+    `encode`.
     """
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
     return ((largest + _cpu_adam.ROUNDS_UP) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)

@@ -61,7 +61,7 @@ class Gradients:
         self._threads = threads
         self._loss_scale = scale
         self._stored_at = 1.0
-        """The loss scale by which the stored gradients are multiplied."""
+        """The loss scale of the backwards that made the stored gradients. They are larger by this factor."""
         self._clipping: float | None = None
         """Factor from clip_grad_norm_; None if clip_grad_norm_ was not called in this step."""
         self._failure = GradientFailure()
@@ -256,9 +256,10 @@ class Gradients:
         return self._on_device is not None and unit in self._on_device
 
     def consume(self, unit: int) -> None:
-        """Mark a unit's gradients as used by an eager update, and drop its chunks from staging.
+        """Mark a unit's gradients as used by an eager update.
 
-        After this, adding or reading a gradient of the unit raises ConfigError until `clear`.
+        The unit's staged chunks are forgotten without being written home. After this, adding or reading a
+        gradient of the unit raises ConfigError until `clear`.
         """
         page = self.pages[unit]
         page.consumed = True

@@ -13,14 +13,14 @@ from infinity.errors import ConfigError
 from infinity.lm.text import Text
 
 _BYTES_PER_TOKEN = 6
-"""Bytes of text that are read first for each token of a window: a guess of a token's length.
+"""Bytes of text that `Tokens.window` reads first for each token of a window: a guess of a token's length.
 
 The guess is high on purpose. If the bytes have too few tokens, twice as many bytes are read, and all of them
 are split into tokens again.
 """
 
 _LONGEST_STRETCH = 16 << 20
-"""Greatest number of bytes of text that are read for one window."""
+"""Greatest number of bytes of text that one call of `Tokens.window` reads."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """The continuation bytes of UTF-8, with which no character begins."""

@@ -176,7 +176,7 @@ class ModuleHooks:
 def _caller() -> FrameType:
     """Return the frame of torch's code that called the running `Hook`.
 
-    Only the function that a Hook calls may call this, and directly, because the frames between are counted.
+    The function that a Hook calls must call this directly, because the result is the frame three calls up.
     """
     return sys._getframe(3)
 

@@ -45,8 +45,9 @@ class Decision:
 def decide(unit: int, options: StepOptions, gradients: Gradients, states: States) -> Decision | None:
     """Decide the update of a unit's parameters that have both a gradient and a param group.
 
-    unit: index of the unit. gradients, states: the gradients and the optimizer states of all units. Returns
-    None if no parameter has both. Raises the errors of `Rule.hyper`.
+    unit: index of the unit. options: the options of this step's param groups. gradients, states: the
+    gradients and the optimizer states of all units. Returns None if no parameter has both. Raises the errors
+    of `Rule.hyper`.
     """
     state = states.pages[unit]
     known: dict[tuple[int, int, bool], int] = {}
@@ -76,7 +77,8 @@ def count_step(page: ParameterPage, states: States, decision: Decision, options:
 
     Adds one to the step count of each updated parameter in the unit's optimizer page, and notes there which
     chunks and parameters have moments from now on. Also increments torch's version counter of each updated
-    parameter, because its values are going to change in place. page: the unit's parameter page.
+    parameter, because its values are going to change in place. page: the unit's parameter page. states,
+    options: as for `decide`, which has returned `decision`.
     """
     state, touched = states.pages[page.index], decision.parameters.keys()
     if not all(state.begun):

@@ -36,9 +36,10 @@ class StepOptions:
         return self._group_of.get((unit, parameter))
 
     def hyper(self, group: int, step: int, first: bool) -> tuple[cpu_adam.Hyper, cpu_adam.NativeHyper]:
-        """The hyper-parameters of an update of parameters in a group, for Python and for the native code.
+        """Return the hyper-parameters of an update of parameters in a group, in two forms.
 
-        group: the index of the group. step, first: as in `Rule.hyper`, whose errors are raised.
+        They are (object for Python code, object for the native code) with equal values. group: the index of
+        the group. step, first: as in `Rule.hyper`, whose errors are raised.
         """
         key = group, step, first
         if key not in self._hypers:

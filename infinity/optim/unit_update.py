@@ -27,8 +27,8 @@ class UnitUpdate:
     unread: bool = False
     """Whether a read for one of the chains failed. The read is repeated when a caller waits for the unit."""
     resting: Sequence[Chain] = ()
-    """Chains whose update is decided and has not begun, and which skip `UpdateQueue.due`. All their memory
-    is at home in host RAM, and the CPU computes the model too. Empty for all other units.
+    """Chains whose update is decided and has not begun, and which are not in `UpdateQueue.due`. Always empty
+    unless `rests` is true and the CPU computes the model too.
     """
 
     @staticmethod

@@ -124,9 +124,10 @@ class States:
     def encode(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
         """Give a parameter a new fp32 master, and return the values for the parameter page.
 
-        The caller writes these values, (numel,) in memory order and in the parameter's dtype. What they lack
-        of the master is written to the optimizer page here; see `StatePage.master_bytes`. values: the new
-        master, (numel,) in memory order, of any floating dtype.
+        The caller must write these values, (numel,) in memory order and in the parameter's dtype, to that
+        page. If the parameter is trainable, the low 16 bits of the master (bf16) or the whole master (fp16)
+        are written to the optimizer page here. values: the new master, (numel,) in memory order, of any
+        floating dtype.
         """
         page = self.pages.get(unit)
         dtype = page.layout.parameters[parameter].dtype if page is not None else values.dtype
@@ -144,8 +145,9 @@ class States:
     def master(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
         """Return the fp32 master of a parameter, (numel,) in memory order.
 
-        values: the parameter's present values in the parameter page, (numel,) in memory order. What they lack
-        of the master is read from the optimizer page; see `StatePage.master_bytes`.
+        values: the parameter's present values in the parameter page, (numel,) in memory order. They are the
+        master if they are fp32, or if user code has edited them since the last update. Otherwise the low 16
+        bits of the master (bf16) or the whole master (fp16) are read from the optimizer page.
         """
         page = self.pages[unit]
         if values.dtype == torch.float32 or parameter in page.edited:

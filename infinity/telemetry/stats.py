@@ -138,14 +138,14 @@ class Stats:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds in which the training thread waited for transfers: the sum of all edges."""
+        """Seconds in which the training thread waited for transfers: the sum over all edges."""
         return sum(edge.stall_seconds for edge in self.edges.values())
 
     @property
     def fault_seconds(self) -> float:
         """Seconds in which the training thread waited for units that were demanded and not resident.
 
-        The sum of all edges, and a part of `stall_seconds`.
+        The sum over all edges, and a part of `stall_seconds`.
         """
         return sum(edge.fault_seconds for edge in self.edges.values())
 

@@ -51,7 +51,7 @@ def cuda_driver(device: int) -> Driver:
 
 @dataclass(frozen=True)
 class Emulation:
-    """A test driver and its compute stream, with which the CPU is treated as a device with its own memory."""
+    """The arguments of an `emulated` context, in which the CPU counts as a device with its own memory."""
 
     driver: Driver
     compute: Stream

@@ -35,8 +35,9 @@ class NvmeLease:
     """A range of bytes that the NVMe tier has lent; `NvmeTier.lease` makes it.
 
     The bytes return to the tier at `release`, at the end of a `with` statement, or when the last reference
-    to the lease is gone. Their contents are undefined until written. Wait for every read and write of a
-    lease before it ends: requests in flight do not keep it alive, and its bytes may be lent again at once.
+    to the lease is gone. Their contents are undefined until written. The caller must wait for every read and
+    write of a lease before the lease ends: requests in flight do not keep the lease alive, and its bytes may
+    be lent again at once.
     """
 
     def __init__(self, spans: _tiers.SpanAllocator, offset: int, nbytes: int) -> None:

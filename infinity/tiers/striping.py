@@ -28,7 +28,7 @@ class Striping:
     stripe_bytes: int
 
     def path_bytes(self, nbytes: int) -> list[int]:
-        """Bytes that the file on each path needs for a volume of `nbytes` bytes, in whole periods.
+        """Return the bytes of each path's file for a volume of `nbytes` bytes, rounded up to whole periods.
 
         If only one path has a weight above zero, the volume is not striped, and the file there needs
         exactly `nbytes` bytes.
@@ -40,10 +40,11 @@ class Striping:
 
 
 def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[float]) -> list[float]:
-    """Bytes for each path, in proportion to `speeds`, never above the path's budget, and `nbytes` in all.
+    """Divide `nbytes` bytes among the paths in proportion to their speeds; return the bytes of each path.
 
-    With these shares all paths finish a transfer of all bytes at the same time, except for paths at their
-    budget. budgets: bytes for each path, whose sum must be at least `nbytes`.
+    No path gets more than its budget. With these shares all paths finish a transfer of all bytes at the same
+    time, except for paths at their budget. budgets: the most bytes of each path; their sum must be at least
+    `nbytes`. speeds: a number for each path, of which only the ratios count.
     """
     shares = [0.0] * len(budgets)
     left, open_paths = float(nbytes), list(range(len(budgets)))
@@ -64,10 +65,10 @@ def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[fl
 def choose_striping(
     nbytes: int, budgets: Sequence[int], speeds: Sequence[float], stripe_bytes: int
 ) -> Striping:
-    """The striping of a volume of `nbytes` bytes over paths with the given budgets (in bytes) and speeds.
+    """Choose the striping of a volume of `nbytes` bytes over paths with these budgets (in bytes) and speeds.
 
-    The striping has the shortest period that comes close to `proportional_shares`: no path's bytes may
-    differ by more than 5% of `nbytes` divided by the number of paths. If no period comes so close, the
+    The striping has the shortest period that comes close to `proportional_shares`: the bytes of a path may
+    differ from its share there by at most 5% of `nbytes / len(budgets)`. If no period comes so close, the
     closest one is taken. No path gets more than its budget. Stripes are `stripe_bytes` long. Where budgets
     are so tight that whole periods of such stripes do not fit, the length of stripes is halved until they
     fit.

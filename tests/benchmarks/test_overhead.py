@@ -1,5 +1,7 @@
-"""Tests of benchmarks/overhead.py: it counts the calls of every thread, and finds the calls per unit, chunk
-and parameter that known counts have. A quick run reports every layout and leaves no file.
+"""Tests of benchmarks/overhead.py, which counts the calls that Python makes in a training step.
+
+It counts the calls of every thread. From counts that were made up with known numbers of calls per unit,
+chunk and parameter, it finds these numbers. A quick run reports every layout and leaves no file.
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ def test_rounding_is_right_on_average(pool: ThreadPool, form: str) -> None:
     """The stochastic rounding of moments has no bias: its mean error is 0 within 5 standard deviations.
 
     This holds for the mean over all elements with the same seed, and for the mean over seeds of one element.
-    The roundings of an element's two moments are not correlated, nor are those in the halves of a block.
+    The roundings of an element's two moments are not correlated. Nor are a moment's roundings in the first
+    and in the second half of a block.
     """
     n = 64 * 512
     value, square = 0.7123, 0.3391

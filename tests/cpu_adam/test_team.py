@@ -1,6 +1,7 @@
-"""Tests of updates by OpenMP: if a thread waits for updates of a pool with `openmp`, the thread's OpenMP
-threads compute them. The threads of the pool sleep meanwhile, and the results have the bits that they would
-compute.
+"""Tests of ThreadPool(openmp=True): the OpenMP threads of a thread that waits for updates compute them.
+
+The pool's own threads must sleep meanwhile, and the results must have the bits that those would compute. If
+OpenMP has fewer threads than the pool, the pool's own threads must compute the updates.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from infinity.cpu_adam import Segment, ThreadPool, Update
 def woken() -> Callable[[], int]:
     """Return a function that returns how often threads of update pools were woken since the call of `woken`.
 
-    It counts how often the threads have gone to sleep again. Threads of closed pools may still be ending.
-    They do not wake up any more, so they add nothing.
+    The returned function counts how often the threads have gone to sleep again. Threads of closed pools
+    that are still ending add nothing, because they do not wake up any more.
     """
 
     def times(task: int) -> int | None:

@@ -82,7 +82,8 @@ KINDS = pairwise(
 )
 """Kinds of updates that test_nothing_is_fused_approximated_or_flushed compiles, each for one architecture.
 
-formats: the numbers of the formats of gradients, parameters and moments.
+"rule" and "formats" are the fields of an UpdateKind: the index of the update rule, and the indices of the
+formats of gradients, parameters and moments.
 """
 
 

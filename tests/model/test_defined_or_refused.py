@@ -26,7 +26,7 @@ both_homes = places("nvme", "unified", cuda=("nvme", "host"))
 def exact_in_bf16(model: nn.Module) -> nn.Module:
     """Round the model's parameters to bf16 values in place, and return the model.
 
-    An edit of such parameters has equal results in bf16 and fp32.
+    Edits that are exact in bf16, such as doubling, then have equal results in bf16 and fp32.
     """
     with torch.no_grad():
         for parameter in model.parameters():

@@ -26,7 +26,8 @@ Run = dict[str, Any]
 
 
 class Odd(nn.Module):
-    """A model with parameters of one element, of less and of more than a block, and of several chunks.
+    """A model whose parameters differ in size: one has a single element, others have less or more elements
+    than a block, and some lie in several chunks.
 
     A block is a run of elements whose int8 codes of a moment share one exponent.
     """
@@ -53,7 +54,7 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 def train(directory: Path, home: str, precision: infinity.Precision, make: Any, *, seed: int = 5) -> Run:
     """Train four steps with all pages at `home`, and return losses, parameters and optimizer states.
 
-    The budget is the smallest that will do. make: a function from parameters to a torch optimizer.
+    The budget is that of budget_for in tests/homes.py. make: function from parameters to a torch optimizer.
     """
     torch.manual_seed(seed)
     model = Odd()
@@ -185,7 +186,9 @@ def test_loaded_fp32_moments_are_rounded_to_nearest(tmp_path: Path, states: str)
 
 
 def test_pages_shrink_by_what_the_formats_save() -> None:
-    """States of a bf16 parameter take 10 bytes an element in fp32, 6 in bf16 and a little over 4 in int8."""
+    """AdamW's states of a bf16 parameter take 10 bytes an element with fp32 moments, 6 with bf16 moments and
+    a little over 4 with int8 moments. Two of these bytes are the low bits of the fp32 master.
+    """
     with torch.device("meta"):
         model = nn.Linear(4096, 4096, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())

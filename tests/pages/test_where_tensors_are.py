@@ -1,5 +1,5 @@
-"""Tests of where tensors are: on which device a model may be before `offload`, on which device copies of it
-and of its states are, and which memory close() frees.
+"""Tests of where tensors are: on which device a model may be before `offload`, on which device deepcopies of
+the model and copies of its optimizer states are, and which memory close() frees.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Twins(RuleBasedStateMachine):
         self.graphs: list[tuple[Forward, Tensor, Tensor]] = []
         """Forwards whose backward is still to come: (input, paged model's output, twin's output)."""
         self.held: list[tuple[Tensor, Tensor, str]] = []
-        """Views that are held: (view of the paged model's parameter, the twin's view, kind of view)."""
+        """Views that are held: (view of the paged model's parameter, the twin's view, `kind` in `hold`)."""
         self.clipped = False
 
     @initialize(

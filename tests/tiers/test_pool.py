@@ -1,5 +1,6 @@
-"""Tests of leases, pools and residencies: no overlap, no leak, no byte over the budget. Memory is not leased
-again while a view of it lives.
+"""Tests of leases, pools and residencies: leases do not overlap, nothing leaks, and no budget is exceeded.
+
+Memory is not leased again while a view of it lives.
 """
 
 import gc
@@ -36,10 +37,11 @@ def pool() -> Iterator[Pool]:
 def test_budget_errors_name_the_smallest_pool_that_would_do(
     history: list[tuple[int, bool]], nbytes: int
 ) -> None:
-    """If a lease raises BudgetError, the same leases succeed in a pool of `error.needed` bytes.
+    """If a lease raises BudgetError, the same calls succeed in a pool of `error.needed` bytes, and raise
+    BudgetError in a pool that is 4 KiB smaller.
 
-    In a pool that is 4 KiB smaller they fail. history: (bytes, whether it is kept) of each lease before the
-    lease of `nbytes` bytes. Those that are not kept leave gaps.
+    history: (bytes, whether the lease is kept) of each lease that is made before the lease of `nbytes`
+    bytes. Leases that are not kept are released before that lease, and leave gaps.
     """
 
     def ask(pages: int) -> None:
