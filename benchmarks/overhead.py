@@ -110,7 +110,7 @@ class Layout:
 
 
 class Unit(nn.Module):
-    """Module whose forward adds, to the activation, the mean of its product with each parameter in turn."""
+    """Module whose forward does, for each parameter p, activation += F.linear(activation, p).mean()."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -155,7 +155,10 @@ class Calls:
             gc.enable()
 
     def of(self, action: Callable[[], Any]) -> tuple[int, int]:
-        """Run `action`; returns the numbers of calls (Python functions, C functions), `action` included."""
+        """Run `action`, inside `installed`, and return (calls of Python functions, calls of C functions).
+
+        The call of `action` itself counts too.
+        """
         self._found.clear()
         self._counting = True
         action()
@@ -172,8 +175,8 @@ class Calls:
 def forced() -> Iterator[None]:
     """Context in which plans get the layout and the working room that this benchmark wants.
 
-    Every module is a unit of its own, chunks have the least length that the layout allows, and the working
-    room is that of CHAINS and PAGES.
+    Every module with parameters is a unit of its own, every chunk has at most BLOCK elements, and the
+    working room is that of CHAINS and PAGES.
     """
     rooms = (WorkingRoom(PAGES, chains=CHAINS, transit_buffers=CHAINS),)
     with (

@@ -124,11 +124,11 @@ def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> R
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Compute the loss of plain PyTorch before the first update, with parameters as infinity rounds them.
+    """Compute the loss of the initial parameters in plain PyTorch, rounded to bf16 as infinity rounds them.
 
-    Torch and infinity differ where an fp32 master lies exactly between two bf16 values. The result has the
-    loss with seed 0 ("loss"), the number of elements of all parameters ("elements"), and the number of
-    elements that torch rounds to another value ("ties").
+    Torch rounds an fp32 master that lies exactly between two bf16 values differently. Returns a dictionary:
+    "loss" is the loss of the first batch with seed 0, "elements" the number of elements of all parameters,
+    and "ties" the number of elements that torch rounds to another value than infinity.
     """
     chosen, batches, _ = job(options, 0)
     masters = [each.detach() for each in real(chosen, 0).parameters()]
@@ -144,7 +144,10 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches, Recipe]:
-    """Make (model, batches, hyper-parameters), which are the same for all runs with this seed."""
+    """Return (model, batches, hyper-parameters) for the preset, sizes and steps in `options`.
+
+    They are the same for all runs with this seed. The model is on the meta device.
+    """
     chosen = language_model(options.model)
     batches = Batches(find_text(None), chosen, batch=options.batch, seq=options.seq, seed=seed)
     return (
@@ -187,7 +190,10 @@ def trainings(options: argparse.Namespace) -> Iterator[Callable[[], Run]]:
 
 
 def on_disk(options: argparse.Namespace, seed: int, states: str) -> Run:
-    """Train by `paged`, with all pages in a temporary directory on the disk."""
+    """Train by `paged`, with all pages on NVMe in a temporary directory under `options.directory`.
+
+    Returns the results. seed, states: as in `paged`.
+    """
     with tempfile.TemporaryDirectory(prefix="infinity-quality-", dir=options.directory) as directory:
         return paged(options, seed, states, directory)
 
@@ -212,7 +218,10 @@ def write(report: dict[str, Any], runs: list[Run], results: Path) -> None:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    """Read and check the command line."""
+    """Parse and check the command line, and return its options.
+
+    argv: the arguments without the program's name; None: those of this process.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="30m")
     parser.add_argument("--steps", type=int, default=300)

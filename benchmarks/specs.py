@@ -48,7 +48,8 @@ class Spec:
 def ours(text: str) -> Spec:
     """Parse a value of `--ours`, such as "host=1GiB,states=bf16", and return the contender it describes.
 
-    Sizes are not checked here but by infinity.Budget. Raises argparse.ArgumentTypeError.
+    Sizes are not checked here but by infinity.Budget. Raises argparse.ArgumentTypeError, with a message for
+    the user, if the text cannot be understood.
     """
     fields: dict[str, str] = {}
     for number, part in enumerate(text.split(",")):
@@ -73,7 +74,7 @@ def ours(text: str) -> Spec:
 def peer(text: str) -> Spec:
     """Parse a value of `--peer`, such as "deepspeed:nvme", and return the contender it describes.
 
-    Raises argparse.ArgumentTypeError.
+    Raises argparse.ArgumentTypeError, with a message for the user, for an unknown peer or mode.
     """
     name, _, mode = text.partition(":")
     if name not in PEERS:

@@ -2,10 +2,11 @@
 
 infinity and fio read and write the same test file. fio tries every engine, block size, depth and number of
 jobs, in several passes, each in a new order; such a combination is a point. The best points of the sweep
-then run in turns with infinity's I/O engine, which has the settings that `infinity tune` chose. The maximum
-of many noisy figures is too high, so only the rates in these turns count. The best point is the point with
-the highest median rate. The result of a mode (read, write or mixed) is the median, over rounds, of
-infinity's rate divided by the best point's rate in the same round.
+then run in turns with infinity's I/O engine, which has the settings that `infinity tune` chose. In a round
+each of them runs once. The maximum of many noisy figures is too high, so only the rates in rounds count,
+not those in the sweep. The best point is the point with the highest median rate over rounds. The result of
+a mode (read, write or mixed) is the median, over rounds, of infinity's rate divided by the best point's
+rate in the same round.
 
     python benchmarks/tune.py --directory /mnt/nvme0
     python benchmarks/tune.py --directory /tmp --quick --json

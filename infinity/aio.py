@@ -165,9 +165,9 @@ class Engine(_aio.Engine):
     this many bytes. depth: the most blocks in flight.
 
     write_slack: seconds that are added to the deadlines of writes. Blocks go out in the order of their
-    deadlines. A read's deadline is the moment of its request, and a write's deadline is `write_slack`
-    seconds later. Reads therefore go ahead of writes, and writes never starve. faults: faults to inject
-    between the engine and its backend, for tests.
+    deadlines. Unless the call names a deadline, it is the moment of the request for a read, and
+    `write_slack` seconds later for a write. Reads therefore go ahead of writes, and writes never starve.
+    faults: faults to inject between the engine and its backend, for tests.
 
     Raises ConfigError (with the reason) for an unknown or unavailable backend, StorageError for a directory
     that cannot be written, StorageFull for a directory without room.

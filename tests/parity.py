@@ -108,7 +108,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 def reference(entry: Entry, recipe: Recipe, **options: Any) -> Run:
     """Train in plain PyTorch in float32, and return the Run, recorded at every step.
 
-    options: further arguments of the torch optimizer, such as fused.
+    entry: the model with its batches and loss (see zoo.py). options: further arguments of the torch
+    optimizer, such as fused.
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe, **options)
@@ -140,8 +141,7 @@ def half_up(master: Tensor) -> Tensor:
 def reference_bf16(entry: Entry, recipe: Recipe, **options: Any) -> Run:
     """Train in plain PyTorch with bfloat16 parameters, float32 masters and float32 sums of gradients.
 
-    options: further arguments of the torch optimizer, such as fused. Returns the Run, with the losses, norms
-    and gradients of every step.
+    entry, options: as in `reference`. Returns the Run, with the losses, norms and gradients of every step.
     """
     model = entry.make(recipe.device)
     parameters = dict(model.named_parameters())
@@ -283,9 +283,10 @@ def tensors_copied(tree: Any) -> Any:
 
 
 def differences(left: Any, right: Any, where: str = "") -> list[str]:
-    """Descriptions of all places where two nests of dicts, lists, tensors and numbers differ.
+    """Descriptions of all places where two nests of dicts, lists, tensors and numbers differ; [] if none.
 
-    Tensors differ if any bit, the shape, the dtype or a stride does.
+    Tensors differ if any bit, the shape, the dtype or a stride does. where: text with which every
+    description begins.
     """
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return [] if _same_bits(left, right) else [where]
@@ -327,7 +328,8 @@ def check_losses(entry: Entry, recipe: Recipe, run: Run, truth: Run) -> None:
 
     With bfloat16 parameters, an update that differs in its last bit may round a parameter to another value. A
     larger distance is allowed if it is at most twice the distance between two runs in plain PyTorch, with
-    torch's fused and with its foreach optimizer.
+    torch's fused and with its foreach optimizer. entry, recipe: those of both runs, for these two further
+    runs.
     """
     train, least = (reference, 1e-5) if recipe.compute == "fp32" else (reference_bf16, 5e-4)
     distance = loss_distance(run, truth)

@@ -56,7 +56,11 @@ def planned(
 
 
 def check(made: Plan, budget: Budget) -> None:
-    """Assert what the runtime relies on: the plan's sizes and offsets fit each other and the budget."""
+    """Assert what the runtime relies on: the plan `made` fits `budget`, and its sizes fit each other.
+
+    Working buffers must hold the largest page or chunk that moves through them. Inside of a page, each
+    chunk must begin where the chunk before it ends.
+    """
     away = [
         unit.nbytes
         for index, (unit, homes) in enumerate(zip(made.layout.units, made.homes, strict=True))

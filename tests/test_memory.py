@@ -199,9 +199,9 @@ def test_an_update_under_the_next_forward_shares_its_read_of_the_parameters(
 ) -> None:
     """On unified memory with all pages on disk, lazy updates use the parameters that the next forward reads.
 
-    Over four steps, parameters are read for forward and backward, for the updates of the last step, which no
-    forward follows, and at most five more times. Gradients that are in staging at step() are neither written
-    nor read, because zero_grad() comes before the updates that use them.
+    Over four steps, parameter pages are read for forward and backward, and for the updates of the last
+    step, which no forward follows. At most five more pages are read. Gradients that are in staging at
+    step() are neither written nor read, because zero_grad() comes before the updates that use them.
     """
     model, steps, staged = blocks(), 4, StagedGradients(monkeypatch)
     with opened("unified-nvme", tmp_path, model) as runtime:
@@ -233,9 +233,10 @@ def test_the_first_step_reads_no_moments(tmp_path: Path) -> None:
 def test_bytes_moved_where_memory_is_home(home: str, tmp_path: Path) -> None:
     """Where no page rests on the disk, the third step moves bytes only between RAM and the device.
 
-    unified: nothing moves, because everything is used in place. host, with room for one resident page:
-    2 (L - 1) P + T go up, as when pages rest on the disk. device: T + G + S of each block go down to RAM and
-    up again, because the CPU adds the gradients and computes the updates.
+    home: where all pages rest. With "unified" (the device has no memory of its own) nothing moves, because
+    everything is used in place. With "host", and room for one resident page, 2 (L - 1) P + T bytes go up to
+    the device, as when pages rest on the disk. With "device", T + G + S bytes of each block go down to RAM
+    and up again, because the CPU adds the gradients and computes the updates.
     """
     model = blocks()
     with opened(home, tmp_path, model) as runtime:

@@ -1,4 +1,8 @@
-"""Trainings and offloads whose I/O calls fail one at a time: errors are typed, and no number is wrong."""
+"""Tests of trainings and of `infinity.offload` in which one I/O call fails at a time.
+
+Errors must have a type of infinity.errors, and a training that goes on must have the bits of one without
+faults.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,10 @@ PATIENCE = 20
 
 
 def in_a_thread(function: Callable[[], Any]) -> None:
-    """Run `function` in a thread of its own, and assert that the thread ends."""
+    """Run `function` in a thread of its own, and assert that the thread ends within PATIENCE seconds.
+
+    Its result is dropped, and an exception in it does not reach the caller.
+    """
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(PATIENCE)

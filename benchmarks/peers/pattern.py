@@ -17,11 +17,11 @@ _LENGTH = 1_048_573
 
 
 def fill_by_pattern(model: nn.Module, layers: int) -> None:
-    """Have `infinity.offload` fill `model`, which is on the meta device, with the pattern.
+    """Set `model._init_weights`, so that `infinity.offload` later fills the model with the pattern.
 
-    Matrices get the standard deviations of the decoder's own initialisation: those named `out`, whose
-    results add to the residual stream, are scaled by the depth of the decoder, `layers`. Vectors are filled
-    with ones. The values are the same in every process.
+    model: a decoder on the meta device, with `layers` layers. Matrices get the standard deviations of the
+    decoder's own initialisation: 0.02, divided by sqrt(2 * layers) in modules named `out`, whose results add
+    to the residual stream. Vectors are filled with ones. The values are the same in every process.
     """
     normals = torch.randn(_LENGTH, generator=torch.Generator().manual_seed(0))
     usual, scaled = normals * _STD, normals * (_STD / math.sqrt(2 * layers))

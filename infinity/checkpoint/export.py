@@ -274,7 +274,8 @@ def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
 def _header(entries: Sequence[_Entry]) -> bytes:
     """Encode the header of a safetensors file: the dtypes, shapes and offsets of the tensors `entries`.
 
-    The header also has the metadata that transformers requires, and its length comes first.
+    Offsets are counted from the end of the header. The header also has the metadata that transformers
+    requires. The first 8 bytes of the result are the length of the rest.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0

@@ -191,7 +191,7 @@ def _headers(path: Path) -> Iterator[tuple[str, _Entry]]:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Context that turns errors of safetensors and of the system into StorageError about `path`."""
+    """Context that turns errors of safetensors and OSError into StorageError about `path`."""
     try:
         with storage_errors("read", path):
             yield
@@ -214,7 +214,10 @@ class Assignment:
     """Pairs (persistent buffer, name of its weight), one for each distinct buffer, in the model's order."""
 
     unexpected: tuple[str, ...]
-    """Names of weights that fill no tensor of the model and that no tensor of the model has, sorted."""
+    """Names of weights that fill no tensor of the model, sorted.
+
+    A weight is left out if its name is one of the names of a tensor, which another weight has filled.
+    """
 
 
 def match(model: nn.Module, weights: Weights) -> Assignment:

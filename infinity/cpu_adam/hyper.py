@@ -41,7 +41,7 @@ class AdamW(Adam):
 class SGD:
     """SGD as in torch.optim.SGD.
 
-    If `momentum` is not 0, the array `Update.first_moment` is the momentum buffer.
+    If `momentum` is not 0, the array `cpu_adam.Update.first_moment` is the momentum buffer.
     """
 
     lr: float = 1e-3
@@ -72,8 +72,8 @@ class SGD:
 class Adagrad:
     """Adagrad as in torch.optim.Adagrad.
 
-    The array `Update.second_moment` is the sum of squares. Before the first update the caller has to fill
-    the array with the initial accumulator value.
+    The array `cpu_adam.Update.second_moment` is the sum of squared gradients. Before the first update the
+    caller has to fill the array with the initial accumulator value.
     """
 
     lr: float = 1e-2

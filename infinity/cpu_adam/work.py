@@ -157,7 +157,7 @@ class Gradient:
     squares: bool = False
     """Whether the sums of squares that `GradientResult.blocks` returns are computed."""
     scale: float = 1.0
-    """The factor by which the gradient is multiplied before it is squared. Storing ignores it."""
+    """The factor by which x is multiplied before it is squared. x is stored without this factor."""
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,9 @@ class Kernels:
     ) -> None:
         """Queue the kernel `name`, one of KERNELS, on torch's current stream.
 
-        warps: the number of warps that the kernel needs. arguments: the bytes of the kernel's argument, a
-        struct of csrc/cpu_adam/device.hpp. kinds: the kinds of the updates in the launch. Raises the same
-        errors as `require`.
+        warps: the least number of warps (32 threads each) to launch. arguments: the bytes of the kernel's
+        argument, a struct of csrc/cpu_adam/device.hpp. kinds: the kinds of the updates in the launch. Raises
+        the same errors as `require`.
         """
         self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
 
@@ -156,7 +156,7 @@ def can_compile() -> bool:
 
 
 def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
-    """The compiled kernels for `kinds`, taken from the user's cache or else compiled now.
+    """Return the compiled kernels for `kinds`, from the user's cache, or else compile and cache them.
 
     The result is a cubin for a real architecture such as "sm_90", or PTX for a virtual architecture such as
     "compute_90". Raises KernelError if the kernels cannot be compiled.
@@ -175,7 +175,7 @@ def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
 
 
 def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
-    """The CUDA source of the kernels for `kinds`, and the texts of all included files by file name."""
+    """Return (CUDA source of the kernels for `kinds`, file name -> text of each file that it includes)."""
     headers: dict[str, str] = {}
     waiting = [_SOURCE]
     while waiting:

@@ -33,7 +33,8 @@ class DeviceUpdates:
     def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor, kernels: Kernels) -> None:
         """Write a DeviceTable, which tells kernels where the arrays of `chunks` lie, into `memory`.
 
-        memory: a uint8 tensor on the device, as DeviceTable takes it. kernels: the kernels for the updates.
+        memory: a uint8 tensor on the device with at least `WorkspaceSize.nbytes` elements for `chunks`.
+        kernels: the kernels for the updates.
         """
         self.table = DeviceTable(chunks, memory)
         self.kernels = kernels

@@ -70,9 +70,10 @@ class StagedChunks:
         return page.nbytes(chunk_index)
 
     def add(self, page: GradientPage, chunk_index: int, memory: torch.Tensor) -> None:
-        """Stage a chunk. If the chunk was written home in this step, read it back and wait.
+        """Stage a chunk in `memory`, for the gradients that will arrive.
 
-        memory: staging for the chunk, uint8, of the size that `missing` says. Raises StorageError.
+        If the chunk was written home in this step, it is read back first, and the call waits for the read.
+        memory: the uint8 tensor in staging, of `missing` bytes. Raises StorageError if the read fails.
         """
         waiting = {piece.parameter for piece in page.layout.chunks[chunk_index].pieces}
         chunk = page.chunks[chunk_index]
@@ -87,7 +88,8 @@ class StagedChunks:
 
         With `more_to_come`, the chunk now waits for those of the next micro-batch. Otherwise it waits for no
         further gradient. If such chunks take more than half of staging, those that have waited for no
-        gradient the longest are written home. Raises StorageError.
+        gradient the longest are written home, without waiting for the writes. Raises StorageError as
+        `write_back_oldest` does.
         """
         staged = page.chunks[chunk_index].staged
         assert staged is not None
@@ -109,8 +111,8 @@ class StagedChunks:
         """Note the end of a backward: no staged chunk waits for a gradient any more.
 
         Without this call, chunks with a parameter that the backward did not use would wait for its
-        gradient. With `more_to_come`, nothing changes. Chunks may be written home as in `complete`. Raises
-        StorageError.
+        gradient. With `more_to_come`, nothing changes. Chunks may be written home, and StorageError may be
+        raised, as in `complete`.
         """
         if self.more_to_come:
             return
@@ -121,9 +123,10 @@ class StagedChunks:
                 self.complete(self._pages[unit], chunk_index)
 
     def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
-        """Write home the chunk that has been staged for the longest time. Returns False if there is none.
+        """Begin to write home the chunk that has been staged for the longest time, and unstage it.
 
-        kept: (unit, chunk) of a chunk that must stay staged, or None. Raises StorageError.
+        Returns False if there is no chunk to write. kept: (unit, chunk) of a chunk that must stay staged,
+        or None. Raises StorageError if the write cannot be requested; the step's gradients are then lost.
         """
         for unit, chunk_index in self._chunks:
             if (unit, chunk_index) != kept:

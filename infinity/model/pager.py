@@ -75,7 +75,10 @@ class Pager:
     # --- called by modules and operations --------------------------------------------------------------
 
     def access(self, units: Sequence[int]) -> None:
-        """Fetch the pages of `units`, which a module that is about to run will use."""
+        """Fetch the pages of `units`, which a module that is about to run will use, and wait for them.
+
+        Raises BudgetError if the pages do not fit together, and StorageError if a page cannot be read.
+        """
         with self.lock:
             self.refuse()
             self.prefetch_engine.demand(units, _kind_now())
@@ -234,7 +237,9 @@ class Pager:
         return result
 
     def forget(self) -> None:
-        """Drop all aliases of views that user code holds (see `_lend`), and the entries of `addresses`."""
+        """At the end of the runtime, drop all aliases of views that user code holds (see `_lend`), and the
+        entries of `addresses`. Edits through these views are no longer noticed.
+        """
         self.edits.forget()
         self.addresses.clear()
 

@@ -44,17 +44,22 @@ class ChunkUpdate:
         self._states = states
         self._threads = threads
         self._form: cpu_adam.UpdateForm | None = None
-        """The form of the first update, with which later updates are submitted; None before the first one."""
+        """The dtypes, length and places of the first update's arrays, with which `submit` describes all
+        later updates; None before the first update.
+        """
         self._addresses: Sequence[int] | None = None
-        """Addresses of the parameters, gradient and states, after the first update if `rests`; else None."""
+        """Addresses of the arrays that updates use (parameters, gradient and states), kept from the first
+        update on if `rests`; None otherwise.
+        """
 
     def submit(
         self, decision: Decision, memory: Memory, *, awaited: bool
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit an update of the chunk to the update threads.
 
-        decision: what the update is to compute. memory: the bytes that the update reads and changes; they
-        stay in use until the returned ticket is done. awaited: whether the caller is about to wait for it.
+        Returns a ticket at once. decision: the parameters to update, their hyper-parameters and the scale.
+        memory: the bytes that the update reads and changes; they stay in use until the ticket is done.
+        awaited: whether the caller will wait for the ticket next and take part in the computation then.
         """
         if self.chunk_index in decision.fresh:
             self._states.fill(self.state_page, self.chunk_index, memory[2])
@@ -92,16 +97,16 @@ class ChunkUpdate:
         return ticket
 
     def forget_addresses(self) -> None:
-        """Forget the addresses of the chunk's parameters, gradient and states.
+        """Forget the addresses that were kept from the first update, because the arrays may move.
 
-        A later update finds the addresses in the `memory` that `submit` is given.
+        All later updates take the addresses from the `memory` that `submit` is given.
         """
         self._addresses = None
 
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]
     ) -> cpu_adam.Update:
-        """Return the full description of an update.
+        """Return the full description of an update, with all its arrays. decision, memory: as in `submit`.
 
         segments: for each parameter in the chunk that the update changes, the fields of a cpu_adam.Segment:
         (start, count, hyper, index, seed).
@@ -118,7 +123,7 @@ class ChunkUpdate:
         )
 
     def _follow_edits(self, decision: Decision, memory: Memory) -> None:
-        """Set the fp32 masters of parameters that user code has edited to the parameters' new values."""
+        """Set the fp32 masters in `memory` of parameters that user code has edited to the edited values."""
         parameter, arrays = memory[0], self.state_page.arrays(self.chunk_index, memory[2])
         for piece in self.chunk.pieces:
             if piece.parameter in decision.edited:

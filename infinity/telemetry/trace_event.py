@@ -156,9 +156,10 @@ class Lanes:
         self._free_from: list[int] = []
 
     def place(self, start: int, end: int) -> int:
-        """Occupy the first lane that is free at `start`, and return the number of the lane, counted from 0.
+        """Find the first lane that is free at `start`, occupy it until `end`, and return its number from 0.
 
-        If no lane is free, one more is added. The lane is occupied until `end`. start, end: nanoseconds.
+        If no lane is free, one more is added. start, end: times in nanoseconds. A call with an earlier
+        `start` than the call before can be given more lanes than are needed.
         """
         for lane, free in enumerate(self._free_from):
             if free <= start:

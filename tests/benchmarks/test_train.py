@@ -249,7 +249,7 @@ def test_processes_are_kept_if_their_peaks_fit_in_memory_with_what_compute_takes
 class Canned:
     """A fake of `Process` (benchmarks/peers/process.py) that trains nothing.
 
-    Every turn() returns the reply `turn`. After finish(), turn() fails.
+    turn: the reply that every call of turn() returns. After finish(), turn() fails.
     """
 
     def __init__(self, turn: dict[str, Any]) -> None:

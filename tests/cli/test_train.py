@@ -1,4 +1,8 @@
-"""Tests of `infinity train` from end to end: output, files, endings, and that no page file is left."""
+"""Tests of `infinity train` from end to end.
+
+Summary, log and export must agree, bad options must be refused before training, an error must end the run
+with its exit code, and no page file may be left.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ from infinity.pages.store import injected
 def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:
     """A run of the preset "10m" as a process, with nothing faked, trains with pages on the disk and exports.
 
-    Its log must have the losses of its summary, the predicted seconds per step must lie within their range,
-    and no page file may be left.
+    Its log must have the losses of its summary, the predicted seconds per step must lie in the range that
+    the summary gives for them, and no page file may be left.
     """
     log, out = job.folder / "log", job.folder / "out"
     sizes = ["--budget-device", "80MiB", "--budget-host", "20MiB", *job.nvme("200MiB")]

@@ -59,8 +59,8 @@ def ulp(size: torch.Tensor) -> torch.Tensor:
 def unit_of_change(rest: torch.Tensor, source: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return the size of one unit of error of the parameter `rest - source * factor`, for each element.
 
-    It is one ULP of the larger of `rest` and `source * factor`, or one ULP of `source`, times `factor`,
-    where that is larger. The arguments are absolute values.
+    It is the larger of two: one ULP of the larger operand, `rest` or `source * factor`; and the change that
+    one ULP of `source` makes, which is that ULP times `factor`. The arguments are absolute values.
     """
     return torch.maximum(ulp(torch.maximum(rest, source * factor)), ulp(source) * factor)
 

@@ -1,7 +1,8 @@
 """Tests of the decoder that `infinity train` trains.
 
 Its presets have the sizes that their names say, it learns, attention is causal and knows relative positions
-only, and the loss and initial weights are as defined.
+only. The loss is the mean cross-entropy of the logits, and initial weights have standard deviation 0.02, or
+0.02 / sqrt(2 * layers) where results add to the residual stream.
 """
 
 from __future__ import annotations

@@ -297,8 +297,8 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
 
 
 class Recorded:
-    """A wrapper of the link between host and device. It passes each call on to the link, and appends the name
-    of the called method to `calls`.
+    """A wrapper of `link`, the object that copies between host and device. It appends the name of each
+    called method to `calls`, and passes the call on to the link.
     """
 
     def __init__(self, link: Any) -> None:

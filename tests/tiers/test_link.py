@@ -1,7 +1,8 @@
 """Tests of the link that copies between host and device.
 
-From RAM to RAM, copies are done at once. An emulated device is used in one thread only, inside its context.
-On a GPU, no copy overtakes the kernels that used its memory before.
+From RAM to RAM, copies are done before the call returns. `emulated` gives links to an emulated device only
+inside its context, and only in the thread that entered the context. On a GPU, no copy overtakes the kernels
+that were queued before and use the same memory.
 """
 
 from __future__ import annotations

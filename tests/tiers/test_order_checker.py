@@ -21,7 +21,8 @@ COUNT = 256
 class Bench:
     """An emulated device with two streams for copies, `first` and `second`, and a tensor `memory` to share.
 
-    The tests let these streams, the compute stream and the host access `memory`.
+    The tests let these streams, the compute stream and the host access `memory`. `others` are eight tensors
+    of the same size, from or into which `memory` is copied; at first all elements of others[i] are i.
     """
 
     def __init__(self, seed: int) -> None:
@@ -229,9 +230,10 @@ def test_a_seed_gives_the_same_order_again_and_another_another() -> None:
 
 
 def test_an_event_that_is_used_again_is_another_moment(bench: Bench) -> None:
-    """`second` waits for work that `first` had queued when it recorded an event, though the event is reused.
+    """A stream that was told to wait for an event waits for the same work if the event is used again.
 
-    The same event is recorded again on a third stream, which is done at once. `second` must still not run
+    `second` is told to wait for an event that `first` recorded behind work that is held back. Then the
+    driver's event is recorded again on a third stream, which has no work. `second` must still not run
     before the work of `first`.
     """
     bench.device.hold(bench.first)

@@ -1,4 +1,8 @@
-"""Tests of the search for settings on simulated disks: noise, outliers, drift, too little time."""
+"""Tests of the search for I/O settings, on simulated disks.
+
+The settings chosen must be nearly the best in spite of noise, outliers and drift. Settings that are used
+without tuning must stay where nothing beats them by more than the noise. The time limit must be kept.
+"""
 
 import math
 import random
