@@ -30,9 +30,11 @@ PAIRS = ("10m:all-host", "30m:half", "124m:all-host", "124m:all-nvme", "309m:hal
 QUICK_PAIRS = ("10m:all-nvme",)
 
 _WHOLE = 300_000_000
-"""The steps of a turn are multiplied by this number divided by the model's parameters, rounded down, if
-that is more than 1. So turns of small models are not too short: a step takes 0.12 s with 10M parameters and
-0.4 s with 30M, and up to 1.5 times that in the first seconds of a process.
+"""Number of parameters from which on a turn has the number of steps that was asked for.
+
+With a model of n parameters, fewer than half as many, the number of steps is multiplied by `_WHOLE // n`, so
+that turns are not too short: a step takes 0.12 s with 10M parameters and 0.4 s with 30M, and up to 1.5 times
+that in the first seconds of a process.
 """
 
 

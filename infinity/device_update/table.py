@@ -21,8 +21,8 @@ from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, pa
 from infinity.device_update.workspace import PIECE_BYTES, WorkspaceSize
 
 TILE: int = _cpu_adam.TILE
-"""Number of elements that one warp updates. A piece is divided into tiles of this many elements; the last
-tile may have fewer.
+"""Number of elements that one warp updates. The elements that a parameter has in one chunk are divided into
+tiles of this many; the last tile may have fewer.
 """
 MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
 """Greatest number of different sets of hyper-parameters in one launch of the update kernel."""

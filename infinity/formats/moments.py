@@ -34,10 +34,10 @@ multiplied. Codes of first moments have a sign bit.
 """
 
 SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
-"""The span of second moments in the int8 format: the number that sets the units of their blocks.
+"""The number that sets the scale of a block of second moments in the int8 format.
 
-A block with the biased exponent e has the unit `2**(e - 127 - span)`, by which its decoded codes are
-multiplied. Codes of second moments have no sign bit. A second moment above 0 is never rounded to 0.
+A block with the biased exponent e has the scale `2**(e - 127 - SECOND_SPAN)`. A decoded code times the scale
+is the second moment. Codes of second moments have no sign bit. A second moment above 0 is never rounded to 0.
 """
 
 _SHIFT: int = _cpu_adam.CODE_BIT

@@ -128,9 +128,10 @@ class CopyStreams:
         the event; see [Note: streams and leases].
         """
         self._over = 0
-        """The number of the latest mark that the compute stream is known to have reached; 0 before any.
+        """The pool's count of returned leases at the latest mark that compute has reached; 0 before.
 
-        A copy into bytes whose `last_return` is at most this number need not wait.
+        A mark is an event on the compute stream, recorded by the method `mark`. Compute no longer uses bytes
+        whose lease came back before that mark, so a copy into them need not wait for compute.
         """
         self._under_way: deque[EventTransfer] = deque()
         """Copies to the host that may be under way, oldest first, kept here so that their sources stay alive.
