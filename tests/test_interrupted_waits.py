@@ -11,18 +11,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_runtime
 import torch
-from homes import evict_all
+from homes import budget_for, evict_all
 from small_runtime import files, two_layers
 from torch import nn
 
+import infinity
 from infinity.accumulation.task_threads import Surroundings, Task
 from infinity.aio import Faults
+from infinity.build import carry_out
 from infinity.cpu_adam import ThreadPool
 from infinity.errors import ConfigError
 from infinity.model import materialize
@@ -95,6 +98,28 @@ def test_a_landing_that_is_interrupted_is_repeated(
             patch.setattr(ParameterPage, method, raises)
             model(X)
         assert torch.equal(model(X), expected)
+
+
+def test_a_view_of_a_page_whose_return_is_interrupted_stays_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page lands in the memory that the view has kept, also if the first landing there is interrupted."""
+    model = two_layers(64)
+    optimizer, precision = torch.optim.AdamW(model.parameters()), infinity.Precision(compute="fp32")
+    budget = budget_for("unified-nvme", model, optimizer, tmp_path, precision)
+    plan = infinity.plan(model, optimizer, budget=budget, precision=precision, device="cpu")
+    plan = replace(plan, resident_bytes=2 * plan.resident_bytes)  # for the view's page and one more
+    with carry_out(plan, model, optimizer, budget=budget) as runtime, torch.no_grad():
+        expected = model(X)
+        weight = model[0].weight
+        view = weight.detach()
+        evict_all(runtime._components.prefetch_engine)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ParameterPage, "_show", raises)
+            model(X)
+        assert torch.equal(model(X), expected)
+        weight.zero_()
+        assert view.any().item() is False
 
 
 @on_disk

@@ -79,4 +79,4 @@ class HeapGuard:
         elif resident > self._next:
             self._trim(0)
             beyond = machine.resident_bytes() - self._limit
-            self._next = self._limit + max(0, beyond) + max(_SLACK, beyond)
+            self._next = self._limit + (beyond + max(_SLACK, beyond) if beyond > 0 else 0)

@@ -95,15 +95,16 @@ class Pager:
             units = list(dict.fromkeys(place.page.index for place in places))
             if not self.prefetch_engine.present(units):
                 self.prefetch_engine.demand(units, _kind_now())
+            inside = self.inside
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
                     with saving(self._find, self._fetch, self.saved_bytes):
-                        if self.scale.dynamic and not self.inside:
+                        if self.scale.dynamic and not inside:
                             args, kwargs = tree_map_only(PagedParameter, self.scale.borrowed, (args, kwargs))
                         result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
-                if not self.inside:
+                if not inside:
                     return self._lend(result, places)
         return result
 

@@ -298,13 +298,14 @@ class Chain:
             if living is not None:
                 into = living[self._start : self._start + self._parameter.nbytes]
                 self.copy = store.copy_up(into, self._parameter)
+        except InfinityError as error:
+            self._lose(error)
+            raise
+        try:
             self.ticket = self.decision = None
             self._kept = NOTHING
             self._let_go()
             self._to(ChainState.WRITING)
-        except InfinityError as error:
-            self._lose(error)
-            raise
         except BaseException as error:
             self.interrupted(error)
             raise

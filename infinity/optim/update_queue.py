@@ -91,8 +91,8 @@ class UpdateQueue:
 
         The chain is IDLE then, and its states are read again later.
         """
+        chain.revoke()  # it waits for reads: Ctrl-C leaves the chain active
         self.active.remove(chain)
-        chain.revoke()
 
     def revoke_all(self) -> None:
         """Take the staging from all chains that have read states ahead while their update is not decided

@@ -19,7 +19,7 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.pages.optimizer_page import States
-from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.store import Store
 
 _LOANS_PER_PARAMETER = 4
@@ -180,6 +180,8 @@ class EditTracker:
         """Whether code other than the runtime refers to the page's storage. memory: a tensor over that
         storage. besides: number of references that do not count, because a caller holds them.
         """
+        if page.residency is not None and page.presence is not Presence.PRESENT:
+            return True  # Ctrl-C has interrupted a landing or a leaving, so the references are not known
         storage = memory.untyped_storage()
         ours = len(self._loans.get(page.index, ())) + 1 + besides  # 1: the reference of `storage` above
         if page.residency is not None:

@@ -14,7 +14,7 @@ class Health:
     def __init__(self) -> None:
         self.closed = False
         self.failure: InfinityError | None = None
-        """The error that lost the only copy of some parameters; None if there was no such error."""
+        """The error after which the parameters can no longer be right; None if there was no such error."""
 
     def lose(self, error: InfinityError) -> None:
         """Record an error after which the model's parameters can no longer be correct.

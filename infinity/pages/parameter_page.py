@@ -76,7 +76,9 @@ class ParameterPage:
         self.permanent = permanent
         self.presence = Presence.AWAY
         self.residency: torch.Tensor | None = None
-        """The page's bytes in device memory, uint8 (layout.nbytes,), while PRESENT; else None."""
+        """The page's bytes in device memory, uint8 (layout.nbytes,), while PRESENT. None otherwise, except
+        after a landing or a leaving that Ctrl-C interrupted.
+        """
         self.incoming: tuple[torch.Tensor, Transfer] | None = None
         """While the page is ARRIVING in memory that the CPU can use: (the memory that is being filled,
         uint8 (nbytes,), the transfer that fills it). Else None.
@@ -125,6 +127,7 @@ class ParameterPage:
         """End an arrival whose transfer failed or was given up: ARRIVING -> AWAY."""
         self.incoming = None
         if self.residency is not None:  # Ctrl-C has interrupted `land`
+            self._ghost = StorageWeakRef(self.residency.untyped_storage())
             self._show(self._placeholders)
             self.residency = None
         self.presence = Presence.AWAY
@@ -138,11 +141,11 @@ class ParameterPage:
         self.incoming = None
         self.residency = residency
         self._addresses[residency.data_ptr()] = self
-        self._ghost = None
         with torch.inference_mode(False):  # inference tensors can never be saved for a backward
             views = [self.view(index, residency) for index in range(len(self.parameters))]
         self._show(views)
-        self.presence = Presence.PRESENT  # last: Ctrl-C before this line leaves a landing to be repeated
+        self.presence = Presence.PRESENT  # after all views: else an interrupted landing is repeated
+        self._ghost = None
 
     def leave(self) -> None:
         """Leave device memory: PRESENT -> AWAY. A call that Ctrl-C interrupted is repeated while AWAY.

@@ -83,8 +83,8 @@ class Store:
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
             with self._transit.lease(plan.transit_buffer_bytes) as lease:
                 self._bounce: torch.Tensor | None = lease.residency()
-            self._bounced: Home | None = None
-            """The home whose request may still use the bounce buffer; None: no request does."""
+            self._bounced: Transfer = ARRIVED
+            """The last transfer from or to the bounce buffer; over, unless Ctrl-C ended the wait for it."""
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.workspace, self.kernels = self._open_workspace()
             """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
@@ -211,6 +211,37 @@ class Store:
         loses the home: later uses of the home raise the error too. lost: function that is called with the
         error when the home is lost.
         """
+        transfer = self._begin_write(home, offset, source, lost, spare)
+        if home.nvme_lease is None:
+            transfer.wait()  # else the lease of `source` might return while a copy to the device is under way
+
+    def write_now(self, home: Home, offset: int, source: torch.Tensor, *, spare: bool = False) -> None:
+        """Write host memory to a home and wait until it is written. The parameters are those of `write`.
+
+        Raises StorageError if the write fails. Later calls do not raise the error again.
+        """
+        self._end_write(home, self._begin_write(home, offset, source, None, spare))
+
+    def _end_write(self, home: Home, transfer: Transfer) -> None:
+        """Wait for the write to a home that was begun last. Raises StorageError, which no later call does."""
+        if home.nvme_lease is None:
+            transfer.wait()
+            return
+        latest = self._writes[-1]
+        try:
+            home.finish(latest[1])
+        finally:
+            if latest[1].transfer.done():  # Ctrl-C may have ended the wait before the write
+                self._writes.remove(latest)
+
+    def _begin_write(
+        self,
+        home: Home,
+        offset: int,
+        source: torch.Tensor,
+        lost: Callable[[InfinityError], None] | None,
+        spare: bool,
+    ) -> Transfer:
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
         if home.nvme_lease is not None:
@@ -220,29 +251,15 @@ class Store:
             home.in_flight.append(request)
             self._writes.append((home, request))
             self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
-        elif home.in_place:
+            return transfer
+        if home.in_place:
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
-        else:
-            if home.computed:
-                self.link.follow_compute()
-            # The lease of `source` might return while the copy is under way.
-            self.copy_up(home.view(offset, source.nbytes), source).wait()
-
-    def write_now(self, home: Home, offset: int, source: torch.Tensor, *, spare: bool = False) -> None:
-        """Write host memory to a home and wait until it is written. The parameters are those of `write`.
-
-        Raises StorageError if the write fails. Later calls do not raise the error again.
-        """
-        self.write(home, offset, source, spare=spare)
-        if home.nvme_lease is not None:
-            latest = self._writes[-1]
-            try:
-                home.finish(latest[1])
-            finally:
-                if latest[1].transfer.done():  # Ctrl-C may have ended the wait before the write
-                    self._writes.remove(latest)
+            return ARRIVED
+        if home.computed:
+            self.link.follow_compute()
+        return self.copy_up(home.view(offset, source.nbytes), source)
 
     def copy_up(
         self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
@@ -290,13 +307,14 @@ class Store:
         """
         data = source.view(torch.uint8)
         for start, end in self._windows(offset, data.nbytes):
-            piece = self._bounce_for(home, end - start)
+            piece = self._free_bounce(end - start)
             first, last = max(start, offset), min(end, offset + data.nbytes)
             if (first, last) != (start, end):
-                self.read(home, start, piece).wait()
+                self._bounced = self.read(home, start, piece)
+                self._bounced.wait()
             piece[first - start : last - start].copy_(data[first - offset : last - offset])
-            self.write_now(home, start, piece)
-            self._bounced = None
+            self._bounced = self._begin_write(home, start, piece, None, False)
+            self._end_write(home, self._bounced)
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """Read `nbytes` bytes of a home from byte `offset` of the home on, and return a copy in ordinary RAM.
@@ -305,27 +323,23 @@ class Store:
         """
         copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         for start, end in self._windows(offset, nbytes):
-            piece = self._bounce_for(home, end - start)
+            piece = self._free_bounce(end - start)
             first, last = max(start, offset), min(end, offset + nbytes)
-            self.read(home, start, piece).wait()
+            self._bounced = self.read(home, start, piece)
+            self._bounced.wait()
             copy[first - offset : last - offset].copy_(piece[first - start : last - start])
-            self._bounced = None
         return copy
 
-    def _bounce_for(self, home: Home, nbytes: int) -> torch.Tensor:
+    def _free_bounce(self, nbytes: int) -> torch.Tensor:
         """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
         set aside for reads and writes of single parameters.
 
-        nbytes: at most transit_buffer_bytes. home: the home whose bytes go through the buffer. Every call
-        returns the same memory. If Ctrl-C ended the wait for a request that uses this memory, the next call
-        waits for the requests of that home first.
+        nbytes: at most transit_buffer_bytes. Every call returns the same memory. If Ctrl-C ended the wait for
+        an earlier transfer from or to this memory, the call waits until that transfer has ended.
         """
         assert self._bounce is not None
-        if self._bounced is not None:
-            for request in list(self._bounced.in_flight):
-                with contextlib.suppress(InfinityError):  # raised where the bytes are needed
-                    request.transfer.wait()
-        self._bounced = home
+        with contextlib.suppress(InfinityError):  # raised where the transfer's bytes are needed
+            self._bounced.wait()
         return self._bounce[:nbytes]
 
     def finish_oldest_write(self) -> bool:
@@ -364,7 +378,8 @@ class Store:
             with contextlib.suppress(InfinityError):
                 self.settle()
         finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
-            self._bounce = self._bounced = None
+            self._bounce = None
+            self._bounced = ARRIVED
             for home in self._opened:
                 home.memory = None  # the model's Parameters know their homes, and outlive the tiers
             self.workspace = self.kernels = self.ring = self.landing = None

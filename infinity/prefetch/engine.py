@@ -142,7 +142,7 @@ class PrefetchEngine:
             self.meter.accessed(self.pages[unit].presence is not Presence.AWAY or self.updates.begun(unit))
         pinned = {*units, *self._held}
         for unit in units:
-            if self.pages[unit].presence is Presence.ARRIVING and self._arrivals[unit].abandoned:
+            if self.pages[unit].presence is Presence.ARRIVING and self._given_up(unit):
                 self._turn_back(unit)
         for _ in range(2):  # twice, because making room for the last unit may have evicted the first
             for unit in units:
@@ -250,6 +250,8 @@ class PrefetchEngine:
     def land(self, unit: int, *, for_host: bool = False) -> None:
         """Wait until the unit's page is PRESENT, if it is ARRIVING; else do nothing. Raises StorageError.
 
+        A page whose arrival was abandoned is AWAY afterwards.
+
         for_host: also block the CPU until the copy from the page's home has ended, so that the CPU may write
         to the home.
         """
@@ -269,8 +271,14 @@ class PrefetchEngine:
         except BaseException:
             self._turn_back(unit)
             raise
-        self.pages[unit].land(residency)
+        if self.pages[unit].presence is not Presence.PRESENT:
+            self.pages[unit].land(residency)
         del self._arrivals[unit]  # last, so that an interrupted landing is repeated
+
+    def _given_up(self, unit: int) -> bool:
+        """Whether nothing brings an ARRIVING page, because Ctrl-C interrupted an earlier call."""
+        arrival = self._arrivals.get(unit)
+        return arrival is None or arrival.abandoned
 
     def _turn_back(self, unit: int) -> None:
         """Give up the fetch of an ARRIVING page, which is AWAY afterwards.
@@ -282,8 +290,9 @@ class PrefetchEngine:
         arrival = self._arrivals.get(unit)
         if arrival is not None:
             arrival.abandon()
-        self.pages[unit].turn_back()
-        self._resident.pop(unit, None)
+        if self.pages[unit].presence is Presence.ARRIVING:
+            self.pages[unit].turn_back()
+            self._resident.pop(unit, None)
         self._arrivals.pop(unit, None)
 
     def _evict(self, unit: int) -> None:
