@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
-from infinity.formats.optimizer_rules import Rule
+from infinity.formats.optimizer_rules import Group, Rule
 from infinity.gradients.host import Gradients
-from infinity.optim.step_options import Options, StepOptions
+from infinity.optim.step_options import StepOptions
 from infinity.pages.parameter_page import ParameterPage
 
 
@@ -66,7 +66,7 @@ class EagerStep:
         self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
         return not self._broken
 
-    def options(self, groups: Sequence[Options], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
+    def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
         """Count one more unit as updated, and return the options of all param groups for its update.
 
         The first call in a step checks the groups and copies their options. Later calls in the step return
@@ -79,7 +79,7 @@ class EagerStep:
         self._updated += 1
         return self._options
 
-    def step(self, groups: Sequence[Options]) -> None:
+    def step(self, groups: Sequence[Group]) -> None:
         """Check that user code may call `optimizer.step()` now, after the eager updates of this step.
 
         groups: the optimizer's param groups. Raises ConfigError if their options have changed since the
@@ -117,7 +117,7 @@ class EagerStep:
         return f"{self._updated} of {len(self._pages)} units were updated before it came"
 
 
-def _frozen(groups: Sequence[Options]) -> list[Options]:
+def _frozen(groups: Sequence[Group]) -> list[Group]:
     """Copies of the options of all groups, without their parameters."""
     return [
         {
@@ -129,7 +129,7 @@ def _frozen(groups: Sequence[Options]) -> list[Options]:
     ]
 
 
-def _same(one: Sequence[Options], other: Sequence[Options]) -> bool:
+def _same(one: Sequence[Group], other: Sequence[Group]) -> bool:
     return len(one) == len(other) and all(
         mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
         for mine, theirs in zip(one, other, strict=True)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from infinity import cpu_adam
-from infinity.formats.optimizer_rules import Rule
-
-Options = Mapping[str, Any]
-"""The options of one param group: the group itself, or a copy of its options."""
+from infinity.formats.optimizer_rules import Group, Rule
 
 
 class StepOptions:
@@ -19,9 +15,7 @@ class StepOptions:
     many updates, not once for each unit.
     """
 
-    def __init__(
-        self, groups: Sequence[Options], group_of: Mapping[tuple[int, int], int], rule: Rule
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int], rule: Rule) -> None:
         """groups: the options of each param group. They must not change while this object is in use.
 
         group_of: (index of a unit, index of a parameter in this unit) -> index of the parameter's group.

@@ -114,11 +114,12 @@ class EditTracker:
         view: a view of parameter `index` of the page that user code is about to get.
         """
         loans = self._loans.setdefault(page.index, [])
-        if len(loans) >= self._most.get(page.index, _LOANS_PER_PARAMETER * len(page.parameters)):
+        fewest = _LOANS_PER_PARAMETER * len(page.parameters)
+        if len(loans) >= self._most.get(page.index, fewest):
             self._write_edits(page)
             self._forget_loans(page, besides=1)
             loans = self._loans.setdefault(page.index, [])
-            self._most[page.index] = max(2 * len(loans), _LOANS_PER_PARAMETER * len(page.parameters))
+            self._most[page.index] = max(2 * len(loans), fewest)
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             alias = view.detach()
         loans.append(_Loan(alias, alias._version, index))

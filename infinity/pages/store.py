@@ -226,13 +226,8 @@ class Store:
         """Wait for the write to a home that was begun last. Raises StorageError, which no later call does."""
         if home.nvme_lease is None:
             transfer.wait()
-            return
-        latest = self._writes[-1]
-        try:
-            home.finish(latest[1])
-        finally:
-            if latest[1].transfer.done():  # Ctrl-C may have ended the wait before the write
-                self._writes.remove(latest)
+        else:
+            self._finish_write(self._writes[-1])
 
     def _begin_write(
         self,
@@ -350,7 +345,7 @@ class Store:
         if not self._writes:
             return False
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
-            self._finish_write()
+            self._finish_write(self._writes[0])
         return True
 
     def poll(self) -> None:
@@ -359,14 +354,14 @@ class Store:
         Raises the error of the first write that failed.
         """
         while self._writes and self._writes[0][1].transfer.done():
-            self._finish_write()
+            self._finish_write(self._writes[0])
 
     def settle(self) -> None:
         """Wait until all writes in flight have ended. Then raise the first error, if any write failed."""
         failure: InfinityError | None = None
         while self._writes:
             try:
-                self._finish_write()
+                self._finish_write(self._writes[0])
             except InfinityError as error:
                 failure = failure or error
         if failure is not None:
@@ -385,13 +380,13 @@ class Store:
             self.workspace = self.kernels = self.ring = self.landing = None
             self._cleanup.close()
 
-    def _finish_write(self) -> None:
-        home, request = self._writes[0]
+    def _finish_write(self, write: tuple[Home, InFlightRequest]) -> None:
+        home, request = write
         try:
             home.finish(request)
         finally:
             if request.transfer.done():  # Ctrl-C may have ended the wait before the write
-                self._writes.popleft()
+                self._writes.remove(write)
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield ranges (start, end) of bytes of a home that together cover [offset, offset + nbytes).
