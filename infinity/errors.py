@@ -122,6 +122,14 @@ class StorageFull(StorageError):
     """The file system has no room left (ENOSPC or EDQUOT)."""
 
 
+class CorruptState(InfinityError, ValueError):
+    """A file of a checkpoint does not have the bytes that were committed: a checksum or a format is wrong."""
+
+
+class IncompatibleCheckpoint(InfinityError, ValueError):
+    """A checkpoint is whole, but cannot be loaded into this model, with these options, or by this version."""
+
+
 _FULL = "Free space on that file system, lower the nvme budget, or add another path."
 _CURES = {
     errno_codes.ENOSPC: _FULL,

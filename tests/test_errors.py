@@ -7,7 +7,9 @@ import pytest
 from infinity.errors import (
     BudgetError,
     ConfigError,
+    CorruptState,
     DeviceError,
+    IncompatibleCheckpoint,
     InfinityError,
     NonFiniteGradient,
     StorageError,
@@ -21,6 +23,8 @@ ERRORS = [
     InfinityError("It broke.", "Mend it."),
     ConfigError("It broke.", "Mend it."),
     UnsupportedOptimizer("It broke.", "Mend it."),
+    CorruptState("It broke.", "Mend it."),
+    IncompatibleCheckpoint("It broke.", "Mend it."),
     NonFiniteGradient("It broke.", "Mend it."),
     BudgetError("It broke.", "Mend it.", needed=4096, tier="host"),
     BudgetError("It broke.", "Mend it."),

@@ -1,0 +1,122 @@
+"""Disk files: the operations by which files other than pages reach a disk: manifests, slab headers, names.
+
+Every operation goes through a `DiskFiles`, so that tests can record it or make it fail. The I/O engine writes
+pages; its `Faults` does the same for them (infinity/aio.py).
+
+[Note: what a crash keeps]
+A crash keeps the bytes of a file that were written before the last `sync` of the file began, and any part of
+the bytes that were written later. It keeps the names of a directory (creations, renames, removals) from
+before the last `sync_directory`, and any number of the later changes. So a file is first written and synced,
+then renamed, and then its directory is synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from infinity.errors import storage_errors
+
+_FULL = "Free space on that file system, or use a directory on another one."
+_CURES: Mapping[int, str] = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
+
+
+class Observer(Protocol):
+    """What a test is told of each operation of a `DiskFiles`."""
+
+    def begins(self, operation: str, path: str, *, target: str, offset: int, data: bytes) -> int:
+        """Called before an operation, which fails if this call raises OSError. Returns a ticket for `ended`.
+
+        operation: "create", "write", "sync", "rename", "sync directory", "remove" or "read". path: the file
+        or directory. target: the new path of a rename, else "". offset, data: of a write, else 0 and b"".
+        """
+        ...
+
+    def ended(self, ticket: int) -> None:
+        """Called after the operation has succeeded. ticket: the result of `begins`."""
+
+
+class DiskFiles:
+    """Operations on files and directories. All raise StorageError, and StorageFull for a full disk."""
+
+    def __init__(self, observer: Observer | None = None) -> None:
+        """observer: is told of every operation, and can make it fail; for tests."""
+        self._observer = observer
+
+    def create(self, path: str | os.PathLike[str], data: bytes) -> None:
+        """Make a new file with mode 0600, write `data` and sync the file.
+
+        If an operation fails, no file is left. Raises StorageError (EEXIST) if the path exists.
+        """
+        where = os.fspath(path)
+        with self._operation("create", where):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(where, flags, 0o600)
+        try:
+            self.write(descriptor, where, 0, data)
+            self.sync(descriptor, where)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.remove(where)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def write(self, descriptor: int, path: str | os.PathLike[str], offset: int, data: bytes) -> None:
+        """Write `data` to an open file at byte `offset`. path: the file's path, for errors."""
+        with self._operation("write", os.fspath(path), offset=offset, data=data):
+            left = memoryview(data)
+            while left:
+                done = os.pwrite(descriptor, left, offset)
+                left, offset = left[done:], offset + done
+
+    def sync(self, descriptor: int, path: str | os.PathLike[str]) -> None:
+        """Make the content of an open file durable (fsync). path: the file's path, for errors."""
+        with self._operation("sync", os.fspath(path)):
+            os.fsync(descriptor)
+
+    def rename(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        """Give a file a new name in the same file system. A file that has this name is replaced."""
+        with self._operation("rename", os.fspath(path), target=os.fspath(target)):
+            os.rename(path, target)
+
+    def sync_directory(self, path: str | os.PathLike[str]) -> None:
+        """Make the names in a directory durable."""
+        with self._operation("sync directory", os.fspath(path)):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove the name of a file. Does nothing if there is no such file."""
+        with self._operation("remove", os.fspath(path)), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def read(self, path: str | os.PathLike[str], *, limit: int, offset: int = 0) -> bytes:
+        """Read at most `limit` bytes of a regular file from byte `offset` on. Symbolic links are refused."""
+        with self._operation("read", os.fspath(path)):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb", buffering=0) as file:
+                file.seek(offset)
+                parts = []
+                while limit > 0 and (part := file.read(min(limit, 1 << 24))):
+                    parts.append(part)
+                    limit -= len(part)
+                return b"".join(parts)
+
+    @contextlib.contextmanager
+    def _operation(
+        self, operation: str, path: str, *, target: str = "", offset: int = 0, data: bytes = b""
+    ) -> Iterator[None]:
+        with storage_errors(operation, path, cure=_CURES):
+            if self._observer is None:
+                yield
+                return
+            ticket = self._observer.begins(operation, path, target=target, offset=offset, data=data)
+            yield
+            self._observer.ended(ticket)
