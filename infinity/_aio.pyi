@@ -211,15 +211,17 @@ class Engine:
 class StripeMap:
     """The places of a volume's bytes in the volume's files.
 
-    The places depend on the two arguments alone. weights: number of stripes of each file in one period.
-    stripe_bytes: bytes of a stripe.
+    The places depend on the three arguments alone. weights: number of stripes of each file in one period.
+    stripe_bytes: bytes of a stripe. base: offset in every file, in bytes, at which its stripes begin.
     """
 
-    def __init__(self, weights: Sequence[int], stripe_bytes: int) -> None: ...
+    def __init__(self, weights: Sequence[int], stripe_bytes: int, base: int = 0) -> None: ...
     @property
     def weights(self) -> tuple[int, ...]: ...
     @property
     def stripe_bytes(self) -> int: ...
+    @property
+    def base(self) -> int: ...
     @property
     def period(self) -> tuple[int, ...]:
         """The index of the file in which each stripe of a period lies."""

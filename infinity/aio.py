@@ -232,19 +232,24 @@ class Volume(_aio.Volume):
 
     parts: pairs of (file, weight), where weight is an int from 1 to 65536. The range is cut into stripes of
     `stripe_bytes` bytes. A pattern of as many stripes as the sum of the weights repeats over the range, and
-    `weight` stripes of each repetition lie in the pair's file. The attribute `map`, a StripeMap, says where
-    each byte lies. It follows from the weights and `stripe_bytes` alone, so it can be rebuilt from them.
+    `weight` stripes of each repetition lie in the pair's file. base: offset in every file, in bytes, at which
+    its stripes begin. The attribute `map`, a StripeMap, says where each byte lies. It follows from the
+    weights, `stripe_bytes` and `base` alone, so it can be rebuilt from them.
 
     `read`, `write` and `sync` work like the methods of a File, with one future for all files.
     """
 
-    def __init__(self, parts: Iterable[tuple[File, int]], stripe_bytes: int = 4 << 20) -> None:
+    def __init__(
+        self, parts: Iterable[tuple[File, int]], stripe_bytes: int = 4 << 20, *, base: int = 0
+    ) -> None:
         pairs = list(parts)
         if not pairs:
             raise ConfigError("A volume needs at least one file.", "Give (file, weight) pairs.")
         if not 0 < stripe_bytes <= 1 << 40:
             raise ConfigError(f"A stripe of {stripe_bytes} bytes cannot be used.", "Give 1 byte to 1 TiB.")
+        if not 0 <= base <= 1 << 40:
+            raise ConfigError(f"A base of {base} bytes cannot be used.", "Give 0 bytes to 1 TiB.")
         weights = [weight for _, weight in pairs]
         if not all(isinstance(weight, int) and 0 < weight <= _MOST_STRIPES for weight in weights):
             raise ConfigError(f"The weights are {weights}.", f"Give ints from 1 to {_MOST_STRIPES}.")
-        super().__init__([file for file, _ in pairs], StripeMap(weights, stripe_bytes))
+        super().__init__([file for file, _ in pairs], StripeMap(weights, stripe_bytes, base))

@@ -271,20 +271,23 @@ void bind_volume(nb::module_& m) {
     nb::class_<StripeMap>(m, "StripeMap")
         .def(
             "__init__",
-            [](StripeMap* self, const std::vector<uint32_t>& weights, uint64_t stripe_bytes) {
-                new (self) StripeMap(unlocked([&] { return StripeMap(weights, stripe_bytes); }));
+            [](StripeMap* self, const std::vector<uint32_t>& weights, uint64_t stripe_bytes,
+               uint64_t base) {
+                new (self)
+                    StripeMap(unlocked([&] { return StripeMap(weights, stripe_bytes, base); }));
             },
-            "weights"_a, "stripe_bytes"_a)
+            "weights"_a, "stripe_bytes"_a, "base"_a = 0)
         .def_prop_ro("weights",
                      [](const StripeMap& self) { return nb::tuple(nb::cast(self.weights())); })
         .def_prop_ro("period",
                      [](const StripeMap& self) { return nb::tuple(nb::cast(self.period())); })
         .def_prop_ro("stripe_bytes", &StripeMap::stripe_bytes)
+        .def_prop_ro("base", &StripeMap::base)
         .def(
             "extents",
             [](const StripeMap& self, int64_t offset, int64_t bytes) {
                 if (bytes < 0) raise_config_error("nbytes is negative.", "Give 0 or more bytes.");
-                const uint64_t first = offset_of(offset, static_cast<uint64_t>(bytes));
+                const uint64_t first = offset_of(offset, static_cast<uint64_t>(bytes), self.base());
                 std::vector<std::tuple<uint32_t, uint64_t, uint64_t>> result;
                 for (const Extent& extent : self.extents(first, static_cast<uint64_t>(bytes)))
                     result.emplace_back(extent.file, extent.offset, extent.bytes);

@@ -108,11 +108,13 @@ inline TimePoint deadline_of(const Engine& engine, Kind kind, std::optional<doub
         std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
 }
 
-inline uint64_t offset_of(int64_t offset, uint64_t bytes) {
+// base: bytes that are added to the offset later.
+inline uint64_t offset_of(int64_t offset, uint64_t bytes, uint64_t base = 0) {
     if (offset < 0)
         raise_config_error("The offset is " + std::to_string(offset) + ".",
                            "Give 0 or more bytes.");
-    if (static_cast<uint64_t>(offset) + bytes > static_cast<uint64_t>(INT64_MAX))
+    const uint64_t most = static_cast<uint64_t>(INT64_MAX) - base;
+    if (bytes > most || static_cast<uint64_t>(offset) > most - bytes)
         raise_config_error("The range ends beyond 2^63 bytes.", "Give a smaller offset.");
     return static_cast<uint64_t>(offset);
 }
@@ -168,7 +170,7 @@ inline PyFuture start(Kind kind, const PyVolume& self, Span span, int64_t offset
     if (kind == Kind::sync) {
         for (uint32_t file = 0; file < self.files.size(); ++file) extents.push_back({file, 0, 0});
     } else {
-        extents = self.map.extents(offset_of(offset, span.bytes), span.bytes);
+        extents = self.map.extents(offset_of(offset, span.bytes, self.map.base()), span.bytes);
     }
     auto future = std::make_shared<Future>(static_cast<uint32_t>(extents.size()), span.bytes);
     std::vector<std::vector<std::unique_ptr<Request>>> requests(self.files.size());

@@ -50,20 +50,32 @@ def free_bytes(path: str | os.PathLike[str] | int) -> int:
 def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> None:
     """Take room on disk for `nbytes` bytes of an open file now, so that no later write meets a full disk.
 
-    path: the file's path or directory, to be named in errors. Raises StorageFull if the file system does
-    not have that much room, StorageError for every other error.
+    Bytes that the file has already stay as they are. path: the file's path or directory, to be named in
+    errors. Raises StorageFull if the file system does not have that much room, StorageError for every other
+    error.
     """
     available = free_bytes(descriptor)
-    if nbytes > available:
+    missing = nbytes - os.fstat(descriptor).st_blocks * 512
+    if missing > available:
         raise StorageFull(
             f"The file system of {os.fspath(path)} has {format_size(available)} free of "
-            f"{format_size(nbytes)} needed.",
+            f"{format_size(missing)} needed.",
             f"Give that path at most {available} bytes, free space there, or use another path.",
             path=os.fspath(path),
             errno=errno.ENOSPC,
         )
     with storage_errors("preallocate room at", path):
         os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
+    """Whether `path` itself, and not a file that it links to, names the file that is open as `descriptor`."""
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
 def nameless_file(directory: str) -> int:

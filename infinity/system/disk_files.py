@@ -14,14 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from infinity.errors import storage_errors
 
 _FULL = "Free space on that file system, or use a directory on another one."
-_CURES: Mapping[int, str] = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
+_CURES: Mapping[int, str] = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EEXIST: "Remove what has this name, or give another directory.",
+    errno.ELOOP: "Put the file itself there, not a symbolic link.",
+    errno.EINVAL: "Put a regular file there.",
+}
 
 
 class Observer(Protocol):
@@ -30,8 +38,9 @@ class Observer(Protocol):
     def begins(self, operation: str, path: str, *, target: str, offset: int, data: bytes) -> int:
         """Called before an operation, which fails if this call raises OSError. Returns a ticket for `ended`.
 
-        operation: "create", "write", "sync", "rename", "sync directory", "remove" or "read". path: the file
-        or directory. target: the new path of a rename, else "". offset, data: of a write, else 0 and b"".
+        operation: "create", "open", "lock", "write", "sync", "rename", "sync directory", "remove" or "read".
+        path: the file or directory. target: the new path of a rename, else "". offset, data: of a write,
+        else 0 and b"".
         """
         ...
 
@@ -52,9 +61,7 @@ class DiskFiles:
         If an operation fails, no file is left. Raises StorageError (EEXIST) if the path exists.
         """
         where = os.fspath(path)
-        with self._operation("create", where):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(where, flags, 0o600)
+        descriptor = self.create_open(where)
         try:
             self.write(descriptor, where, 0, data)
             self.sync(descriptor, where)
@@ -64,6 +71,36 @@ class DiskFiles:
             raise
         finally:
             os.close(descriptor)
+
+    def create_open(self, path: str | os.PathLike[str]) -> int:
+        """Make a new, empty file with mode 0600, and open it to read and write. Returns the descriptor.
+
+        Raises StorageError (EEXIST) if the path exists.
+        """
+        with self._operation("create", os.fspath(path)):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            return os.open(path, flags, 0o600)
+
+    def open(self, path: str | os.PathLike[str]) -> int:
+        """Open a regular file that exists to read and write. Returns the descriptor.
+
+        Raises StorageError for anything else: ELOOP for a symbolic link, EINVAL for a FIFO or a device.
+        """
+        with self._operation("open", os.fspath(path)):
+            # O_NONBLOCK: a FIFO must not make this call wait.
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, "not a regular file")
+            return descriptor
+
+    def lock(self, descriptor: int, path: str | os.PathLike[str]) -> None:
+        """Take the POSIX record lock of an open file for this process, without waiting. path: for errors.
+
+        Raises StorageError (EAGAIN or EACCES) if another process has the lock.
+        """
+        with self._operation("lock", os.fspath(path)):
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, descriptor: int, path: str | os.PathLike[str], offset: int, data: bytes) -> None:
         """Write `data` to an open file at byte `offset`. path: the file's path, for errors."""

@@ -7,7 +7,9 @@ from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTi
 from infinity.tiers.nvme import NvmeExtent, NvmeLease, NvmeTier
 from infinity.tiers.pool import Lease, Pool, PoolCounters
 from infinity.tiers.slab import Slab
+from infinity.tiers.slab_directory import remove_slab
 from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier
+from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
 __all__ = [
     "PAGE_ALIGNMENT",
@@ -23,7 +25,10 @@ __all__ = [
     "Pool",
     "PoolCounters",
     "Slab",
+    "SlabRecord",
     "Tier",
     "UnifiedTier",
+    "VolumeRecord",
     "open_device",
+    "remove_slab",
 ]

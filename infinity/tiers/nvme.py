@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
@@ -17,12 +18,17 @@ from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
+from infinity.system.disk_files import DiskFiles
 from infinity.system.io_settings import open_engine, tuned_shares
 from infinity.tiers.arena import HostArena
+from infinity.tiers.path_lock import PathLock
 from infinity.tiers.probes import disk_speed
 from infinity.tiers.slab import Slab
-from infinity.tiers.striping import choose_striping
+from infinity.tiers.slab_directory import lock_directories
+from infinity.tiers.slab_header import SLAB_HEADER_BYTES
+from infinity.tiers.striping import Striping, choose_striping
 from infinity.tiers.tier import PAGE_ALIGNMENT, Tier
+from infinity.tiers.volume_record import SlabRecord, VolumeRecord, adopt_slabs
 
 _PROBE_BYTES = 128 << 20
 
@@ -93,11 +99,23 @@ class NvmeTier(Closing):
     backend, depth, block_bytes, faults: arguments of infinity.aio.Engine. By default, the first three are
     the settings that `infinity tune` found for each directory.
 
+    durable: whether the pages can be committed. The slabs then have headers, for which each budget loses
+    4096 bytes, and `record` says how a later tier finds the pages again.
+
+    adopt: the record of a durable tier that was committed. Its slabs are looked for in the directories of
+    `budgets`, wherever each lies, and used as they are: no page is read or moved. `speeds` and
+    `stripe_bytes` have no effect. The slabs grow if `nbytes` is more than they hold. All directories are
+    locked.
+
+    files: reaches the disk for headers, locks and removals. beside: a tier of this process whose locks of
+    directories this tier shares, so that both can have slabs there.
+
     A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
-    the files.
+    the files, unless `keep` says that they stay.
 
     Raises BudgetError where the budgets cannot hold `nbytes`, StorageFull and StorageError as `Slab` does.
-    No file is left behind after an error.
+    No file is left behind after an error. Adoption raises IncompatibleCheckpoint for a slab that is missing
+    or found twice, and otherwise as `Slab.adopt` does; the slabs are then as before.
     """
 
     tier = Tier.NVME
@@ -114,28 +132,54 @@ class NvmeTier(Closing):
         depth: int | None = None,
         block_bytes: int | None = None,
         faults: Faults | None = None,
+        durable: bool = False,
+        adopt: VolumeRecord | None = None,
+        files: DiskFiles | None = None,
+        beside: NvmeTier | None = None,
     ) -> None:
         if not budgets:
             raise ConfigError("The nvme tier was given no path.", 'Give {"/mnt/nvme0": bytes}.')
         if stripe_bytes <= 0 or stripe_bytes % PAGE_ALIGNMENT:
             raise ConfigError(f"The stripe is {stripe_bytes} bytes.", "Give a positive multiple of 4096.")
-        paths = [os.fspath(check_directory(path)) for path in budgets]
+        paths = [check_directory(path) for path in budgets]
         limits = [limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values()]
         wanted = round_up(nbytes, PAGE_ALIGNMENT)
-        if speeds is None:
-            speeds = _speeds_of(paths, limits, wanted)
-        self.striping = choose_striping(wanted, limits, speeds, stripe_bytes)
-        sizes = self.striping.path_bytes(wanted)
-        self.budget = sum(sizes)
-        """Bytes of all slab files together."""
-        self._spans = _tiers.SpanAllocator(self.budget, PAGE_ALIGNMENT)
+        files = files or DiskFiles()
+        shared: Mapping[Path, PathLock] = {} if beside is None else beside.locks
+        self._base = SLAB_HEADER_BYTES if durable or adopt is not None else 0
         self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
-        with ExitStack() as cleanup:
-            self.slabs = [
-                cleanup.enter_context(Slab(path, size, rank=rank))
-                for path, size in zip(paths, sizes, strict=True)
-                if size
-            ]
+        self.locks: dict[Path, PathLock]
+        """Locks of the directories that the tier uses, by the directory without symbolic links."""
+        with ExitStack() as cleanup, ExitStack() as undo:
+            if adopt is None:
+                self.striping = _choose(
+                    paths, limits, wanted, speeds, stripe_bytes=stripe_bytes, header_bytes=self._base
+                )
+                sizes = self.striping.path_bytes(wanted)
+                used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
+                self.locks = lock_directories([path for path, _ in used], rank, files, shared, cleanup)
+                self.slabs = [
+                    cleanup.enter_context(
+                        Slab(path, size, rank=rank, durable=durable, lock=self.locks[path], files=files)
+                    )
+                    for path, size in used
+                ]
+            else:
+                self.striping = adopt.striping
+                self.locks = lock_directories(paths, rank, files, shared, cleanup)
+                self.slabs = adopt_slabs(
+                    adopt,
+                    dict(zip(self.locks.values(), limits, strict=True)),
+                    wanted,
+                    files=files,
+                    cleanup=cleanup,
+                    undo=undo,
+                )
+            self._weights = [weight for weight in self.striping.weights if weight]
+            striping = Striping(tuple(self._weights), self.striping.stripe_bytes)
+            self.budget = striping.volume_bytes([slab.nbytes for slab in self.slabs])
+            """Bytes of pages that the slabs hold together."""
+            self._spans = _tiers.SpanAllocator(self.budget, PAGE_ALIGNMENT)
             self.engines = [
                 cleanup.enter_context(
                     open_engine(
@@ -144,13 +188,49 @@ class NvmeTier(Closing):
                 )
                 for slab in self.slabs
             ]
-            files = [
+            opened = [
                 engine.open(os.fspath(slab.path))
                 for engine, slab in zip(self.engines, self.slabs, strict=True)
             ]
-            weights = [weight for weight in self.striping.weights if weight]
-            self._volume: Volume | None = Volume(zip(files, weights, strict=True), self.striping.stripe_bytes)
+            self._volume: Volume | None = Volume(
+                zip(opened, self._weights, strict=True), self.striping.stripe_bytes, base=self._base
+            )
+            undo.pop_all()
             self._cleanup = cleanup.pop_all()
+
+    @property
+    def record(self) -> VolumeRecord:
+        """What a later tier needs to adopt this tier's slabs. Raises ConfigError for a tier not durable."""
+        self._check_durable()
+        return VolumeRecord(
+            self.striping.stripe_bytes,
+            tuple(
+                SlabRecord(slab.uuid or "", slab.nbytes, weight)
+                for slab, weight in zip(self.slabs, self._weights, strict=True)
+            ),
+        )
+
+    @property
+    def keep(self) -> bool:
+        """Whether the files stay when the tier is closed: after `mark_committed`, or if it was adopted."""
+        return all(slab.keep for slab in self.slabs)
+
+    def mark_committed(self) -> None:
+        """Say durably in every slab's header that a commit holds its pages, and keep the files from now on.
+
+        A call after the first does nothing. Raises StorageError if a header cannot be written; the files
+        are then still removed on close. Raises ConfigError if the tier is not durable.
+        """
+        self._check_durable()
+        for slab in self.slabs:
+            slab.mark_committed()
+        for slab in self.slabs:
+            slab.keep = True
+
+    def forget(self) -> None:
+        """Have the files removed on close although they were committed: no commit needs them any more."""
+        for slab in self.slabs:
+            slab.keep = False
 
     @property
     def free_bytes(self) -> int:
@@ -235,13 +315,17 @@ class NvmeTier(Closing):
         return [engine.facts.registration_failure for engine in failed]
 
     def close(self) -> None:
-        """Wait for requests in flight, cancel queued requests, and remove the files.
+        """Wait for requests in flight, cancel queued requests, and remove the files unless `keep` is set.
 
         A second call does nothing.
         """
         self._cleanup.close()
         self._volume = None  # open descriptors would keep the room of the removed files
         self._registered.clear()
+
+    def _check_durable(self) -> None:
+        if not self._base:
+            raise ConfigError("The nvme tier is not durable.", "Open it with durable=True.")
 
     def _open_volume(self) -> Volume:
         if self._volume is None:
@@ -257,6 +341,25 @@ class NvmeTier(Closing):
                 "Ask for a lease that holds the page.",
             )
         return lease.offset + offset
+
+
+def _choose(
+    paths: Sequence[Path],
+    limits: Sequence[int],
+    wanted: int,
+    speeds: Sequence[float] | None,
+    *,
+    stripe_bytes: int,
+    header_bytes: int,
+) -> Striping:
+    """The striping of `wanted` bytes over the directories. Arguments: as for `choose_striping`.
+
+    speeds: None for those of `_speeds_of`.
+    """
+    if speeds is None:
+        room = [max(0, limit - header_bytes) for limit in limits]
+        speeds = _speeds_of([os.fspath(path) for path in paths], room, wanted)
+    return choose_striping(wanted, limits, speeds, stripe_bytes, header_bytes=header_bytes)
 
 
 def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequence[float]:

@@ -1,120 +1,236 @@
-"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This module makes, locks
-and removes the files, but does no I/O on pages.
+"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This module makes, removes
+and adopts the files, but does no I/O on pages.
+
+A plain slab lasts as long as its run. A durable slab has a header (infinity/tiers/slab_header.py), and stays
+for the next run once it was committed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
+import uuid as uuids
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infinity.config import round_up
-from infinity.errors import ConfigError, StorageError, storage_errors
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.closing import Closing
-from infinity.system.directory import check_directory, preallocate
+from infinity.system.directory import check_directory, is_at, preallocate
+from infinity.system.disk_files import DiskFiles
+from infinity.tiers.path_lock import PathLock
+from infinity.tiers.slab_directory import lock_directory
+from infinity.tiers.slab_header import SLAB_HEADER_BYTES, SlabHeader, read_header, slab_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass
+class _Open:
+    """What the end of a slab needs to know, apart from the slab, which may be garbage by then."""
+
+    descriptor: int
+    path: Path
+    files: DiskFiles
+    lock: PathLock
+    keep: bool
+    process: int
 
 
 class Slab(Closing):
-    """A file of `nbytes` bytes on disk, which is preallocated, locked, and removed on close.
+    """A file of `nbytes` bytes for pages on disk, which is preallocated, and removed on close.
 
-    The file is `directory`/infinity-rank<rank>.slab, with mode 0600. Its room on the file system is taken
-    at once, so that a full disk shows before training and not hours into it. The file is locked (flock) for
-    as long as this process has it open. A file that a dead process left behind is not locked, and is
-    reclaimed. A context manager.
+    A plain slab is the file `directory`/infinity-rank<rank>.slab, with mode 0600. Its room on the file
+    system is taken at once, so that a full disk shows before training and not hours into it. The directory
+    is locked for the rank (PathLock) as long as the slab is open, and leftovers of dead processes there are
+    removed first. A context manager.
 
-    directory: must exist, be writable, and not lie in RAM (as on tmpfs). nbytes: rounded up to whole 4 KiB
-    blocks.
+    directory: must exist, be writable, and not lie in RAM (as on tmpfs). nbytes: bytes of pages, rounded up
+    to whole 4 KiB blocks. durable: makes the file infinity-rank<rank>-<uuid>.slab instead, with a header
+    before the pages; the header and the file's name are durable when the constructor returns. lock: a lock
+    of the directory and rank that the caller holds, after `lock_directory`; by default the slab takes its
+    own. files: reaches the disk for headers, locks and removals.
 
     Raises StorageFull where the file system does not have that much room; no file is left behind then.
     Raises StorageError (with path and errno) for a directory that is missing, read-only or in RAM, and for
-    a slab in use (EBUSY, naming the process that has it). Raises ConfigError where `nbytes` is not
+    a directory in use (EBUSY, naming the process that has it). Raises ConfigError where `nbytes` is not
     positive.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], nbytes: int, *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        nbytes: int,
+        *,
+        rank: int = 0,
+        durable: bool = False,
+        lock: PathLock | None = None,
+        files: DiskFiles | None = None,
+    ) -> None:
         if nbytes <= 0:
             raise ConfigError(f"A slab of {nbytes} bytes was asked for.", "Give at least one page.")
+        files = files or DiskFiles()
+        uuid = uuids.uuid4().hex if durable else None
+        path = check_directory(directory) / slab_name(rank, uuid)
+        with lock.share() if lock else lock_directory(path.parent, rank, files) as held:
+            self._own(files.create_open(path), path, held.share(), files, keep=False)
         self.nbytes = round_up(nbytes, 4096)
-        self.directory = check_directory(directory)
-        self.path = self.directory / f"infinity-rank{rank}.slab"
-        descriptor = self._open_locked()
-        self._finalizer = weakref.finalize(self, _remove, descriptor, self.path, os.getpid())
+        self.rank = rank
+        self.uuid = uuid
+        self._committed = False
+        self._broken: StorageError | None = None
         try:
-            self._preallocate(descriptor)
+            preallocate(self._open.descriptor, self.base + self.nbytes, path)
+            if durable:
+                self._write_header()
+                files.sync_directory(path.parent)
         except BaseException:
             self.close()
             raise
-        self._descriptor = descriptor
 
-    def close(self, *, keep: bool = False) -> None:
-        """Remove the file and release its lock. A second call does nothing.
+    @classmethod
+    def adopt(
+        cls, path: str | os.PathLike[str], nbytes: int, *, lock: PathLock, files: DiskFiles | None = None
+    ) -> Self:
+        """Open a committed slab, which stays on close. No byte of its pages is read or changed.
 
-        keep: if True, the file stays in place and only its lock is released. The file is also removed if
-        this object is garbage-collected, or is still open when the process ends. In a forked child this
-        method only closes the child's descriptor, because the file belongs to the parent.
+        path: the slab's path in the directory of `lock`, under its own name. nbytes: bytes of pages that the
+        commit recorded. Room that the file lacks, as a copy with holes does, is taken.
+
+        Raises CorruptState for a damaged header or a file that is too short, IncompatibleCheckpoint for a
+        slab that was never committed or has an unknown format version, StorageError for what cannot be
+        opened or is no regular file.
         """
-        if keep and self._finalizer.detach() is not None:
-            os.close(self._descriptor)
+        files = files or DiskFiles()
+        path = Path(path)
+        descriptor = files.open(path)
+        slab = cls.__new__(cls)
+        slab._own(descriptor, path, lock.share(), files, keep=True)
+        try:
+            header = read_header(path, files)
+            _check_adoptable(path, header, nbytes, os.fstat(descriptor).st_size)
+            slab.nbytes = nbytes
+            slab.rank = header.rank
+            slab.uuid = header.uuid
+            slab._committed = True
+            slab._broken = None
+            preallocate(descriptor, SLAB_HEADER_BYTES + nbytes, path)
+            files.sync_directory(path.parent)  # the file may have been moved here just now
+        except BaseException:
+            slab.close()
+            raise
+        return slab
+
+    @property
+    def base(self) -> int:
+        """Offset in the file at which the pages begin, in bytes: 0 for a plain slab."""
+        return 0 if self.uuid is None else SLAB_HEADER_BYTES
+
+    @property
+    def committed(self) -> bool:
+        """Whether the header on disk says that a commit holds pages of the slab."""
+        return self._committed
+
+    @property
+    def keep(self) -> bool:
+        """Whether the file stays when the slab is closed, garbage-collected, or still open at exit."""
+        return self._open.keep
+
+    @keep.setter
+    def keep(self, keep: bool) -> None:
+        self._open.keep = keep
+
+    def mark_committed(self) -> None:
+        """Say durably in the header that a commit holds pages of the slab. Only the first call writes.
+
+        Raises StorageError if this fails. It is not tried again: a later call raises the same error, since
+        a sync that succeeds after one that failed proves nothing.
+        """
+        if self.uuid is None:
+            raise ConfigError("A plain slab cannot be committed.", "Make the slab with durable=True.")
+        if not self._committed:
+            self._write_header(committed=True)
+            self._committed = True
+
+    def grow(self, nbytes: int) -> None:
+        """Take room for `nbytes` bytes of pages in all, and say so durably in the header.
+
+        Raises StorageFull or StorageError if this fails; the slab then has the size of before.
+        """
+        if nbytes <= self.nbytes:
+            return
+        before, self.nbytes = self.nbytes, nbytes
+        try:
+            preallocate(self._open.descriptor, self.base + nbytes, self.path)
+            if self.uuid is not None:
+                self._write_header(committed=self._committed)
+        except BaseException:
+            self.shrink(before)
+            raise
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back the room behind the first `nbytes` bytes of pages; undoes `grow`. Raises no StorageError.
+
+        The header may go on to say more bytes. That does no harm: a commit's own record counts, see `adopt`.
+        """
+        self.nbytes = nbytes
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._open.descriptor, self.base + nbytes)
+
+    def close(self) -> None:
+        """Remove the file, unless `keep` is set, and release the lock. A second call does nothing.
+
+        This also happens if the object is garbage-collected, or is still open when the process ends. In a
+        forked child this method only closes the child's descriptor, because the file belongs to the parent.
+        """
         self._finalizer()
 
-    def _open_locked(self) -> int:
-        """Open the file at `path`, which is created if it is missing, and lock it. Returns the descriptor."""
-        while True:
-            with storage_errors("create", self.path):
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                with storage_errors("lock", self.path):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # The last owner may have removed the file between our open and our lock. The file that
-                    # we have locked then has no name any more, and another process can own the name.
-                    if _is_at(descriptor, self.path):
-                        return descriptor
-                    os.close(descriptor)
-            except StorageError as error:
-                holder = _lock_holder(descriptor)
-                os.close(descriptor)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                raise StorageError(
-                    f"The slab {self.path} is in use by {holder}.",
-                    "Give each run a directory of its own, or wait until that run has ended.",
-                    path=str(self.path),
-                    errno=errno.EBUSY,
-                ) from error
+    def _own(self, descriptor: int, path: Path, lock: PathLock, files: DiskFiles, *, keep: bool) -> None:
+        self.path = path
+        self.directory = path.parent
+        self._open = _Open(descriptor, path, files, lock, keep, os.getpid())
+        self._finalizer = weakref.finalize(self, _end, self._open)
 
-    def _preallocate(self, descriptor: int) -> None:
-        os.ftruncate(descriptor, 0)  # drops what a dead process left behind
-        preallocate(descriptor, self.nbytes, self.path)
+    def _write_header(self, *, committed: bool = False) -> None:
+        """Write and sync the header."""
+        assert self.uuid is not None
+        if self._broken is not None:
+            raise self._broken.again()
+        content = SlabHeader(self.uuid, self.rank, self.nbytes, committed).pack()
+        try:
+            self._open.files.write(self._open.descriptor, self.path, 0, content)
+            self._open.files.sync(self._open.descriptor, self.path)
+        except StorageError as error:
+            self._broken = error.again()
+            raise
 
 
-def _remove(descriptor: int, path: Path, owner: int) -> None:
-    if os.getpid() == owner:
+def _check_adoptable(path: Path, header: SlabHeader, nbytes: int, file_bytes: int) -> None:
+    """Check that a slab has the `nbytes` bytes of pages that a commit recorded. Raises as `Slab.adopt`.
+
+    file_bytes: bytes of the whole file.
+    """
+    cure = "Load another commit, or restore this file from a copy."
+    if path.name != slab_name(header.rank, header.uuid):
+        raise CorruptState(f"The slab {path} is that of {slab_name(header.rank, header.uuid)}.", cure)
+    if not header.committed:
+        raise IncompatibleCheckpoint(f"No commit was ever made in the slab {path}.", cure)
+    if min(header.nbytes, file_bytes - SLAB_HEADER_BYTES) < nbytes:
+        raise CorruptState(
+            f"The slab {path} has {file_bytes} bytes, {header.nbytes} of them pages by its header, where the "
+            f"commit recorded {nbytes} bytes of pages.",
+            cure,
+        )
+
+
+def _end(slab: _Open) -> None:
+    """Close a slab's file, remove it if it is not to be kept, and then release the lock."""
+    if os.getpid() == slab.process and not slab.keep:
         with contextlib.suppress(OSError):
-            # The name goes before the lock, so that a process which gets the lock does not find this file.
-            if _is_at(descriptor, path):
-                os.unlink(path)
-    os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether `path` names the file that is open as `descriptor`."""
-    try:
-        there = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    here = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-
-
-def _lock_holder(descriptor: int) -> str:
-    """A text for users that names the process with the lock (flock) on an open file."""
-    inode = os.fstat(descriptor).st_ino
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()
-            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
-                return "this process" if int(fields[4]) == os.getpid() else f"process {fields[4]}"
-    return "another process"
+            if is_at(slab.descriptor, slab.path):
+                slab.files.remove(slab.path)
+    os.close(slab.descriptor)
+    slab.lock.close()

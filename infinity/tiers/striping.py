@@ -38,6 +38,14 @@ class Striping:
         periods = -(-nbytes // (sum(self.weights) * self.stripe_bytes))
         return [periods * weight * self.stripe_bytes for weight in self.weights]
 
+    def volume_bytes(self, path_bytes: Sequence[int]) -> int:
+        """Return the bytes of the largest volume whose files fit in `path_bytes` bytes on each path."""
+        used = [(weight, size) for weight, size in zip(self.weights, path_bytes, strict=True) if weight]
+        if len(used) == 1:
+            return used[0][1]
+        periods = min(size // (weight * self.stripe_bytes) for weight, size in used)
+        return periods * sum(self.weights) * self.stripe_bytes
+
 
 def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[float]) -> list[float]:
     """Divide `nbytes` bytes among the paths in proportion to their speeds; return the bytes of each path.
@@ -63,7 +71,7 @@ def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[fl
 
 
 def choose_striping(
-    nbytes: int, budgets: Sequence[int], speeds: Sequence[float], stripe_bytes: int
+    nbytes: int, budgets: Sequence[int], speeds: Sequence[float], stripe_bytes: int, *, header_bytes: int = 0
 ) -> Striping:
     """Choose the striping of a volume of `nbytes` bytes over paths with these budgets (in bytes) and speeds.
 
@@ -71,7 +79,7 @@ def choose_striping(
     differ from its share there by at most 5% of `nbytes / len(budgets)`. If no period comes so close, the
     closest one is taken. No path gets more than its budget. Stripes are `stripe_bytes` long. Where budgets
     are so tight that whole periods of such stripes do not fit, the length of stripes is halved until they
-    fit.
+    fit. header_bytes: bytes of each path's budget that are not for the volume.
 
     Raises BudgetError where the budgets cannot hold `nbytes` bytes. Raises ConfigError where `nbytes` or a
     speed is not positive, or the numbers of speeds and budgets differ.
@@ -83,6 +91,7 @@ def choose_striping(
             f"The speeds {list(speeds)} do not fit {len(budgets)} paths.",
             "Give one positive number per path.",
         )
+    budgets = [max(0, budget - header_bytes) for budget in budgets]
     if nbytes <= sum(budgets):
         shares = proportional_shares(nbytes, budgets, speeds)
         stripe = stripe_bytes
@@ -94,8 +103,8 @@ def choose_striping(
     raise BudgetError(
         f"{format_size(nbytes)} do not fit the nvme budget of {format_size(sum(budgets))} on {len(budgets)} "
         "path(s).",
-        f"Give one path {nbytes} bytes, or all paths together about 3% more.",
-        needed=nbytes if len(budgets) == 1 else None,
+        f"Give one path {nbytes + header_bytes} bytes, or all paths together about 3% more.",
+        needed=nbytes + header_bytes if len(budgets) == 1 else None,
     )
 
 

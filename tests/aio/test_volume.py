@@ -33,6 +33,22 @@ def test_the_map_is_a_format() -> None:
     assert stripes.extents(780, 120) == [(0, 480, 120)], "neighbours in one file are one extent"
     assert file_bytes(stripes, 801) == [501, 200, 100]
     assert stripes.extents(7, 0) == []
+    assert stripes.base == 0
+
+
+def test_a_base_moves_every_place_behind_a_header() -> None:
+    stripes = aio.StripeMap([5, 2, 1], 100)
+    behind = aio.StripeMap([5, 2, 1], 100, base=4096)
+    assert behind.base == 4096
+    assert behind.period == stripes.period
+    for offset, nbytes in ((50, 300), (780, 120), (0, 2000)):
+        moved = [(file, at - 4096, length) for file, at, length in behind.extents(offset, nbytes)]
+        assert moved == stripes.extents(offset, nbytes)
+    for base in ((1 << 40) + 1, -1):
+        with pytest.raises((ConfigError, TypeError)):
+            aio.StripeMap([1], 1, base)
+    with pytest.raises(ConfigError, match="2\\^63"):
+        aio.StripeMap([1], 1 << 20, base=4096).extents(2**63 - 4097, 2)
 
 
 @given(weights=WEIGHTS, stripe=st.integers(1, 50), offset=st.integers(0, 3000), nbytes=st.integers(0, 1500))
@@ -108,10 +124,30 @@ def test_volume_round_trip(backend: str, tmp_path: Path) -> None:
             volume.read(back, 0)
 
 
+@each_backend
+def test_a_volume_leaves_the_headers_of_its_files_alone(backend: str, tmp_path: Path) -> None:
+    header = bytes(range(256)) * (PAGE // 256)
+    for name in "ab":
+        (tmp_path / name).write_bytes(header + bytes(8 * PAGE))
+    with engine(tmp_path, backend) as e:
+        volume = aio.Volume([(e.open(str(tmp_path / name)), 1) for name in "ab"], PAGE, base=PAGE)
+        content = os.urandom(16 * PAGE)
+        volume.write(content, 0).result()
+        back = memory(16 * PAGE)
+        volume.read(back, 0).result()
+        assert back == content
+    for first, name in enumerate("ab"):
+        stripes = [content[at : at + PAGE] for at in range(first * PAGE, len(content), 2 * PAGE)]
+        assert (tmp_path / name).read_bytes() == header + b"".join(stripes)
+
+
 def test_bad_volumes(tmp_path: Path) -> None:
     with engine(tmp_path, "threads") as e:
         file = e.open(str(make_file(tmp_path / "file", PAGE)))
         for parts, stripe in (([], PAGE), ([(file, 0)], PAGE), ([(file, 1.5)], PAGE), ([(file, 1)], 0)):
             with pytest.raises(ConfigError):
                 aio.Volume(parts, stripe)
+        for base in (-1, (1 << 40) + 1):
+            with pytest.raises(ConfigError, match="base"):
+                aio.Volume([(file, 1)], PAGE, base=base)
         assert aio.Volume([(file, 7)], PAGE).map.weights == (7,)

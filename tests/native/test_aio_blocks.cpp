@@ -86,19 +86,30 @@ void test_stripes() {
     CHECK(extents[0].file == 0 && extents[0].offset == 5 && extents[0].bytes == 15);
     CHECK(extents[1].file == 1 && extents[1].offset == 0 && extents[1].bytes == 10);
     CHECK(extents[2].file == 0 && extents[2].offset == 20 && extents[2].bytes == 20);
+    // Behind a header of `base` bytes every place is that much further on, and nothing else
+    // changes.
+    const StripeMap behind({3, 1}, 10, 4096);
+    CHECK(behind.base() == 4096 && map.base() == 0);
+    CHECK(behind.period() == map.period());
+    const std::vector<Extent> moved = behind.extents(5, 45);
+    CHECK(moved.size() == extents.size());
+    for (size_t i = 0; i < extents.size(); ++i)
+        CHECK(moved[i].file == extents[i].file && moved[i].bytes == extents[i].bytes &&
+              moved[i].offset == extents[i].offset + 4096);
     // Every byte has one place of its own, and the files have no gaps.
     std::mt19937_64 random(3);
     for (int round = 0; round < 200; ++round) {
         std::vector<uint32_t> weights(1 + random() % 4);
         for (uint32_t& weight : weights) weight = static_cast<uint32_t>(1 + random() % 5);
-        const StripeMap any(weights, 1 + random() % 7);
+        const uint64_t base = random() % 3 * 100;
+        const StripeMap any(weights, 1 + random() % 7, base);
         const uint64_t bytes = random() % 400;
-        std::vector<uint64_t> next(weights.size());
+        std::vector<uint64_t> next(weights.size(), base);
         for (const Extent& extent : any.extents(0, bytes)) {
             CHECK(extent.offset == next[extent.file]);
             next[extent.file] += extent.bytes;
         }
-        CHECK(std::accumulate(next.begin(), next.end(), uint64_t{0}) == bytes);
+        CHECK(std::accumulate(next.begin(), next.end(), uint64_t{0}) == bytes + base * next.size());
     }
 }
 

@@ -37,8 +37,9 @@ def test_the_room_is_taken_at_once_and_given_back(tmp_path: Path) -> None:
 def test_a_kept_slab_stays_and_is_reclaimed_by_the_next(tmp_path: Path) -> None:
     slab = Slab(tmp_path, MIB)
     slab.path.write_bytes(b"x" * 100)
-    slab.close(keep=True)
-    assert slab.path.exists()
+    slab.keep = True
+    slab.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["infinity-rank0.slab"], "the lock is gone"
     with Slab(tmp_path, 2 * MIB) as again:
         assert again.path.stat().st_size == 2 * MIB
         assert again.path.read_bytes()[:100] == bytes(100)
@@ -99,9 +100,9 @@ def test_a_forked_child_does_not_remove_the_parents_slab(tmp_path: Path) -> None
 def test_a_slab_removed_and_made_again_by_others_is_left_alone(tmp_path: Path) -> None:
     slab = Slab(tmp_path, MIB)
     slab.path.unlink()
-    with Slab(tmp_path, MIB) as other:
-        slab.close()
-        assert other.path.exists()
+    slab.path.write_text("of others")
+    slab.close()
+    assert slab.path.read_text() == "of others"
 
 
 def test_a_missing_directory(tmp_path: Path) -> None:
