@@ -1,0 +1,266 @@
+"""Commit files: the two files of a commit, from the first byte written to the last check when it is read.
+
+A commit of generation g is `commit-<g>.data` (checksums and blobs) and `commit-<g>` (the manifest), in this
+order: the manifest has the length and the CRC-32C of the data file, so it is written last, and it appears
+under its name whole (see [Note: what a crash keeps] in infinity/system/disk_files.py). The format is in
+docs/file-format.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.json_nodes import CURE, LARGEST, corrupt
+from infinity.checkpoint.manifest import FORMAT, Manifest
+from infinity.checkpoint.manifest_json import data_file, from_json, parsed, to_json
+from infinity.checksum import crc32c
+from infinity.errors import (
+    ConfigError,
+    CorruptState,
+    IncompatibleCheckpoint,
+    StorageError,
+    storage_error,
+    storage_errors,
+)
+from infinity.system.disk_files import DiskFiles
+
+MANIFEST_LIMIT = 1 << 30
+"""The most bytes of a manifest's file that are read; a larger file is no manifest."""
+
+_NAME = re.compile(r"commit-(0|[1-9][0-9]{0,17})")
+_LEFTOVER = re.compile(rf"{_NAME.pattern}\.data|\.{_NAME.pattern}\.tmp")
+_FIRST_LINE = re.compile(rb"infinity-commit ([1-9][0-9]{0,8}) (0|[1-9][0-9]{0,17}) ([0-9a-f]{8})\n")
+_LINE_LIMIT = 64
+_DATA_MAGIC = b"INFDATA1"
+_DATA_HEADER = struct.Struct("<8sQ")
+"""The start of a data file: the magic, and the number of checksums."""
+
+
+@dataclass(frozen=True)
+class SavedCommit:
+    """A commit that was read from its files, and found whole."""
+
+    manifest: Manifest
+    checksums: npt.NDArray[np.uint32]
+    """The CRC-32Cs to which `Place.checksum` refers; shape (n,), read-only."""
+    blobs: Blobs
+    """The bytes to which encoded values in the manifest refer."""
+    skipped: tuple[str, ...] = ()
+    """For each newer commit that is not whole, a sentence that says what is wrong with it; newest first."""
+
+
+def manifest_path(directory: str | os.PathLike[str], generation: int) -> Path:
+    """The path of the manifest of a commit."""
+    return Path(directory) / f"commit-{generation}"
+
+
+def data_path(directory: str | os.PathLike[str], generation: int) -> Path:
+    """The path of the data file of a commit."""
+    return Path(directory) / f"commit-{generation}.data"
+
+
+def _temporary_path(directory: str | os.PathLike[str], generation: int) -> Path:
+    return Path(directory) / f".commit-{generation}.tmp"
+
+
+def write(
+    manifest: Manifest,
+    checksums: npt.NDArray[np.uint32],
+    blobs: Blobs,
+    directory: str | os.PathLike[str],
+    files: DiskFiles,
+) -> None:
+    """Write a commit into `directory`; when this returns, it is durable.
+
+    The pages that the manifest describes must be durable before the call. checksums: shape (n,). blobs: holds
+    the bytes to which the manifest's values refer. A data file and a temporary file of this generation, which
+    a crash left behind, are replaced.
+
+    Raises StorageError, StorageFull if the disk is full, and StorageError (EEXIST) if there is a manifest of
+    this generation. After an error before the manifest has its name, neither file is left. Raises ConfigError
+    if the files could not be read again, for instance because a name has half a surrogate pair.
+    """
+    generation = manifest.generation
+    path, data, temporary = (
+        each(directory, generation) for each in (manifest_path, data_path, _temporary_path)
+    )
+    content = data_bytes(checksums, blobs)
+    text = manifest_bytes(manifest, content)
+    with _readable(generation):
+        from_json(parsed(text[text.index(b"\n") + 1 :], path.name), len(checksums), blobs)
+    if os.path.lexists(path):
+        raise storage_error("create", os.fspath(path), None, errno.EEXIST, cure="Use a new generation.")
+    files.remove(data)
+    files.remove(temporary)
+    try:
+        files.create(data, content)
+        files.create(temporary, text)
+        files.rename(temporary, path)
+    except BaseException:
+        for each in (temporary, data):
+            with contextlib.suppress(StorageError):
+                if not os.path.lexists(path):
+                    files.remove(each)
+        raise
+    files.sync_directory(directory)
+
+
+def data_bytes(checksums: npt.NDArray[np.uint32], blobs: Blobs) -> bytes:
+    """The content of a data file: magic, number of checksums, checksums and blobs."""
+    table = np.ascontiguousarray(checksums, dtype="<u4")
+    header = _DATA_HEADER.pack(_DATA_MAGIC, len(table))
+    return b"".join((header, table.tobytes(), blobs.content()))
+
+
+def manifest_bytes(manifest: Manifest, data: bytes) -> bytes:
+    """The content of a manifest's file. data: the content of the commit's data file."""
+    body = to_json(manifest, {"nbytes": len(data), "crc32c": crc32c(data)})
+    start = f"infinity-commit {FORMAT} {len(body)} ".encode()
+    return b"".join((start, f"{crc32c(body, crc32c(start)):08x}\n".encode(), body))
+
+
+@contextlib.contextmanager
+def _readable(generation: int) -> Iterator[None]:
+    try:
+        yield
+    except CorruptState as error:
+        cure = "Rename what the text names, or file a bug if it names nothing of yours."
+        raise ConfigError(f"Commit {generation} could not be read again: {error.cause}", cure) from error
+
+
+def generations(directory: str | os.PathLike[str]) -> list[int]:
+    """The generations of which a directory has a manifest, whole or not, in ascending order.
+
+    Raises StorageError if the directory cannot be read.
+    """
+    with storage_errors("list", directory):
+        found = (_NAME.fullmatch(name) for name in os.listdir(directory))
+        return sorted(int(match[1]) for match in found if match)
+
+
+def newest(directory: str | os.PathLike[str], files: DiskFiles) -> SavedCommit | None:
+    """The newest commit of a directory that is whole; None if there is no manifest at all.
+
+    Newer commits that are not whole are passed over, and named in `SavedCommit.skipped`. Raises CorruptState,
+    with the reason for each, if no commit is whole. Raises IncompatibleCheckpoint for a whole manifest of a
+    newer format, and StorageError for a file that cannot be read.
+    """
+    skipped: list[str] = []
+    for generation in reversed(generations(directory)):
+        try:
+            return read(directory, generation, files, tuple(skipped))
+        except CorruptState as error:
+            skipped.append(error.cause)
+    if not skipped:
+        return None
+    raise CorruptState(f"No commit in {os.fspath(directory)} is whole: {' '.join(skipped)}", CURE)
+
+
+def read(
+    directory: str | os.PathLike[str], generation: int, files: DiskFiles, skipped: tuple[str, ...] = ()
+) -> SavedCommit:
+    """The commit of this generation. skipped: `SavedCommit.skipped`.
+
+    Raises CorruptState for files that are missing, not regular, or have other bytes than were written. Raises
+    IncompatibleCheckpoint for a newer format, and StorageError for a file that cannot be read. Memory is
+    bounded by a multiple of the files' sizes.
+    """
+    path, data = manifest_path(directory, generation), data_path(directory, generation)
+    tree = parsed(_manifest_text(path, files), path.name)
+    nbytes, crc = data_file(tree)
+    content = _content(data, files, nbytes, exactly=True)
+    if crc32c(content) != crc:
+        raise corrupt(data.name, "has other bytes than were written: its CRC-32C is another")
+    checksums, blobs = split_data(content, data.name)
+    manifest = from_json(tree, len(checksums), blobs)
+    if manifest.generation != generation:
+        raise corrupt(path.name, f"is the manifest of generation {manifest.generation}")
+    return SavedCommit(manifest, checksums, blobs, skipped)
+
+
+def split_data(content: bytes, where: str) -> tuple[npt.NDArray[np.uint32], Blobs]:
+    """The checksums and blobs in a data file's content, not copied. where: names the file in errors.
+
+    Raises CorruptState for a content that does not begin as a data file, or ends inside the checksums.
+    """
+    if len(content) < _DATA_HEADER.size:
+        raise corrupt(where, "is shorter than its header")
+    magic, count = _DATA_HEADER.unpack_from(content)
+    end = _DATA_HEADER.size + 4 * count
+    if magic != _DATA_MAGIC or end > len(content):
+        raise corrupt(where, "does not begin as a data file, or ends inside its checksums")
+    table = np.frombuffer(content, "<u4", count, _DATA_HEADER.size)
+    return table.astype(np.uint32, copy=False), Blobs(memoryview(content)[end:])
+
+
+def remove(directory: str | os.PathLike[str], generation: int, files: DiskFiles) -> None:
+    """Remove a commit: its manifest, and only when that is durable its data file.
+
+    Does nothing for files that are missing. Raises StorageError.
+    """
+    files.remove(manifest_path(directory, generation))
+    files.sync_directory(directory)
+    files.remove(data_path(directory, generation))
+
+
+def remove_leftovers(directory: str | os.PathLike[str], files: DiskFiles) -> None:
+    """Remove temporary manifests, and data files without a manifest, that a crash left in `directory`.
+
+    No commit may be written into the directory meanwhile. Raises StorageError.
+    """
+    kept = {data_path(directory, generation).name for generation in generations(directory)}
+    with storage_errors("list", directory):
+        names = sorted(os.listdir(directory))
+    for name in names:
+        if _LEFTOVER.fullmatch(name) and name not in kept:
+            files.remove(Path(directory) / name)
+
+
+def _manifest_text(path: Path, files: DiskFiles) -> bytes:
+    """The JSON text in a manifest's file, whose checksum and version have been checked."""
+    content = _content(path, files, MANIFEST_LIMIT)
+    line = _FIRST_LINE.match(content, 0, _LINE_LIMIT)
+    if line is None:
+        raise corrupt(path.name, "does not begin as a manifest")
+    body = memoryview(content)[line.end() :]
+    if int(line[2]) != len(body):
+        raise corrupt(path.name, f"has {len(body)} bytes behind its first line, not {int(line[2])}")
+    if crc32c(body, crc32c(content[: line.start(3)])) != int(line[3], 16):
+        raise corrupt(path.name, "has other bytes than were written: its CRC-32C is another")
+    if int(line[1]) != FORMAT:
+        raise IncompatibleCheckpoint(
+            f"{path} has version {int(line[1])} of the format, and this infinity reads version {FORMAT}.",
+            "Load it with the infinity that wrote it, or a newer one.",
+        )
+    return bytes(body)
+
+
+def _content(path: Path, files: DiskFiles, limit: int, *, exactly: bool = False) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes, or of exactly as many."""
+    try:
+        with storage_errors("look at", path):
+            found = os.lstat(path)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise corrupt(path.name, "is missing") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise corrupt(path.name, "is not a regular file")
+    if found.st_size > min(limit, LARGEST) or (exactly and found.st_size != limit):
+        raise corrupt(path.name, f"has {found.st_size} bytes, not {'' if exactly else 'at most '}{limit}")
+    content = files.read(path, limit=found.st_size)
+    if len(content) != found.st_size:
+        raise corrupt(path.name, f"ended after {len(content)} of {found.st_size} bytes")
+    return content

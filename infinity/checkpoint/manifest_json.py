@@ -1,0 +1,335 @@
+"""Manifest JSON: a manifest as a JSON text, and the checks that a text is a manifest.
+
+A text is read strictly: every field must be there with its type, no other field may be, and places must lie
+in the volume and checksums in the table. What passes can be used without further checks of its form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.checkpoint.array_values import DTYPES, element_count, memory_order
+from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.json_nodes import LARGEST, Node, parse
+from infinity.checkpoint.manifest import (
+    BLOCK,
+    FORMAT,
+    HEADER_BYTES,
+    MASTER_DTYPES,
+    MASTERS,
+    MOMENT_BYTES,
+    ChunkEntry,
+    FrozenEntry,
+    LossScale,
+    Manifest,
+    OptimizerRule,
+    ParameterEntry,
+    ParamGroup,
+    Place,
+    PrecisionEntry,
+    Range,
+    SlabEntry,
+    UnitEntry,
+    Volume,
+    array_layout,
+    blocks,
+)
+from infinity.checkpoint.values import Decoder
+
+_PAGE = 4096
+_UUID = re.compile("[0-9a-f]{32}")
+_ROWS = (ChunkEntry, FrozenEntry, Place, Range)
+"""Classes that are written as lists of their fields, for there are many of each."""
+
+
+def to_json(manifest: Manifest, data: Mapping[str, int]) -> bytes:
+    """The JSON text of a manifest, in ASCII. data: the fields "nbytes" and "crc32c" of its data file."""
+    tree = {"format": FORMAT, "data": dict(data), **_tree(manifest)}
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _tree(value: Any) -> Any:
+    """Dataclasses as objects, or as lists if they are in `_ROWS`; all else as it is."""
+    if dataclasses.is_dataclass(value):
+        found = {field.name: _tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return list(found.values()) if isinstance(value, _ROWS) else found
+    if isinstance(value, tuple):
+        return [_tree(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _tree(each) for key, each in value.items()}
+    return value
+
+
+def data_file(tree: Node) -> tuple[int, int]:
+    """The length in bytes and the CRC-32C of the data file, from the tree of a manifest."""
+    content = tree.has(dict)
+    if "data" not in content:
+        tree.fail("lacks 'data'")
+    nbytes, crc = Node(content["data"], f"{tree.where}.data").fields("nbytes", "crc32c")
+    return nbytes.integer(), crc.integer(0, 0xFFFFFFFF)
+
+
+def parsed(text: bytes, where: str) -> Node:
+    """The tree of a manifest's JSON text. where: names it in errors. Raises CorruptState as `parse` does."""
+    return Node(parse(text, where), where)
+
+
+def from_json(tree: Node, checksums: int, blobs: Blobs) -> Manifest:
+    """The manifest that `to_json` wrote. Encoded values are decoded once, as a check, and then dropped.
+
+    tree: the text's tree, from `parsed`. checksums: number of checksums in the data file. blobs: the blobs of
+    the data file. Raises CorruptState, naming the place, for anything that `to_json` does not write.
+    """
+    names = [field.name for field in dataclasses.fields(Manifest)]
+    top = dict(zip(("format", "data", *names), tree.fields("format", "data", *names), strict=True))
+    top["format"].integer(FORMAT, FORMAT)
+    data_file(tree)
+    volume = _volume(top["volume"])
+    rule = _rule(top["rule"])
+    units = tuple(_unit(each, volume) for each in top["units"].items())
+    parameters = _Parameters(volume, rule, units, checksums).all(top["parameters"])
+    world_size = top["world_size"].integer(1)
+    check = Decoder(blobs)
+    return Manifest(
+        generation=top["generation"].integer(),
+        created=top["created"].text(),
+        versions={name: each.text() for name, each in top["versions"].entries()},
+        isa=top["isa"].text(),
+        threads=top["threads"].integer(),
+        volume=volume,
+        codecs={name: each.integer() for name, each in top["codecs"].entries()},
+        chunk_elements=_multiple(top["chunk_elements"], BLOCK, low=1),
+        rule=rule,
+        precision=_precision(top["precision"]),
+        units=units,
+        parameters=parameters,
+        param_groups=_groups(top["param_groups"], parameters, check),
+        rank=top["rank"].integer(0, world_size - 1),
+        world_size=world_size,
+        buffers=_values(top["buffers"], check),
+        extra_state=_values(top["extra_state"], check),
+        loss_scale=_loss_scale(top["loss_scale"]),
+        rng=_values(top["rng"], check),
+        state=_value(top["state"], check),
+        identity=_value(top["identity"], check),
+    )
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    return node.unique([each.text() for each in node.items()])
+
+
+def _multiple(node: Node, of: int, *, low: int = 0) -> int:
+    found = node.integer(low)
+    if found % of:
+        node.fail(f"is {found}, not a multiple of {of}")
+    return found
+
+
+def _volume(node: Node) -> Volume:
+    stripe, slabs, header = node.fields("stripe_bytes", "slabs", "header_bytes")
+    entries = []
+    for each in slabs.items():
+        uuid, nbytes, weight = each.fields("uuid", "nbytes", "weight")
+        if not _UUID.fullmatch(uuid.text()):
+            uuid.fail("is not 32 hexadecimal digits")
+        entries.append(SlabEntry(uuid.text(), _multiple(nbytes, _PAGE), weight.integer(0, 1 << 20)))
+    slabs.unique([entry.uuid for entry in entries])
+    volume = Volume(
+        _multiple(stripe, _PAGE, low=1), tuple(entries), header.integer(HEADER_BYTES, HEADER_BYTES)
+    )
+    if not any(entry.weight for entry in entries):
+        slabs.fail("has no slab that holds stripes")
+    return volume
+
+
+def _rule(node: Node) -> OptimizerRule:
+    name, moments, states = node.fields("name", "moments", "states")
+    return OptimizerRule(name.text(), _names(moments), states.choice(*MOMENT_BYTES))
+
+
+def _precision(node: Node) -> PrecisionEntry:
+    compute, states, keep, accumulate = node.fields("compute", "states", "keep", "accumulate")
+    return PrecisionEntry(
+        compute.choice("bf16", "fp16", "fp32"),
+        states.choice(*MOMENT_BYTES),
+        tuple(each.text() for each in keep.items()),
+        accumulate.choice("fp32", "compute"),
+    )
+
+
+def _unit(node: Node, volume: Volume) -> UnitEntry:
+    fields = [field.name for field in dataclasses.fields(UnitEntry)]
+    name, parameters, nbytes, state_bytes, places, state_places, chunks, frozen = node.fields(*fields)
+    size, state_size = _multiple(nbytes, _PAGE), _multiple(state_bytes, _PAGE)
+    homes = _places(places, size, volume)
+    state_homes = _places(state_places, state_size, volume)
+    entries = []
+    for each in chunks.items():
+        side, state_side, begun = each.tuple_of(3)
+        entry = ChunkEntry(side.integer(0, 1), state_side.integer(0, 1), begun.boolean())
+        if homes[entry.parameter_side] is None:
+            side.fail("names a place that the unit lacks")
+        if entry.begun and state_size and state_homes[entry.state_side] is None:
+            state_side.fail("names a place that the unit lacks")
+        entries.append(entry)
+    regions = []
+    for each in frozen.items():
+        start, length, place = each.tuple_of(3)
+        region = FrozenEntry(_multiple(start, _PAGE), _multiple(length, _PAGE), _multiple(place, _PAGE))
+        if region.start + region.nbytes > size or region.place + region.nbytes > volume.nbytes:
+            each.fail("goes past the end of the unit's page or of the volume")
+        regions.append(region)
+    return UnitEntry(
+        name.text(),
+        _names(parameters),
+        size,
+        state_size,
+        homes,
+        state_homes,
+        tuple(entries),
+        tuple(regions),
+    )
+
+
+def _places(node: Node, nbytes: int, volume: Volume) -> tuple[int | None, int | None]:
+    """Two places of a page of `nbytes` bytes, each None or an offset in the volume."""
+    found: list[int | None] = []
+    for each in node.tuple_of(2):
+        place = None if each.content is None else _multiple(each, _PAGE)
+        if place is not None and place + nbytes > volume.nbytes:
+            each.fail("goes past the end of the volume")
+        found.append(place)
+    return found[0], found[1]
+
+
+class _Parameters:
+    """Reads the entries of parameters, which refer to the volume, the units and the table of checksums."""
+
+    def __init__(
+        self, volume: Volume, rule: OptimizerRule, units: tuple[UnitEntry, ...], checksums: int
+    ) -> None:
+        self._volume_bytes = volume.nbytes
+        self._rule = rule
+        self._units = units
+        self._members = [frozenset(unit.parameters) for unit in units]
+        self._checksums = checksums
+
+    def all(self, node: Node) -> tuple[ParameterEntry, ...]:
+        """The entries of all parameters, each of which is in its unit, and no unit has others."""
+        found = tuple(self._one(each) for each in node.items())
+        node.unique([name for each in found for name in each.names])
+        if len(found) != sum(len(members) for members in self._members):
+            node.fail("is not what the units name")
+        return found
+
+    def _one(self, node: Node) -> ParameterEntry:
+        fields = [field.name for field in dataclasses.fields(ParameterEntry)]
+        at = dict(zip(fields, node.fields(*fields), strict=True))
+        names = _names(at["names"])
+        if not names:
+            at["names"].fail("is empty")
+        unit = at["unit"].integer(0, len(self._units) - 1)
+        if names[0] not in self._members[unit]:
+            at["unit"].fail("is a unit without this parameter")
+        dtype = at["dtype"].choice(*DTYPES)
+        shape, numel = element_count(at["shape"], DTYPES[dtype].itemsize)
+        stride = tuple(each.integer() for each in at["stride"].items())
+        if len(stride) != len(shape) or (numel and not memory_order(shape, stride)):
+            at["stride"].fail("is not the stride of a dense tensor of this shape")
+        at["numel"].integer(numel, numel)
+        trainable, master = at["trainable"].boolean(), at["master"].choice(*MASTERS)
+        if MASTER_DTYPES.get(master, dtype) != dtype or (trainable and master == "none"):
+            at["master"].fail(f"does not fit a {'trainable' if trainable else 'frozen'} parameter of {dtype}")
+        moments = at["moments"].boolean()
+        arrays = {"values", *MASTERS[master]}
+        if moments:
+            arrays.update(self._rule.moments)
+            if self._rule.states == "int8":
+                arrays.update(f"{name}.scale" for name in self._rule.moments)
+        return ParameterEntry(
+            names=names,
+            shape=shape,
+            stride=stride,
+            dtype=dtype,
+            trainable=trainable,
+            numel=numel,
+            master=master,
+            step=at["step"].integer(),
+            moments=moments,
+            edited=at["edited"].boolean(),
+            unit=unit,
+            ranges=self._ranges(at["ranges"], numel, DTYPES[dtype].itemsize, arrays),
+        )
+
+    def _ranges(self, node: Node, numel: int, itemsize: int, arrays: set[str]) -> tuple[Range, ...]:
+        found, end = [], 0
+        for each in node.items():
+            first, count, places = each.tuple_of(3)
+            if first.integer() != end or end % BLOCK:
+                first.fail(f"is not {end}, or not a multiple of {BLOCK}")
+            end += count.integer(1, numel - end) if numel > end else count.fail("is past the last element")
+            if places.has(dict).keys() != arrays:
+                places.fail(f"has not exactly the arrays {', '.join(sorted(arrays))}")
+            number = count.integer()
+            entries = {name: self._place(place, name, number, itemsize) for name, place in places.entries()}
+            found.append(Range(first.integer(), number, entries))
+        if end != numel:
+            node.fail(f"ends at element {end} of {numel}")
+        return tuple(found)
+
+    def _place(self, node: Node, name: str, count: int, itemsize: int) -> Place:
+        offset, nbytes, block_bytes, checksum = node.tuple_of(4)
+        layout = array_layout(name, itemsize, self._rule)
+        assert layout is not None, "only known arrays are looked for"
+        entry_bytes, per = layout
+        length = -(-count // per) * entry_bytes
+        nbytes.integer(length, length)
+        block_bytes.integer(BLOCK // per * entry_bytes, BLOCK // per * entry_bytes)
+        start = offset.integer()
+        if start + length > self._volume_bytes:
+            offset.fail("goes past the end of the volume")
+        index = checksum.integer()
+        if index + blocks(count) > self._checksums:
+            checksum.fail("goes past the end of the table of checksums")
+        return Place(start, length, block_bytes.integer(), index)
+
+
+def _groups(node: Node, parameters: tuple[ParameterEntry, ...], check: Decoder) -> tuple[ParamGroup, ...]:
+    known = {each.names[0] for each in parameters}
+    found = []
+    for each in node.items():
+        options, params = each.fields("options", "params")
+        if type(check.value(options)) is not dict:
+            options.fail("is not a dict of options")
+        names = _names(params)
+        if not known.issuperset(names):
+            params.fail("names a parameter that the manifest lacks")
+        found.append(ParamGroup(options.content, names))
+    node.unique(list(itertools.chain.from_iterable(each.params for each in found)))
+    return tuple(found)
+
+
+def _loss_scale(node: Node) -> LossScale | None:
+    if node.content is None:
+        return None
+    value, good_steps = node.fields("value", "good_steps")
+    scale: float = value.has(float)
+    if not 0 < scale < math.inf:
+        value.fail("is not a positive number")
+    return LossScale(scale, good_steps.integer(0, LARGEST))
+
+
+def _values(node: Node, check: Decoder) -> dict[str, Any]:
+    return {name: _value(each, check) for name, each in node.entries()}
+
+
+def _value(node: Node, check: Decoder) -> Any:
+    check.value(node)
+    return node.content
