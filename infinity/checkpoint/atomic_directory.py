@@ -30,7 +30,7 @@ import aiofiles  # type: ignore[import-untyped]
 
 from infinity.errors import ConfigError, storage_errors
 
-_FULL = "Free space on that file system, or export to another one."
+_FULL = "Free space on that file system, or give a directory on another one."
 
 
 class Writer:
@@ -104,15 +104,16 @@ async def _flush(file: Any) -> None:
     await asyncio.to_thread(os.fsync, file.fileno())
 
 
-def check_destination(path: str | os.PathLike[str]) -> Path:
-    """Check that `path` can be exported to, and return the directory that the export would make.
+def check_destination(path: str | os.PathLike[str], purpose: str = "export to") -> Path:
+    """Check that a new directory can be put at `path`, and return the path of the directory.
 
-    Raises ConfigError if `path` is not a valid path, if it is a file, or if it is a directory that is not
-    empty or at which a file system is mounted. Raises StorageError if the system cannot look at `path`.
+    purpose: what the path is for, for the error message. Raises ConfigError if `path` is not a valid path,
+    if it is a file, or if it is a directory that is not empty or at which a file system is mounted. Raises
+    StorageError if the system cannot look at `path`.
     """
     cure = "Give a directory that does not exist yet, or an empty one."
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
-        raise ConfigError(f"The path to export to, {path!r}, is not valid.", cure)
+        raise ConfigError(f"The path to {purpose}, {path!r}, is not valid.", cure)
     target = Path(os.path.realpath(path))
     with storing("look at", target):
         if target.is_dir():
@@ -126,9 +127,10 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def published(target: Path) -> Iterator[Path]:
+def published(target: Path, *, private: bool = False) -> Iterator[Path]:
     """Context that yields a new temporary directory beside `target`, and renames it to `target` at the end.
 
+    private: whether only this user may enter the directory, and read the files in it (modes 0700 and 0600).
     After an error in the context, the temporary directory is removed; see [Note: all or nothing].
     """
     made = [each for each in target.parents if not each.exists()]
@@ -136,9 +138,11 @@ def published(target: Path) -> Iterator[Path]:
     identity: os.stat_result | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir()
+        directory.mkdir(mode=0o700 if private else 0o777)
         identity = directory.stat()
         yield directory
+        for each in directory.rglob("*") if private else ():
+            each.chmod(0o700 if each.is_dir() else 0o600)
         sync(directory)
         directory.rename(target)
         for each in (target, *made):
@@ -166,7 +170,7 @@ def sync(path: Path) -> None:
 def storing(operation: str, path: Path) -> contextlib.AbstractContextManager[None]:
     """Context that turns OSError into StorageError.
 
-    If the file system is full, the error's advice is to free space or to export to another file system.
+    If the file system is full, the error's advice is to free space or to take another file system.
     operation: what was tried, as a verb for the error message, such as "write". path: the file or directory
     that the message names.
     """

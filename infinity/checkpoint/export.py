@@ -1,32 +1,31 @@
 """Export: writes a model to safetensors files in Hugging Face's layout.
 
 At any time RAM holds at most two parts of one tensor, or one whole parameter if its memory is not contiguous.
-
-[Note: order in a file]
-Tensors are distributed over the files in the order of state_dict. Inside a file, tensors of larger dtypes
-come first, as in the safetensors library, so that every tensor is aligned to its elements. Tensors of one
-dtype keep their order. The header can be written first, because the sizes of tensors follow from shapes
-alone. Offsets leave no gap, and spaces pad the header to a multiple of 8 bytes:
-https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import os
-import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.checkpoint import tensor_files
 from infinity.checkpoint.atomic_directory import Writer, check_destination, published, storing, sync
-from infinity.checkpoint.safetensors_files import DTYPES, persistent
-from infinity.config import Size, parse_size
+from infinity.checkpoint.safetensors_files import persistent
+from infinity.checkpoint.tensor_files import (
+    Entry,
+    content,
+    distribute,
+    in_logical_order,
+    shard_bytes,
+    shard_index,
+)
+from infinity.config import Size
 from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
 from infinity.layout.chunks import Piece
@@ -34,19 +33,6 @@ from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
-
-_WINDOW = 1 << 20
-"""Greatest number of elements in one of the parts in which a tensor is read and written."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-}
-"""The name in safetensors of each of torch's dtypes."""
-
-_METADATA = "__metadata__"
-"""The key of the metadata in a safetensors header; every other key is the name of a tensor."""
 
 _EXPORTED = ("compute", "fp32")
 
@@ -65,7 +51,7 @@ class Source:
     compute_dtype: torch.dtype
 
     def parts(self, place: Place, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Yield a parameter's elements in memory order, as flat CPU tensors of up to _WINDOW elements.
+        """Yield a parameter's elements in memory order, as flat CPU tensors of up to WINDOW elements.
 
         The tensors have memory of their own. place: the parameter's page, and its index in the page. dtype:
         the parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32
@@ -76,8 +62,8 @@ class Source:
         master = self._master(place, dtype)
         pieces = page.layout.pieces(index) if master is not None else ((0, Piece(index, 0, 0, layout.numel)),)
         for chunk_index, piece in pieces:
-            for done in range(0, piece.count, _WINDOW):
-                count = min(_WINDOW, piece.count - done)
+            for done in range(0, piece.count, tensor_files.WINDOW):
+                count = min(tensor_files.WINDOW, piece.count - done)
                 part = Piece(index, piece.start + done, piece.offset + done, count)
                 if master is not None and layout.dtype != torch.bfloat16:
                     yield self._state(master, chunk_index, "master", part).view(torch.float32)
@@ -107,18 +93,6 @@ class Source:
         return self.store.fetch(page.home, *page.place(chunk_index, name, part))
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor to be exported: its name, dtype, shape and size, and a function that yields its elements."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    parts: Callable[[], Iterable[torch.Tensor]]
-    """Function that returns the tensor's elements in row-major order, as flat CPU tensors."""
-
-
 def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size) -> None:
     """Write a model into the directory `path`, which must be empty or not exist yet. Parents are made.
 
@@ -142,27 +116,33 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     an argument cannot be used or safetensors cannot hold a tensor. Raises StorageFull, StorageError or
     BudgetError if the export fails. After an error `path` is as it was before.
     """
-    limit = parse_size(shard, what="shard size")
-    if limit == 0:
-        raise ConfigError("The shard size is zero.", 'Give the largest size of a file, such as "4GiB".')
+    limit = shard_bytes(shard)
     if dtype not in _EXPORTED:
         raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
     target = check_destination(path)
-    entries = _entries(source, as_masters=dtype == "fp32")
-    files = _files(entries, limit)
+    entries = model_entries(source, as_masters=dtype == "fp32")
     with storing("export to", target), published(target) as directory, Writer() as writer:
-        _save_config(source.model, directory, torch.float32 if dtype == "fp32" else source.compute_dtype)
-        contents: dict[str, Iterable[bytes | memoryview]] = {
-            name: _content(inside) for name, inside in files.items()
-        }
-        if len(files) > 1:
-            contents["model.safetensors.index.json"] = [_index(entries, files)]
-        for name, content in contents.items():
+        save_config(source.model, directory, torch.float32 if dtype == "fp32" else source.compute_dtype)
+        for name, pieces in model_files(entries, limit).items():
             with storing("write", target / name):
-                writer.write(directory / name, content)
+                writer.write(directory / name, pieces)
 
 
-def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
+def model_files(entries: Sequence[Entry], limit: int) -> dict[str, Iterable[bytes | memoryview]]:
+    """Return the name of each file that holds the model's tensors, and of their index -> the file's content.
+
+    entries: from `model_entries`. limit: the most bytes of tensors in a file that has several tensors.
+    """
+    files = distribute(entries, limit, "model")
+    contents: dict[str, Iterable[bytes | memoryview]] = {
+        name: content(inside) for name, inside in files.items()
+    }
+    if len(files) > 1:
+        contents["model.safetensors.index.json"] = [shard_index(entries, files)]
+    return contents
+
+
+def model_entries(source: Source, *, as_masters: bool) -> list[Entry]:
     """List tensors to export, in the order of state_dict. as_masters: whether to write parameters in fp32.
 
     Raises ConfigError if safetensors cannot hold a tensor, or if a parameter was added or replaced after the
@@ -180,12 +160,11 @@ def _entries(source: Source, *, as_masters: bool) -> list[_Entry]:
             )
         else:
             entry = _of_buffer(name, tensor)
-        _check(entry)
         entries.append(entry)
     return entries
 
 
-def _of_parameter(source: Source, name: str, place: Place, as_masters: bool) -> _Entry:
+def _of_parameter(source: Source, name: str, place: Place, as_masters: bool) -> Entry:
     layout = place.page.layout.parameters[place.index]
     dtype = torch.float32 if as_masters and layout.dtype.is_floating_point else layout.dtype
 
@@ -198,109 +177,22 @@ def _of_parameter(source: Source, name: str, place: Place, as_masters: bool) -> 
         for part in found:
             whole[done : done + part.numel()] = part
             done += part.numel()
-        return _in_logical_order(whole.as_strided(layout.shape, layout.stride))
+        return in_logical_order(whole.as_strided(layout.shape, layout.stride))
 
-    return _Entry(name, dtype, tuple(layout.shape), layout.numel * dtype.itemsize, parts)
+    return Entry(name, dtype, tuple(layout.shape), layout.numel * dtype.itemsize, parts)
 
 
-def _of_buffer(name: str, buffer: torch.Tensor) -> _Entry:
+def _of_buffer(name: str, buffer: torch.Tensor) -> Entry:
     if buffer.layout is not torch.strided:
         raise ConfigError(
             f"The buffer {name} is {buffer.layout}, and safetensors holds dense tensors alone.",
             "Make it dense (to_dense()), or register it with persistent=False.",
         )
     nbytes = buffer.numel() * buffer.dtype.itemsize
-    return _Entry(name, buffer.dtype, tuple(buffer.shape), nbytes, lambda: _in_logical_order(buffer.detach()))
+    return Entry(name, buffer.dtype, tuple(buffer.shape), nbytes, lambda: in_logical_order(buffer.detach()))
 
 
-def _check(entry: _Entry) -> None:
-    if entry.dtype not in _NAMES:
-        raise ConfigError(
-            f"{entry.name} is of {entry.dtype}, for which safetensors has no name.",
-            f"Convert it to one of {', '.join(str(each).removeprefix('torch.') for each in _NAMES)}.",
-        )
-    # A name with half of a surrogate pair is not valid Unicode.
-    if entry.name == _METADATA or entry.name.encode(errors="ignore").decode() != entry.name:
-        raise ConfigError(
-            f"A tensor is called {entry.name!r}, which safetensors cannot store.",
-            "Register it under another name.",
-        )
-
-
-def _in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of `view` in row-major order, as flat CPU tensors of up to _WINDOW elements.
-
-    view: a tensor of any strides, on any device.
-    """
-    if view.numel() <= _WINDOW:
-        yield view.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        return
-    rows = max(1, _WINDOW // view[0].numel())
-    for start in range(0, len(view), rows):
-        yield from _in_logical_order(view[start] if rows == 1 else view[start : start + rows])
-
-
-def _files(entries: Sequence[_Entry], limit: int) -> dict[str, list[_Entry]]:
-    """Distribute tensors over files; return file name -> the file's tensors. See [Note: order in a file].
-
-    entries: the tensors in the order of state_dict. limit: the most bytes of tensors in a file that has
-    several tensors.
-    """
-    shards: list[list[_Entry]] = [[]]
-    used = 0
-    for entry in entries:
-        if shards[-1] and used + entry.nbytes > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(entry)
-        used += entry.nbytes
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [f"model-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
-    return {
-        name: sorted(shard, key=lambda entry: -entry.dtype.itemsize)
-        for name, shard in zip(names, shards, strict=True)
-    }
-
-
-def _content(entries: Sequence[_Entry]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file in order: the header, then the tensors `entries`."""
-    yield _header(entries)
-    for entry in entries:
-        for part in entry.parts():
-            yield part.view(torch.uint8).numpy().data
-
-
-def _header(entries: Sequence[_Entry]) -> bytes:
-    """Encode the header of a safetensors file: the dtypes, shapes and offsets of the tensors `entries`.
-
-    Offsets are counted from the end of the header. The header also has the metadata that transformers
-    requires. The first 8 bytes of the result are the length of the rest.
-    """
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": _NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
-        }
-        offset += entry.nbytes
-    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    content += b" " * (-len(content) % 8)
-    return struct.pack("<Q", len(content)) + content
-
-
-def _index(entries: Sequence[_Entry], files: dict[str, list[_Entry]]) -> bytes:
-    places = {entry.name: name for name, inside in files.items() for entry in inside}
-    index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-        "weight_map": {entry.name: places[entry.name] for entry in entries},
-    }
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
+def save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     """Write config.json and generation_config.json of a transformers model, as save_pretrained would.
 
     dtype: the dtype that the configuration names. For any other model nothing is written.

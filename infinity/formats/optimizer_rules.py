@@ -25,6 +25,9 @@ _MASTERS = {
     torch.float32: (),
 }
 
+TRAINABLE = tuple(_MASTERS)
+"""The dtypes that parameters in training may have in their pages."""
+
 
 @dataclass(frozen=True)
 class StateArray:
@@ -98,6 +101,25 @@ def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
     return StateFormat(tuple(arrays), count)
 
 
+def state_arrays(dtype: torch.dtype, moments: Sequence[str], states: str) -> tuple[StateArray, ...]:
+    """The state arrays of parameters whose dtype in their page is `dtype`, in the order of a page.
+
+    moments: the keys of the moments in torch's state. states: the format of the moments, as in
+    `Precision.states`. Raises ConfigError if parameters of this dtype cannot be trained.
+    """
+    if dtype not in _MASTERS:
+        raise ConfigError(
+            f"Parameters of {dtype} cannot be trained.",
+            f"Use one of {', '.join(str(each) for each in _MASTERS)}, or freeze them.",
+        )
+    found = [StateArray(*each) for each in _MASTERS[dtype]]
+    for name in moments:
+        found.append(StateArray(name, DTYPES[states]))
+        if states == "int8":
+            found.append(StateArray(scale_of(name), torch.uint8, CODE_BLOCK))
+    return tuple(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """The update rule of a torch optimizer: its states, and the hyper-parameters of its updates.
@@ -156,18 +178,7 @@ class Rule:
 
         Raises ConfigError if parameters of this dtype cannot be trained.
         """
-        if dtype not in _MASTERS:
-            raise ConfigError(
-                f"Parameters of {dtype} cannot be trained.",
-                f"Use one of {', '.join(str(each) for each in _MASTERS)}, or freeze them.",
-            )
-        master = tuple(StateArray(*each) for each in _MASTERS[dtype])
-        moments: list[StateArray] = []
-        for name in self.moments:
-            moments.append(StateArray(name, DTYPES[self.states]))
-            if self.states == "int8":
-                moments.append(StateArray(scale_of(name), torch.uint8, CODE_BLOCK))
-        return master + tuple(moments)
+        return state_arrays(dtype, self.moments, self.states)
 
     def moments_of(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The moments of a chunk, with the exponents of int8 codes, as arguments of `cpu_adam.Update`.

@@ -21,3 +21,14 @@ def in_memory_order(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor
             values.shape, tuple(stride), dtype=values.dtype, device=values.device
         ).copy_(values)
     return values.as_strided((values.numel(),), (1,))
+
+
+def same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether dense tensors of one shape, with strides `first` and `second`, have one memory order.
+
+    Strides of dimensions of size 1 say nothing, and neither do any strides of a tensor without elements.
+    """
+    if 0 in shape:
+        return True
+    triples = zip(shape, first, second, strict=True)
+    return all(size == 1 or one == other for size, one, other in triples)

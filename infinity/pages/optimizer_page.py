@@ -210,7 +210,7 @@ class States:
             if given and not page.begun[chunk_index]:
                 self._begin(page, chunk_index)
         for name in given:
-            for array, values in self._encoded(name, _flat(state[name], layout)).items():
+            for array, values in self.encoded(name, _flat(state[name], layout)).items():
                 self._write(page, parameter, array, values)
         page.steps[parameter] = int(state["step"]) if "step" in state else int(bool(given))
         if given:
@@ -224,26 +224,26 @@ class States:
         data: uint8 in RAM; it begins with the states of the chunk.
         """
         arrays = page.arrays(chunk_index, data)
-        for name, initial in self._initial().items():
+        for name, initial in self.initial().items():
             arrays[name].fill_(initial.item())
 
     def _begin(self, page: StatePage, chunk_index: int) -> None:
         piece = Piece(0, 0, 0, page.layout.chunks[chunk_index].count)
         page.version += 1
-        for name, initial in self._initial().items():
+        for name, initial in self.initial().items():
             offset, nbytes = page.place(chunk_index, name, piece)
             self._store.patch(page.home, offset, initial.repeat(nbytes // initial.itemsize))
         page.begun[chunk_index] = True
 
-    def _initial(self) -> dict[str, torch.Tensor]:
+    def initial(self) -> dict[str, torch.Tensor]:
         """Return the name of each array that holds a moment -> initial value of its entries, shape (1,)."""
         found: dict[str, torch.Tensor] = {}
         for name in self.rule.moments:
             block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")
-            found |= {array: values[:1] for array, values in self._encoded(name, block).items()}
+            found |= {array: values[:1] for array, values in self.encoded(name, block).items()}
         return found
 
-    def _encoded(self, moment: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encoded(self, moment: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode values of a moment in the format of the pages.
 
         moment: name of the moment in torch. values: float32 (numel,). Returns the name of each array that
@@ -251,7 +251,7 @@ class States:
         """
         if self.rule.states != "int8":
             return {moment: values.to(moments.DTYPES[self.rule.states])}
-        codes, exponents = moments.encode(values, self._span(moment))
+        codes, exponents = moments.encode(values, self.span(moment))
         return {moment: codes, scale_of(moment): exponents}
 
     def _moment(self, page: StatePage, parameter: int, moment: str) -> torch.Tensor:
@@ -260,9 +260,10 @@ class States:
         if self.rule.states != "int8":
             return stored.to(torch.float32)
         exponents = self._read(page, parameter, scale_of(moment))
-        return moments.decode(stored, exponents, self._span(moment))
+        return moments.decode(stored, exponents, self.span(moment))
 
-    def _span(self, moment: str) -> int:
+    def span(self, moment: str) -> int:
+        """Return the span of a moment in the int8 format; see infinity/formats/moments.py."""
         return moments.FIRST_SPAN if moment == self.rule.first_moment else moments.SECOND_SPAN
 
     def _read(self, page: StatePage, parameter: int, name: str) -> torch.Tensor:

@@ -325,6 +325,21 @@ class Store:
             copy[first - offset : last - offset].copy_(piece[first - start : last - start])
         return copy
 
+    def bring(self, home: Home, into: torch.Tensor) -> None:
+        """Copy a whole home to memory where the model computes, and wait until it is there.
+
+        into: leased memory, uint8 (home.nbytes,), that is not the home's own. The copy follows all work that
+        is queued on the compute stream, and work that is queued later follows the copy.
+        """
+        self.link.follow_compute()
+        for start, end in self._windows(0, home.nbytes):
+            piece = self._free_bounce(end - start)
+            self._bounced = self.read(home, start, piece)
+            self._bounced.wait()
+            self._bounced = self.copy_up(into[start:end], piece)
+            self.link.fence(self._bounced)
+            self._bounced.wait()
+
     def _free_bounce(self, nbytes: int) -> torch.Tensor:
         """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
         set aside for reads and writes of single parameters.

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from zoo import entry
 
-from infinity.checkpoint import export as exporting
+from infinity.checkpoint import tensor_files
 
 __all__ = ["out", "watchdog"]
 
@@ -162,7 +162,7 @@ class Odd(nn.Module):
 def test_odd_tensors(
     optimizer: Any, dtype: str, window: int, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "_WINDOW", window)
+    monkeypatch.setattr(tensor_files, "WINDOW", window)
     model = Odd()
     with paged(model, out, compute="fp16", optimizer=optimizer) as runtime:
         runtime.export(out, dtype=dtype)
@@ -335,7 +335,7 @@ class Living(TorchDispatchMode):
 def test_less_than_two_tensors_are_in_ram(
     dtype: str, strided: bool, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "_WINDOW", 1 << 12)
+    monkeypatch.setattr(tensor_files, "WINDOW", 1 << 12)
     shape = (512, 256)
     values = [torch.randn(shape[::-1]).t() if strided else torch.randn(shape) for _ in range(4)]
     model = nn.ParameterList([nn.Parameter(each) for each in values])

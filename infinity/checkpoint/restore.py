@@ -1,0 +1,288 @@
+"""Restore: puts what a checkpoint holds of parameters and their states into the pages of a runtime.
+
+[Note: what may differ]
+Pages, chunks, units, homes and strides may differ between the run that was saved and the one here. The names,
+shapes and dtypes of parameters and the optimizer may not. A parameter that is trainable here, and was frozen
+or had no optimizer there, gets its values alone: they are its fp32 master, and its states begin anew. Of a
+parameter that was trained there and is frozen here only the values are taken. If strides differ, elements
+are permuted, and int8 moments, whose exponents belong to blocks of the old order, are rounded once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.checkpoint.array_source import VALUES, ArraySource, SavedOptimizer, SavedParameter
+from infinity.errors import CorruptState, IncompatibleCheckpoint
+from infinity.formats import moments
+from infinity.formats.optimizer_rules import StateArray, scale_of, state_arrays
+from infinity.layout.chunks import ModelLayout, ParameterLayout, Piece
+from infinity.layout.strides import in_memory_order, same_order
+from infinity.model.materialize import listed
+from infinity.pages.edits import EditTracker
+from infinity.pages.home import Home
+from infinity.pages.optimizer_page import StatePage, States
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
+
+WINDOW = 1 << 18
+"""Greatest number of elements in one of the parts in which an array is restored; a multiple of 4096."""
+
+_SAME = "Load it into the model, the optimizer and the precision with which it was saved."
+
+Reader = Callable[[int, int], torch.Tensor]
+"""Function (first, count) -> the entries of one array for the parameter's elements [first, first + count)."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What could not be taken over as it was; see [Note: what may differ]."""
+
+    fresh: tuple[str, ...]
+    """Canonical names of the parameters whose states begin anew."""
+    left_out: tuple[str, ...]
+    """Canonical names of the parameters whose saved states were left out, because they are frozen here."""
+
+
+Matched = dict[tuple[int, int], SavedParameter]
+"""(unit, index of a parameter in the unit) -> the saved parameter that fills it."""
+
+
+def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Matched:
+    """Find the saved parameter for each parameter of a model, and check that it can be restored.
+
+    A parameter and a saved one belong together if they have a name in common. layout, states: those of the
+    running model; states is None for inference. Raises IncompatibleCheckpoint, with the name of the parameter
+    and both values, if parameters are missing on either side or differ in shape or dtype, or if the optimizer
+    or the format of its moments differs.
+    """
+    saved = source.parameters()
+    by_name = {name: key for key, each in saved.items() for name in each.names}
+    found: Matched = {}
+    missing: list[str] = []
+    taken: set[str] = set()
+    for unit, unit_layout in enumerate(layout.units):
+        for index, each in enumerate(unit_layout.parameters):
+            keys = {by_name[name] for name in each.names if name in by_name}
+            if not keys:
+                missing.append(each.names[0])
+                continue
+            if len(keys) > 1 or keys & taken:
+                there = sorted({name for key in keys for name in saved[key].names})
+                raise IncompatibleCheckpoint(
+                    f"The parameter {each.names[0]} has the names {listed(list(each.names))}, and "
+                    f"{listed(there)} in the checkpoint: other parameters are tied.",
+                    _SAME,
+                )
+            taken |= keys
+            found[unit, index] = saved[keys.pop()]
+    _check_names(missing, sorted(saved.keys() - taken))
+    for (unit, index), fills in found.items():
+        _check(layout.units[unit].parameters[index], fills)
+    if states is not None and source.optimizer is not None:
+        _check_optimizer(source.optimizer, SavedOptimizer.of(states.rule))
+    return found
+
+
+def restore(
+    source: ArraySource, layout: ModelLayout, homes: Sequence[Home], states: States | None, store: Store
+) -> Restored:
+    """Write the parameters and states of a checkpoint to the homes of their pages.
+
+    Works on pages at home alone: before the model's parameters are converted, or in a running model of which
+    no update, read ahead or write is due or under way, and no page on its way. There `show` must follow.
+
+    source: the checkpoint. layout, states, store: of the model; states is None for inference, and then no
+    states are restored. homes: unit -> home of its parameter page. [Note: what may differ] says what is
+    taken over of a checkpoint of other pages, strides, or frozen parameters, and what the result says.
+
+    RAM holds some MiB, or three times a parameter whose strides differ. Raises the errors of `match` before
+    anything is written. Raises StorageError, StorageFull, or CorruptState if an array cannot be read or
+    written; then the contents of the pages are a mixture.
+    """
+    found = match(source, layout, states)
+    fresh, left_out = [], []
+    for unit, unit_layout in enumerate(layout.units):
+        page = None if states is None else states.pages[unit]
+        for index, each in enumerate(unit_layout.parameters):
+            saved = found[unit, index]
+            copier = _Copier(source, saved, each, states)
+            for first, values in copier.parts(VALUES, each.dtype, each.numel):
+                at = unit_layout.start(index) + first * each.dtype.itemsize
+                store.patch(homes[unit], at, values)
+            held = saved.state_arrays(source.optimizer) if states is not None else ()
+            if page is not None and each.trainable:
+                _note(page, index, saved, source.optimizer)
+                for array in held:
+                    _write(page, index, array, copier, store)
+                if not saved.trainable or source.optimizer is None:
+                    fresh.append(each.names[0])
+            elif held:
+                left_out.append(each.names[0])
+        if states is not None and page is not None:
+            _begin(states, page, store)
+    return Restored(tuple(fresh), tuple(left_out))
+
+
+def show(pages: Sequence[ParameterPage], edits: EditTracker, store: Store) -> None:
+    """Bring the restored values to the pages that are in the memory where the model computes.
+
+    Called after `restore` in a running model, where user code may hold views of such pages: it then sees the
+    new values, and autograd refuses to go backward through the old ones. pages: all parameter pages, none of
+    them on its way. edits: the model's; it takes the new values for no edit. Raises StorageError if a home
+    cannot be read.
+    """
+    for page in pages:
+        memory, home = page.living(), page.home.memory
+        if memory is not None and (home is None or memory.data_ptr() != home.data_ptr()):
+            store.bring(page.home, memory)
+        for parameter in page.parameters:
+            torch.autograd.graph.increment_version(parameter)
+        page.acknowledge()
+    edits.updated()
+
+
+class _Copier:
+    """Reads the arrays of one saved parameter in the memory order of the parameter here."""
+
+    def __init__(
+        self, source: ArraySource, saved: SavedParameter, layout: ParameterLayout, states: States | None
+    ) -> None:
+        self._source = source
+        self._saved = saved
+        self._layout = layout
+        self._states = states
+        self._same_order = same_order(saved.shape, saved.stride, layout.stride)
+
+    def parts(self, array: str, dtype: torch.dtype, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, entries of an array of one entry per element) for elements [0, count)."""
+        read = self.reader(StateArray(array, dtype))
+        for first in range(0, count, WINDOW):
+            yield first, read(first, min(WINDOW, count - first))
+
+    def reader(self, array: StateArray) -> Reader:
+        """Return a function that reads the entries of an array for a range of the parameter's elements."""
+        if self._same_order:
+            return lambda first, count: self._read(array, first, count)
+        whole = self._permuted(array)
+
+        def entries(first: int, count: int) -> torch.Tensor:
+            at, length = array.entries(first, count)
+            return whole[at : at + length].contiguous()
+
+        return entries
+
+    def _read(self, array: StateArray, first: int, count: int) -> torch.Tensor:
+        """Read entries of an array as the source has them, and check their dtype and number."""
+        name = self._saved.names[0]
+        found = self._source.read(name, array.name, first, count)
+        _, entries = array.entries(first, count)
+        if found.dtype != array.dtype or found.shape != (entries,):
+            raise CorruptState(
+                f"{name} has {tuple(found.shape)} entries of {found.dtype} in the array {array.name} where "
+                f"{(entries,)} of {array.dtype} belong to its elements {first} to {first + count}.",
+                "Take another checkpoint.",
+            )
+        return found
+
+    def _permuted(self, array: StateArray) -> torch.Tensor:
+        """Read a whole array, and return its entries in the memory order of the parameter here."""
+        states, count = self._states, self._saved.numel
+        if states is not None and states.rule.states == "int8":
+            for moment in states.rule.moments:
+                if array.name in (moment, scale_of(moment)):
+                    return self._rounded_again(moment, states)[array.name]
+        return self._in_order_here(self._read(array, 0, count))
+
+    def _rounded_again(self, moment: str, states: States) -> dict[str, torch.Tensor]:
+        codes, scale = state_arrays(torch.float32, (moment,), "int8")
+        count = self._saved.numel
+        stored = self._read(codes, 0, count), self._read(scale, 0, count)
+        values = moments.decode(*stored, states.span(moment))
+        return states.encoded(moment, self._in_order_here(values))
+
+    def _in_order_here(self, flat: torch.Tensor) -> torch.Tensor:
+        view = flat.as_strided(self._saved.shape, self._saved.stride)
+        return in_memory_order(view, self._layout.stride)
+
+
+def _write(page: StatePage, parameter: int, array: StateArray, copier: _Copier, store: Store) -> None:
+    """Write a parameter's entries of a state array to its optimizer page."""
+    read = copier.reader(array)
+    for chunk_index, part in _parts(page, parameter):
+        offset, _ = page.place(chunk_index, array.name, part)
+        store.patch(page.home, offset, read(part.start, part.count))
+
+
+def _parts(page: StatePage, parameter: int) -> Iterator[tuple[int, Piece]]:
+    """Yield (chunk, part of the parameter in it) in memory order, in parts of at most WINDOW elements."""
+    for chunk_index, piece in page.layout.pieces(parameter):
+        for done in range(0, piece.count, WINDOW):
+            count = min(WINDOW, piece.count - done)
+            yield chunk_index, Piece(parameter, piece.start + done, piece.offset + done, count)
+
+
+def _note(page: StatePage, parameter: int, saved: SavedParameter, optimizer: SavedOptimizer | None) -> None:
+    """Record in an optimizer page what is not in arrays: steps, which moments have values, edits.
+
+    A parameter whose states begin anew counts as edited: its values are its fp32 master.
+    """
+    anew = optimizer is None or not saved.trainable
+    page.version += 1
+    page.steps[parameter] = 0 if anew else saved.step
+    page.has_moments.discard(parameter)
+    page.edited.discard(parameter)
+    if saved.has_moments and not anew:
+        page.has_moments.add(parameter)
+    if saved.edited or anew:
+        page.edited.add(parameter)
+
+
+def _begin(states: States, page: StatePage, store: Store) -> None:
+    """Record which chunks have moments, and give those of their parameters without any initial ones."""
+    for chunk_index, chunk in enumerate(page.layout.chunks):
+        page.begun[chunk_index] = any(piece.parameter in page.has_moments for piece in chunk.pieces)
+        for piece in chunk.pieces if page.begun[chunk_index] else ():
+            if piece.parameter in page.has_moments:
+                continue
+            for done in range(0, piece.count, WINDOW):
+                count = min(WINDOW, piece.count - done)
+                part = Piece(piece.parameter, piece.start + done, piece.offset + done, count)
+                for name, initial in states.initial().items():
+                    offset, nbytes = page.place(chunk_index, name, part)
+                    store.patch(page.home, offset, initial.repeat(nbytes // initial.itemsize))
+
+
+def _check(here: ParameterLayout, saved: SavedParameter) -> None:
+    for what, ours, theirs in (
+        ("shape", list(here.shape), list(saved.shape)),
+        ("dtype", here.dtype, saved.dtype),
+    ):
+        if ours != theirs:
+            raise IncompatibleCheckpoint(
+                f"The parameter {here.names[0]} has the {what} {ours}, and {theirs} in the checkpoint.", _SAME
+            )
+
+
+def _check_names(missing: Sequence[str], superfluous: Sequence[str]) -> None:
+    said = [
+        f"{text} {listed(list(names))}"
+        for text, names in (("lacks", missing), ("also has", superfluous))
+        if names
+    ]
+    if said:
+        raise IncompatibleCheckpoint(f"The checkpoint {' and '.join(said)}.", _SAME)
+
+
+def _check_optimizer(saved: SavedOptimizer, here: SavedOptimizer) -> None:
+    pairs: Mapping[str, tuple[object, object]] = {
+        "optimizer": (here.name, saved.name),
+        "format of the optimizer's states": (here.states, saved.states),
+        "list of the optimizer's moments": (list(here.moments), list(saved.moments)),
+    }
+    for what, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise IncompatibleCheckpoint(f"The {what} is {ours}, and {theirs} in the checkpoint.", _SAME)

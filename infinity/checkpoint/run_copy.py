@@ -1,0 +1,154 @@
+"""Run copy: a directory with a model in Hugging Face's layout, and all that is needed to go on training it.
+
+[Note: files of a copy]
+- model*.safetensors with its index, and config.json: what `export` writes in the dtype of compute.
+- states-00001-of-0000N.safetensors: the state arrays of every trainable parameter, each under the name
+  `parameter|array` and with the bits that the optimizer page has, flat and in memory order: the array
+  "remainder" or "master" (`StateArray`), and the moments if they have values. int8 moments are codes, with
+  one exponent for each 64 elements in the array `moment.scale`. There is no such file without an optimizer.
+- run.json: the version of the format, the parameters, the optimizer, the names of the files above, and
+  `record`, which is the runtime's.
+- run.data: bytes to which `record` refers, if there are any.
+
+Whoever reads a copy opens the files that run.json names, all of them beside it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint import tensor_files
+from infinity.checkpoint.array_source import SavedOptimizer, SavedParameter, saved_parameters
+from infinity.checkpoint.atomic_directory import Writer, check_destination, published, storing
+from infinity.checkpoint.export import Source, model_entries, model_files, save_config
+from infinity.checkpoint.tensor_files import Entry, content, distribute, shard_bytes
+from infinity.config import Size
+from infinity.errors import ConfigError
+from infinity.formats.optimizer_rules import StateArray
+from infinity.layout.chunks import ModelLayout, Piece
+from infinity.pages.optimizer_page import StatePage, States
+from infinity.pages.store import Store
+
+FORMAT = "infinity run"
+VERSION = 1
+"""The version of the format. A reader refuses every other version."""
+
+RECORD = "run.json"
+DATA = "run.data"
+
+
+def write_copy(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    record: Mapping[str, Any],
+    shard: Size,
+    data: bytes | None = None,
+) -> None:
+    """Write a run into the directory `path`, which must be empty or not exist yet. Parents are made.
+
+    The directory appears whole or not at all, and only this user may read it. [Note: files of a copy] says
+    what is in it. source: the model, with the components of its runtime that hold its parameters and states;
+    no update may be due or under way. record: what else belongs to the run, as json.dumps takes it, without
+    inf and NaN. shard: the most bytes of tensors in a file that has several tensors. data: bytes that belong
+    to `record`, or None.
+
+    RAM holds at most two parts of a tensor at a time, of up to 2**20 elements each, or one whole parameter if
+    its memory is not contiguous. Raises ConfigError, before anything is written, if an argument cannot be
+    used, if safetensors cannot hold a tensor, or if a parameter was added, replaced, renamed or removed after
+    the model was offloaded. Raises StorageFull or StorageError if a file cannot be written or a page cannot
+    be read. After an error `path` is as it was before.
+    """
+    limit = shard_bytes(shard)
+    target = check_destination(path, "save to")
+    layout = source.store.plan.layout
+    model = model_entries(source, as_masters=False)
+    parameters = saved_parameters(layout, source.states)
+    names = {entry.name for entry in model}
+    for name in parameters:
+        if name not in names:
+            raise ConfigError(
+                f"The parameter {name} was renamed or removed after the model was offloaded.",
+                "Change the model first, then offload it (close the runtime and offload again).",
+            )
+    contents = model_files(model, limit)
+    states: dict[str, list[Entry]] = {}
+    if source.states is not None:
+        entries = list(_state_entries(layout, source.states, source.store, parameters))
+        states = distribute(entries, limit, "states", number_one=True)
+        contents |= {name: content(inside) for name, inside in states.items()}
+    if data is not None:
+        contents[DATA] = [data]
+    said = {
+        "format": FORMAT,
+        "version": VERSION,
+        "optimizer": None if source.states is None else _described(SavedOptimizer.of(source.states.rule)),
+        "parameters": [_parameter(each) for each in parameters.values()],
+        "buffers": [entry.name for entry in model if entry.name not in parameters],
+        "files": [name for name in contents if name.endswith(".safetensors")],
+        "data": None if data is None else len(data),
+        "record": record,
+    }
+    contents[RECORD] = [json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False).encode()]
+    _write(source, target, contents)
+
+
+def _write(source: Source, target: Path, contents: Mapping[str, Iterable[bytes | memoryview]]) -> None:
+    with storing("save to", target), published(target, private=True) as directory, Writer() as writer:
+        save_config(source.model, directory, source.compute_dtype)
+        for name, pieces in contents.items():
+            with storing("write", target / name):
+                writer.write(directory / name, pieces)
+
+
+def state_name(parameter: str, array: str) -> str:
+    """The name in a file of states of a parameter's state array. No two pairs have the same name."""
+    return f"{parameter}|{array}"
+
+
+def _state_entries(
+    layout: ModelLayout, states: States, store: Store, parameters: Mapping[str, SavedParameter]
+) -> Iterator[Entry]:
+    optimizer = SavedOptimizer.of(states.rule)
+    for unit, unit_layout in enumerate(layout.units):
+        for index, each in enumerate(unit_layout.parameters):
+            for array in parameters[each.names[0]].state_arrays(optimizer):
+                yield _state_entry(states.pages[unit], index, array, store)
+
+
+def _state_entry(page: StatePage, parameter: int, array: StateArray, store: Store) -> Entry:
+    layout = page.layout.parameters[parameter]
+
+    def parts() -> Iterator[torch.Tensor]:
+        for chunk_index, piece in page.layout.pieces(parameter):
+            for done in range(0, piece.count, tensor_files.WINDOW):
+                count = min(tensor_files.WINDOW, piece.count - done)
+                part = Piece(parameter, piece.start + done, piece.offset + done, count)
+                yield store.fetch(page.home, *page.place(chunk_index, array.name, part)).view(array.dtype)
+
+    _, entries = array.entries(0, layout.numel)
+    name = state_name(layout.names[0], array.name)
+    return Entry(name, array.dtype, (entries,), entries * array.dtype.itemsize, parts)
+
+
+def _described(optimizer: SavedOptimizer) -> dict[str, Any]:
+    return {"name": optimizer.name, "states": optimizer.states, "moments": list(optimizer.moments)}
+
+
+def _parameter(saved: SavedParameter) -> dict[str, Any]:
+    return {
+        "names": list(saved.names),
+        "shape": list(saved.shape),
+        "stride": list(saved.stride),
+        "dtype": tensor_files.NAMES[saved.dtype],
+        "trainable": saved.trainable,
+        "step": saved.step,
+        "has_moments": saved.has_moments,
+        "edited": saved.edited,
+    }

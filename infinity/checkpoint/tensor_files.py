@@ -1,0 +1,152 @@
+"""Tensor files: named tensors, distributed over safetensors files that are written in one stream.
+
+[Note: order in a file]
+Tensors are distributed over the files in the order in which the caller lists them. Inside a file, tensors of
+larger dtypes come first, as in the safetensors library, so that every tensor is aligned to its elements.
+Tensors of one dtype keep their order. The header can be written first, because the sizes of tensors follow
+from shapes alone. Offsets leave no gap, and spaces pad the header to a multiple of 8 bytes:
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.safetensors_files import DTYPES
+from infinity.config import Size, parse_size
+from infinity.errors import ConfigError
+
+WINDOW = 1 << 20
+"""Greatest number of elements in one of the parts in which a tensor is read and written."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+"""The name in safetensors of each of torch's dtypes."""
+
+METADATA = "__metadata__"
+"""The key of the metadata in a safetensors header; every other key is the name of a tensor."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: its name, dtype, shape and size, and a function that yields its elements.
+
+    Raises ConfigError if safetensors cannot hold the tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    parts: Callable[[], Iterable[torch.Tensor]]
+    """Function that returns the tensor's elements in row-major order, as flat CPU tensors."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NAMES:
+            raise ConfigError(
+                f"{self.name} is of {self.dtype}, for which safetensors has no name.",
+                f"Convert it to one of {', '.join(str(each).removeprefix('torch.') for each in NAMES)}.",
+            )
+        # A name with half of a surrogate pair is not valid Unicode.
+        if self.name == METADATA or self.name.encode(errors="ignore").decode() != self.name:
+            raise ConfigError(
+                f"A tensor is called {self.name!r}, which safetensors cannot store.",
+                "Register it under another name.",
+            )
+
+
+def shard_bytes(shard: Size) -> int:
+    """Convert the largest size of a file to bytes. Raises ConfigError if it is zero or cannot be read."""
+    limit = parse_size(shard, what="shard size")
+    if limit == 0:
+        raise ConfigError("The shard size is zero.", 'Give the largest size of a file, such as "4GiB".')
+    return limit
+
+
+def in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the elements of `view` in row-major order, as flat CPU tensors of up to WINDOW elements.
+
+    view: a tensor of any strides, on any device.
+    """
+    if view.numel() <= WINDOW:
+        yield view.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        return
+    rows = max(1, WINDOW // view[0].numel())
+    for start in range(0, len(view), rows):
+        yield from in_logical_order(view[start] if rows == 1 else view[start : start + rows])
+
+
+def distribute(
+    entries: Sequence[Entry], limit: int, stem: str, *, number_one: bool = False
+) -> dict[str, list[Entry]]:
+    """Distribute tensors over files; return file name -> the file's tensors. See [Note: order in a file].
+
+    limit: the most bytes of tensors in a file that has several tensors. stem: what the names of files begin
+    with: a single file is stem.safetensors, and several are stem-00001-of-0000N.safetensors and so on.
+    number_one: whether a single file is numbered too.
+    """
+    shards: list[list[Entry]] = [[]]
+    used = 0
+    for entry in entries:
+        if shards[-1] and used + entry.nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += entry.nbytes
+    names = [f"{stem}.safetensors"]
+    if len(shards) > 1 or number_one:
+        names = [f"{stem}-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1)]
+    return {
+        name: sorted(shard, key=lambda entry: -entry.dtype.itemsize)
+        for name, shard in zip(names, shards, strict=True)
+    }
+
+
+def content(entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file in order: the header, then the tensors `entries`."""
+    yield _header(entries)
+    for entry in entries:
+        for part in entry.parts():
+            yield part.view(torch.uint8).numpy().data
+
+
+def shard_index(entries: Sequence[Entry], files: dict[str, list[Entry]]) -> bytes:
+    """Encode the index of several files, which says in which file each tensor is.
+
+    files: file name -> the file's tensors, from `distribute(entries, ...)`.
+    """
+    places = {entry.name: name for name, inside in files.items() for entry in inside}
+    said = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "weight_map": {entry.name: places[entry.name] for entry in entries},
+    }
+    return (json.dumps(said, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    """Encode the header of a safetensors file: the dtypes, shapes and offsets of the tensors `entries`.
+
+    Offsets are counted from the end of the header. The header also has the metadata that transformers
+    requires. The first 8 bytes of the result are the length of the rest.
+    """
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    said = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    said += b" " * (-len(said) % 8)
+    return struct.pack("<Q", len(said)) + said

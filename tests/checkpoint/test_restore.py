@@ -1,0 +1,380 @@
+"""Tests that a restored run has the bits of the saved one, and that what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import watchdog
+from parity import copied, differences
+from run_copies import changed, copy_to, load_into, offloaded, quiet, raw, take_rest, train
+from torch import nn
+from zoo import entry
+
+from infinity.aio import Faults
+from infinity.checkpoint import restore as restoring
+from infinity.checkpoint import tensor_files
+from infinity.checkpoint.array_source import SavedParameter
+from infinity.checkpoint.copy_source import CopySource
+from infinity.errors import CorruptState, IncompatibleCheckpoint, StorageError
+from infinity.formats import moments
+from infinity.layout.strides import in_memory_order
+from infinity.planning import search
+
+__all__ = ["watchdog"]
+
+SHORT, LONG = 1 << 12, 1 << 16
+"""Lengths of chunks in elements. A chunk of SHORT elements is shorter than some of the parameters."""
+
+CASES = [
+    # model, from, to, compute, states, optimizer, chunks from, chunks to
+    ("tied", "nvme", "unified", "bf16", "fp32", "adamw", LONG, SHORT),
+    ("tied", "unified", "nvme", "fp16", "bf16", "adamw", SHORT, LONG),
+    ("tied", "mixed", "host", "fp32", "int8", "adam", SHORT, SHORT),
+    ("transformer", "host", "mixed", "bf16", "int8", "adamw", SHORT, LONG),
+    ("transformer", "device", "unified-nvme", "fp16", "int8", "sgd", LONG, SHORT),
+    ("transformer", "nvme", "nvme", "fp32", "fp32", "sgd", LONG, SHORT),
+    ("frozen", "unified-nvme", "device", "bf16", "bf16", "sgd", SHORT, LONG),
+    ("frozen", "nvme", "mixed", "fp16", "fp32", "adagrad", LONG, SHORT),
+    ("frozen", "unified", "nvme", "fp32", "bf16", "adagrad", SHORT, LONG),
+    ("channels_last", "nvme", "unified", "bf16", "fp32", "adamw", LONG, SHORT),
+    ("channels_last", "host", "nvme", "bf16", "int8", "adagrad", SHORT, LONG),
+    ("convnet", "nvme", "device", "fp32", "bf16", "adam", LONG, LONG),
+    ("mixture", "unified", "unified-nvme", "bf16", "int8", "sgd", SHORT, LONG),
+    ("mixture", "nvme", "mirrored", "bf16", "fp32", "adamw", SHORT, LONG),
+    ("tied", "mirrored", "nvme", "bf16", "bf16", "plain_sgd", LONG, SHORT),
+]
+
+
+def chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """Have plans made with chunks of this many elements, or fewer if the model is smaller."""
+    monkeypatch.setattr(search, "_CHUNKS", (length,))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_training_goes_on_with_equal_bits(
+    case: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, home, new_home, compute, states, optimizer, length, new_length = case
+    of = entry(name)
+    options = {"compute": compute, "states": states, "optimizer": optimizer, "keep": of.keep}
+    for window in (restoring, tensor_files):
+        monkeypatch.setattr(window, "WINDOW", 1 << 12)
+    swap, other = tmp_path / "swap", tmp_path / "other"
+    swap.mkdir()
+    other.mkdir()
+    model, again = of.make(), changed(of.make())
+    chunks(monkeypatch, length)
+    with offloaded(model, swap, home=home, **options) as runtime:
+        train(model, runtime, of, range(2))
+        copy_to(tmp_path / "copy", runtime, shard="64KiB")
+        chunks(monkeypatch, new_length)
+        with offloaded(again, other, home=new_home, **options) as resumed:
+            same = runtime.plan.layout.chunk_elements == resumed.plan.layout.chunk_elements
+            assert same == (length == new_length)
+            saved = raw(runtime, model)
+            assert differences(raw(resumed, again), saved) != []
+            found = load_into(resumed, tmp_path / "copy")
+            assert (found.fresh, found.left_out) == ((), ())
+            assert differences(raw(resumed, again), saved) == []
+            assert any(each.get("begun") for each in saved.values()) == (optimizer != "plain_sgd")
+            take_rest(again, resumed, model, runtime)
+            losses = train(model, runtime, of, range(2, 4))
+            assert train(again, resumed, of, range(2, 4)) == losses
+            end = raw(runtime, model)
+            assert differences(end, saved) != []
+            assert differences(raw(resumed, again), end) == []
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified", "mirrored", "device"])
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_a_run_that_goes_back(home: str, states: str, tmp_path: Path) -> None:
+    """A running model that takes back its own earlier copy repeats its steps, though it has trained on."""
+    of = entry("tied")
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    model = of.make()
+    with offloaded(model, swap, home=home, states=states) as runtime:
+        copy_to(tmp_path / "start", runtime)
+        first = train(model, runtime, of, range(3))
+        middle = raw(runtime, model)
+        copy_to(tmp_path / "copy", runtime)
+        losses = train(model, runtime, of, range(3, 5))
+        end = raw(runtime, model)
+        view = None if home == "nvme" else model.head.weight.detach()
+        for _ in range(2):
+            load_into(runtime, tmp_path / "copy")
+            assert differences(raw(runtime, model), middle) == []
+            assert view is None or torch.equal(view, model.head.weight.detach())
+            assert train(model, runtime, of, range(3, 5)) == losses
+            assert differences(raw(runtime, model), end) == []
+        load_into(runtime, tmp_path / "start")
+        assert train(model, runtime, of, range(3)) == first
+        assert differences(raw(runtime, model), middle) == []
+
+
+def test_edits_since_the_last_step(tmp_path: Path) -> None:
+    of = entry("tied")
+    for name in ("swap", "other"):
+        (tmp_path / name).mkdir()
+    model, again = of.make(), changed(of.make())
+    with (
+        offloaded(model, tmp_path / "swap") as runtime,
+        offloaded(again, tmp_path / "other", home="unified") as resumed,
+    ):
+        train(model, runtime, of, range(1))
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        copy_to(tmp_path / "copy", runtime)
+        load_into(resumed, tmp_path / "copy")
+        assert raw(resumed, again)["embedding.weight"]["edited"]
+        assert train(again, resumed, of, range(1, 3)) == train(model, runtime, of, range(1, 3))
+        assert differences(raw(resumed, again), raw(runtime, model)) == []
+
+
+# --- what may differ ---------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """A layer and a weight that lies in memory row by row or column by column."""
+
+    def __init__(self, *, columns: bool, frozen: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        weight = torch.randn(96, 70)
+        self.turned = nn.Parameter(weight.t().contiguous().t() if columns else weight)
+        self.layer = nn.Linear(70, 3)
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x @ self.turned)
+
+
+def step(model: nn.Module, runtime: Any) -> None:
+    torch.manual_seed(9)
+    model(torch.randn(8, 96).to(model.turned.dtype) / 16).square().mean().backward()
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+
+
+def states_of(model: nn.Module, runtime: Any) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: copied(runtime.optimizer.state[each]) for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+def test_other_strides(columns: bool, compute: str, states: str, tmp_path: Path) -> None:
+    for name in ("swap", "other"):
+        (tmp_path / name).mkdir()
+    model, again = Turned(columns=columns), changed(Turned(columns=not columns))
+    precision = {"compute": compute, "states": states}
+    with (
+        offloaded(model, tmp_path / "swap", **precision) as runtime,
+        offloaded(again, tmp_path / "other", **precision) as resumed,
+    ):
+        step(model, runtime)
+        copy_to(tmp_path / "copy", runtime)
+        load_into(resumed, tmp_path / "copy")
+        assert model.turned.stride() != again.turned.stride()
+        assert torch.equal(model.turned.detach(), again.turned.detach())
+        before, after = states_of(model, runtime), states_of(again, resumed)
+        assert after["turned"].keys() == before["turned"].keys() >= {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in after["turned"].items():
+            expected = before["turned"][key]
+            if key.startswith("exp") and states == "int8":
+                span = moments.FIRST_SPAN if key == "exp_avg" else moments.SECOND_SPAN
+                there = in_memory_order(expected, value.stride())
+                rounded = moments.decode(*moments.encode(there, span), span)
+                assert torch.equal(in_memory_order(value, value.stride()), rounded)
+            else:
+                assert torch.equal(value, expected)
+        step(again, resumed)
+
+
+def test_a_parameter_that_is_trainable_only_here(tmp_path: Path) -> None:
+    """Its states begin anew, although its chunk has moments of other parameters."""
+    for name in ("swap", "other"):
+        (tmp_path / name).mkdir()
+    model, again = Turned(columns=False, frozen=("layer.weight",)), changed(Turned(columns=False))
+    with (
+        offloaded(model, tmp_path / "swap") as runtime,
+        offloaded(again, tmp_path / "other") as resumed,
+    ):
+        step(model, runtime)
+        step(again, resumed)
+        copy_to(tmp_path / "copy", runtime)
+        found = load_into(resumed, tmp_path / "copy")
+        assert (found.fresh, found.left_out) == (("layer.weight",), ())
+        assert resumed.optimizer.state[again.layer.weight] == {}
+        place = again.layer.weight._place
+        page = resumed._components.states.pages[place.page.index]
+        assert all(page.begun)
+        assert not resumed._components.states._read(page, place.index, "exp_avg").any()
+        assert torch.equal(model.layer.weight.detach(), again.layer.weight.detach())
+        before = again.layer.weight.detach().clone()
+        step(again, resumed)
+        quiet(resumed)
+        assert resumed.optimizer.state[again.layer.weight]["step"] == 1
+        assert not torch.equal(before, again.layer.weight.detach())
+
+
+def test_a_parameter_that_is_frozen_only_here(tmp_path: Path) -> None:
+    for name in ("swap", "other"):
+        (tmp_path / name).mkdir()
+    model, again = Turned(columns=False), changed(Turned(columns=False, frozen=("turned",)))
+    with (
+        offloaded(model, tmp_path / "swap") as runtime,
+        offloaded(again, tmp_path / "other") as resumed,
+    ):
+        step(model, runtime)
+        copy_to(tmp_path / "copy", runtime)
+        found = load_into(resumed, tmp_path / "copy")
+        assert (found.fresh, found.left_out) == ((), ("turned",))
+        assert torch.equal(model.turned.detach(), again.turned.detach())
+        kept = {name: each for name, each in raw(runtime, model).items() if name != "turned"}
+        there = {name: each for name, each in raw(resumed, again).items() if name != "turned"}
+        assert differences(there, kept) == []
+
+
+@pytest.mark.parametrize("saved", ["adamw", None])
+def test_inference_on_either_side(saved: str | None, tmp_path: Path) -> None:
+    for name in ("swap", "other"):
+        (tmp_path / name).mkdir()
+    here = None if saved else "adamw"
+    model, again = Turned(columns=False), changed(Turned(columns=False))
+    with (
+        offloaded(model, tmp_path / "swap", optimizer=saved) as runtime,
+        offloaded(again, tmp_path / "other", optimizer=here) as resumed,
+    ):
+        copy_to(tmp_path / "copy", runtime)
+        found = load_into(resumed, tmp_path / "copy")
+        assert len(found.fresh) == (0 if saved else 3)
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one.detach(), other.detach())
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+class Changed:
+    """An ArraySource with some things other than in the source that it wraps."""
+
+    def __init__(self, source: CopySource, **changes: Any) -> None:
+        self._source = source
+        self.optimizer = source.optimizer
+        for name, value in changes.pop("optimizer", {}).items():
+            self.optimizer = dataclasses.replace(self.optimizer, **{name: value})
+        self._changes = changes
+        self.reads = 0
+
+    def parameters(self) -> Mapping[str, SavedParameter]:
+        found = dict(self._source.parameters())
+        for name, change in self._changes.items():
+            if change is None:
+                del found[name.replace("__", ".")]
+            else:
+                before = found.get(name.replace("__", "."), next(iter(found.values())))
+                found[name.replace("__", ".")] = dataclasses.replace(before, **change)
+        return found
+
+    def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
+        self.reads += 1
+        return self._source.read(name, array, first, count)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"turned": None}, r"lacks turned\."),
+        ({"more": {"names": ("more",)}}, r"also has more\."),
+        ({"turned": {"names": ("other",)}}, r"lacks turned and also has turned\."),
+        ({"turned": {"shape": (70, 96)}}, r"turned has the shape \[96, 70\], and \[70, 96\]"),
+        ({"turned": {"dtype": torch.float32}}, r"turned has the dtype torch.bfloat16, and torch.float32"),
+        (
+            {"layer__bias": {"names": ("layer.bias", "turned")}},
+            r"layer\.bias has the names .*, and layer\.bias, turned",
+        ),
+        ({"optimizer": {"name": "Adam"}}, r"optimizer is AdamW, and Adam in"),
+        ({"optimizer": {"states": "bf16"}}, r"states is fp32, and bf16 in"),
+        (
+            {"optimizer": {"moments": ("exp_avg",)}},
+            r"moments is \['exp_avg', 'exp_avg_sq'\], and \['exp_avg'\]",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    model = Turned(columns=False)
+    with offloaded(model, tmp_path / "swap") as runtime:
+        copy_to(tmp_path / "copy", runtime)
+        before = raw(runtime, model)
+        source = Changed(CopySource(tmp_path / "copy"), **changes)
+        with pytest.raises(IncompatibleCheckpoint, match=said) as caught:
+            load_into(runtime, source)
+        assert caught.value.cure
+        assert source.reads == 0
+        assert differences(raw(runtime, model), before) == []
+
+
+def test_a_source_that_gives_too_little(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+
+    class Short(Changed):
+        def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
+            return super().read(name, array, first, count)[: -1 if array == "exp_avg" else None]
+
+    model = Turned(columns=False)
+    with offloaded(model, tmp_path / "swap") as runtime:
+        step(model, runtime)
+        copy_to(tmp_path / "copy", runtime)
+        with pytest.raises(CorruptState, match=r"turned has .* in the array exp_avg"):
+            load_into(runtime, Short(CopySource(tmp_path / "copy")))
+
+
+def test_reads_begin_at_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read begins at a multiple of 4096, and ends at one or with the parameter."""
+    asked: list[tuple[str, int, int]] = []
+
+    class Watched(Changed):
+        def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
+            asked.append((name, first, count))
+            return super().read(name, array, first, count)
+
+    of = entry("tied")
+    (tmp_path / "swap").mkdir()
+    monkeypatch.setattr(restoring, "WINDOW", 1 << 13)
+    chunks(monkeypatch, SHORT)
+    model = of.make()
+    with offloaded(model, tmp_path / "swap", states="int8") as runtime:
+        train(model, runtime, of, range(1))
+        copy_to(tmp_path / "copy", runtime)
+        source = Watched(CopySource(tmp_path / "copy"))
+        load_into(runtime, source)
+    sizes = {name: each.numel for name, each in source.parameters().items()}
+    assert any(first for _, first, _ in asked)
+    for name, first, count in asked:
+        assert first % 4096 == 0
+        assert 0 < count <= 1 << 13
+        assert count % 4096 == 0 or first + count == sizes[name]
+
+
+def test_pages_that_cannot_be_written(tmp_path: Path) -> None:
+    faults = Faults()
+    (tmp_path / "swap").mkdir()
+    model = Turned(columns=False)
+    with offloaded(model, tmp_path / "swap", faults=faults) as runtime:
+        step(model, runtime)
+        copy_to(tmp_path / "copy", runtime)
+        faults.fail("write", 1, errno.EIO)
+        with pytest.raises(StorageError) as caught:
+            load_into(runtime, tmp_path / "copy")
+        assert caught.value.errno == errno.EIO
+        faults.clear()
