@@ -7,10 +7,11 @@ from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTi
 from infinity.tiers.nvme import NvmeExtent, NvmeLease, NvmeTier
 from infinity.tiers.pool import Lease, Pool, PoolCounters
 from infinity.tiers.slab import Slab
-from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier
+from infinity.tiers.tier import PAGE_ALIGNMENT, SLAB_HEADER_BYTES, MemoryTier, Tier
 
 __all__ = [
     "PAGE_ALIGNMENT",
+    "SLAB_HEADER_BYTES",
     "CpuDeviceTier",
     "CudaTier",
     "DeviceTier",

@@ -75,9 +75,9 @@ def choose_striping(
     are so tight that whole periods of such stripes do not fit, the length of stripes is halved until they
     fit. If no length fits, stripes are distributed in proportion to the budgets.
 
-    Raises BudgetError where the budgets cannot hold `nbytes` bytes. Budgets of whole 4 KiB that have 33
-    bytes for each 32 bytes of the volume, which is also of whole 4 KiB, can always hold it. Raises ConfigError where `nbytes` or a
-    speed is not positive, or the numbers of speeds and budgets differ.
+    Raises BudgetError where the budgets cannot hold `nbytes` bytes. They always can if they have 33 bytes
+    for each 32 bytes of the volume, and if `nbytes` and all budgets are multiples of 4096. Raises
+    ConfigError where `nbytes` or a speed is not positive, or the numbers of speeds and budgets differ.
     """
     if nbytes <= 0:
         raise ConfigError(f"An nvme tier of {nbytes} bytes was asked for.", "Ask for at least one page.")

@@ -18,6 +18,9 @@ PAGE_ALIGNMENT = 4096
 a multiple of the width of every vector register.
 """
 
+SLAB_HEADER_BYTES = 4096
+"""Bytes at the start of every slab file that keeps commits. They name the file, and hold no page."""
+
 LEAST_MARGIN = 512 << 20
 """The least number of bytes of RAM, or of a device's memory, that a default budget leaves unused."""
 
