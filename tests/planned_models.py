@@ -36,6 +36,9 @@ def planned(
     speeds=None,
     compute=None,
     update="lazy",
+    commits=False,
+    slab_directory=None,
+    prefer=None,
     **budget,
 ) -> Plan:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -52,6 +55,9 @@ def planned(
         speeds=speeds,
         compute=compute,
         update=update,
+        commits=commits,
+        slab_directory=slab_directory,
+        prefer=prefer,
     )
 
 
@@ -69,7 +75,7 @@ def check(made: Plan, budget: Budget) -> None:
     ]
     assert made.resident_bytes >= max(away, default=0)
     assert made.transit_bytes >= made.transit_buffer_bytes
-    moves = not made.unified or made.nvme_bytes
+    moves = not made.unified or made.home_bytes[Tier.NVME]
     assert made.staging_bytes >= (made.chain_bytes if made.rule and moves else 0)
     for index, unit in enumerate(made.layout.units):
         ends = {Kind.GRADIENT: 0, Kind.OPTIMIZER: 0}
@@ -90,7 +96,10 @@ def check(made: Plan, budget: Budget) -> None:
     total = sum(made.page_bytes(unit, kind) for unit in range(len(made.homes)) for kind in Kind)
     assert sum(made.home_bytes.values()) == total
     assert made.host_bytes <= made.budgets[Tier.HOST]
-    assert made.nvme_bytes <= sum(budget.nvme_bytes.values())
+    if budget.nvme_bytes or not made.commits:
+        assert made.nvme_bytes + made.slab_header_bytes <= sum(budget.nvme_bytes.values())
+    else:
+        assert made.home_bytes[Tier.NVME] == 0
     if not made.unified:
         assert made.device_bytes <= made.budgets[Tier.DEVICE]
     assert all(row["free"] >= 0 for row in made.rows())

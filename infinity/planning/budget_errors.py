@@ -20,13 +20,23 @@ paths (infinity/tiers/striping.py).
 """
 
 
-def usable_nvme(budgets: Mapping[str, int]) -> int:
+def usable_nvme(budgets: Mapping[str, int], header: int = 0) -> int:
     """Bytes of pages that the directories of the NVMe tier can hold together.
 
-    budgets: the most bytes that may be used in each directory.
+    budgets: the most bytes that may be used in each directory. header: bytes of each directory's slab file
+    that hold no page.
     """
-    nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
+    whole = (limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
+    nbytes = sum(max(0, limit - header) for limit in whole)
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
+
+
+def nvme_budget_for(nbytes: int, paths: int, header: int = 0) -> int:
+    """The smallest budget of the NVMe tier, in bytes, with which `paths` directories together can hold
+    `nbytes` bytes of pages, and a header of `header` bytes each.
+    """
+    striped = nbytes if paths < 2 else -(-nbytes * _STRIPING[0] // _STRIPING[1])
+    return striped + paths * header
 
 
 def format_count(number: int) -> str:
@@ -45,6 +55,7 @@ def shortage(
     what: str,
     *,
     reserves: Mapping[Tier, Reserve],
+    header: int = 0,
 ) -> BudgetError:
     """Make the error for a model that has no placement in `room`.
 
@@ -52,11 +63,13 @@ def shortage(
     even with unlimited host and NVMe budgets. Otherwise it names NVMe if the host budget is large enough,
     else the host. The error's `needed` is the exact number of bytes that this tier needs with the other
     budgets as they are. If no device budget is enough with the other budgets, `needed` assumes that the
-    other budgets are unlimited.
+    other budgets are unlimited. If no host budget is enough, because NVMe cannot hold what commits need,
+    `needed` assumes that the NVMe budget is unlimited.
 
     search: the search that found no placement. room: the bytes of each tier that it could use. budgets:
     each tier's budget in bytes. paths: number of NVMe directories. what: the start of the error message,
-    such as "309M parameters". reserves: by tier, what was subtracted from the budget to get `room`.
+    such as "309M parameters". reserves: by tier, what was subtracted from the budget to get `room`. header:
+    bytes of each NVMe directory's slab file that hold no page, and that `room` does not contain.
     """
     nothing = Reserve(0)
     if room.device is not None:
@@ -68,14 +81,11 @@ def shortage(
     host = search.needed(Tier.HOST, replace(room, nvme=_ENDLESS))
     nvme = search.needed(Tier.NVME, room)
     if paths and nvme is not None and host is not None and host <= room.host:
-        return _error(Tier.NVME, _striped(nvme, paths), what, budgets)
+        return _error(Tier.NVME, nvme_budget_for(nvme, paths, header), what, budgets)
     pages = search.needed(Tier.HOST, room)
-    assert pages is not None  # host memory alone can hold everything
+    pages = host if pages is None else pages
+    assert pages is not None  # host memory alone can hold everything, and endless NVMe what commits need
     return _error(Tier.HOST, reserves.get(Tier.HOST, nothing).budget_for(pages), what, budgets)
-
-
-def _striped(nbytes: int, paths: int) -> int:
-    return nbytes if paths < 2 else -(-nbytes * _STRIPING[0] // _STRIPING[1])
 
 
 def _error(tier: Tier, needed: int, what: str, budgets: Mapping[Tier, int]) -> BudgetError:

@@ -8,6 +8,10 @@ the last part to the NVMe tier, and the part between the cuts must fit the host 
 pages only move to tiers nearer to compute. So a larger budget never refuses a model that a smaller budget
 accepted, and the smallest sufficient budget is exact for each way to divide the model. In the end pages are
 placed first-fit, so that some pages behind a cut may fill room that is left in nearer tiers.
+
+With commits, the NVMe tier holds images of all parameter and optimizer pages, wherever these pages are at
+home (infinity/planning/slab_layout.py). Behind the second cut only gradient pages then take further bytes of
+the tier. These bytes, too, never grow as the cut moves along the line, so that all of the above still holds.
 """
 
 from __future__ import annotations
@@ -52,13 +56,15 @@ class Candidate:
         *,
         line: Sequence[Kind],
         ring: bool = False,
+        commits: bool = False,
     ) -> None:
         """Compute the bytes of pages and buffers for one grouping of parameters into units.
 
         surveyed: the model's parameters. chunk_elements: length of the chunks in elements. gradient_dtype:
         maps the dtype of a parameter page to the dtype of its gradients. rule: the optimizer's rule; None
         for inference. line: the kinds of pages in the order in which they get room, parameters first; see
-        `line_of`. ring: whether gradients leave the device through a ring buffer.
+        `line_of`. ring: whether gradients leave the device through a ring buffer. commits: whether the NVMe
+        tier holds the durable images of pages.
         """
         self.grouping = grouping
         self.chunk_elements = chunk_elements
@@ -82,10 +88,22 @@ class Candidate:
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
         for unit in units:
             self._measure(unit, gradient_dtype, rule)
+        self.durable_bytes = sum(map(self._images, range(len(units)), units)) if commits else 0
+        """Bytes of the NVMe tier that the images of all pages take, which commits need; 0 without commits."""
         self._line = list(itertools.product(line, range(len(units))))
         self.ends = [0, *itertools.accumulate(self.pages[kind][unit] for kind, unit in self._line)]
         """A list of sums: item n is the total bytes of the first n pages, in the order in which pages get
         room; n runs from 0 to the number of pages.
+        """
+        own = (Kind.GRADIENT,) if commits else tuple(Kind)
+        self._sunk = [
+            *itertools.accumulate(
+                (self.pages[kind][unit] * (kind in own) for kind, unit in reversed(self._line)),
+                initial=self.durable_bytes,
+            )
+        ][::-1]
+        """Item n is the bytes that the NVMe tier needs if all pages but the first n of the line are at home
+        there. It never grows with n.
         """
         self._together = surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
@@ -112,6 +130,11 @@ class Candidate:
         self.pages[Kind.GRADIENT].append(gradient)
         self.pages[Kind.OPTIMIZER].append(optimizer)
         self._largest_unit = max(self._largest_unit, chains)
+
+    def _images(self, index: int, unit: Sequence[RegionSize]) -> int:
+        """Bytes of the images of one unit's pages; see `slab_layout` in infinity/planning/slab_layout.py."""
+        trainable = sum(region.nbytes for region in unit if region.trainable)
+        return page_bytes(unit) + trainable + 2 * self.pages[Kind.OPTIMIZER][index]
 
     def staging(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of staging, the host RAM in which chunks are updated if their pages rest elsewhere. The
@@ -160,6 +183,11 @@ class Candidate:
     def total(self) -> int:
         """Bytes of all pages."""
         return self.ends[-1]
+
+    @property
+    def most_nvme(self) -> int:
+        """Bytes of the NVMe tier with which all pages may be at home there."""
+        return self._sunk[0]
 
     def residents(self, pages: int) -> list[int]:
         """Bytes of the pool of resident pages, for each place at which the line of all pages can be cut.
@@ -215,8 +243,9 @@ class Candidate:
             device = room.device - self.ring(level, room)
             near = self._last(lambda cut: self.near(cut, level.pages), device)
             far = self._last(lambda cut: self.ends[cut] - self.ends[max(near, 0)], room.host - working)
-        nvme = room.nvme if level.nvme else 0
-        if min(near, far) < 0 or self.total - self.ends[far] > nvme:
+        if min(near, far) < 0 or self._sunk[far] > room.nvme:
+            return None
+        if self.ends[far] < self.total and not level.nvme:
             return None
         computing, cut = (room.host, far) if room.device is None else (room.device, near)
         if self.residents(level.pages)[cut] > level.share * computing:
@@ -229,17 +258,22 @@ class Candidate:
         room: the bytes that the other tiers have. The result is None if no number of bytes is enough.
         """
         if tier is Tier.NVME:
-            if self.cuts(room, LEAST_IN_RAM) is not None:
-                return 0
+            if self.cuts(replace(room, nvme=self.durable_bytes), LEAST_IN_RAM) is not None:
+                return self.durable_bytes
             return self._needed(tier, replace(room, nvme=max(1, room.nvme)), LEAST)
-        found = [self._needed(tier, replace(room, nvme=0), LEAST_IN_RAM)]
+        if room.nvme < self.durable_bytes:
+            return None
+        found = [self._needed(tier, room, LEAST_IN_RAM)]
         if room.nvme:
             found.append(self._needed(tier, room, LEAST))
         return min((each for each in found if each is not None), default=None)
 
     def _needed(self, tier: Tier, room: Room, level: WorkingRoom) -> int | None:
         working = self.working(level, room)
-        bottom = bisect.bisect_left(self.ends, self.total - room.nvme)  # all pages behind this cut fit NVMe
+        if level.nvme:  # all pages behind this cut fit NVMe
+            bottom = bisect.bisect_left(self._sunk, -room.nvme, key=lambda nbytes: -nbytes)
+        else:
+            bottom = bisect.bisect_left(self.ends, self.total)
         if tier is Tier.DEVICE:
             if working > room.host:
                 return None
@@ -257,7 +291,7 @@ class Candidate:
             if tier is Tier.HOST:
                 return working + max(0, self.ends[bottom] - self.ends[near])
             far = self._last(lambda cut: self.ends[cut] - self.ends[near], room.host - working)
-        return None if far < 0 else self.total - self.ends[far]
+        return None if far < 0 else self._sunk[far]
 
     def _last(self, need: Callable[[int], int], room: int) -> int:
         """The largest cut for which `need(cut)` is at most `room` bytes, or -1. A cut is the number of

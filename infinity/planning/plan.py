@@ -6,24 +6,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from infinity.config import Precision, format_size, round_up
+from infinity.config import Precision, round_up
 from infinity.device_update.workspace import workspace_of
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
 from infinity.planning.cost_model import MachineRates, Prediction, Traffic, UpdateTime, predict, traffic
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Homes, Kind
-from infinity.planning.table import render
+from infinity.planning.plan_text import text_of
+from infinity.planning.slab_layout import SlabLayout, frozen_bytes, slab_layout, trainable_bytes
 from infinity.planning.twin_flow import updated_there
+from infinity.telemetry.wear import SECONDS_PER_DAY, days_until_worn
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-
-_SECONDS_PER_DAY = 86_400
 
 _LARGEST_BLOCK = 4 << 20
 """Bytes of the largest copy out of the ring, the buffer through which gradients leave the device. Copies of
@@ -107,6 +107,14 @@ class Plan:
     """Indices of units whose parameters are at home in host RAM and also have a copy that stays on the
     device; see infinity/planning/mirror.py.
     """
+    commits: bool = False
+    """Whether slab files hold durable images of all parameters and optimizer states; see `slab_layout`."""
+    slab_directory: str | None = None
+    """The checkpoint's directory, if the slab file with the images lies there. None if the slab files are
+    those of the NVMe tier, and without commits.
+    """
+    slab_header_bytes: int = 0
+    """Bytes of the NVMe budget that the headers of the slab files take; 0 without commits."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a unit's page of one kind; a multiple of 4096."""
@@ -208,20 +216,70 @@ class Plan:
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes of the pages at home on NVMe."""
-        return self.home_bytes[Tier.NVME]
+        """Bytes that slab files hold, in sum and without headers. Without commits: those of the pages at home
+        on NVMe. With commits: those of all images, wherever the slab files lie, and of the gradient pages at
+        home on NVMe.
+        """
+        if not self.commits:
+            return self.home_bytes[Tier.NVME]
+        gradients = self.page_sizes[Kind.GRADIENT]
+        return self.durable_bytes + sum(gradients) - self._bytes_off_disk(Kind.GRADIENT, gradients)
+
+    @functools.cached_property
+    def slab_layout(self) -> SlabLayout | None:
+        """The places in the slab files of the images of all pages; None without commits."""
+        return slab_layout(self.layout.units, self.page_sizes[Kind.OPTIMIZER]) if self.commits else None
+
+    @property
+    def durable_bytes(self) -> int:
+        """Bytes of the images of all pages in the slab files; 0 without commits."""
+        return self.slab_layout.nbytes if self.slab_layout else 0
+
+    @functools.cached_property
+    def commit_bytes(self) -> int:
+        """Bytes that a commit writes to disk if every chunk was updated since the commit before; 0 without
+        commits.
+
+        These are the trainable regions of parameter pages, and the optimizer pages, that are at home in RAM
+        or on the device. Those at home on NVMe are written by updates. The manifest and its checksums are
+        not counted.
+        """
+        if not self.commits:
+            return 0
+        trained = [trainable_bytes(unit) for unit in self.layout.units]
+        states = self.page_sizes[Kind.OPTIMIZER]
+        return self._bytes_off_disk(Kind.PARAMETER, trained) + self._bytes_off_disk(Kind.OPTIMIZER, states)
+
+    @property
+    def first_commit_bytes(self) -> int:
+        """Bytes that the first commit writes to disk: `commit_bytes`, and the frozen regions of parameter
+        pages at home in RAM or on the device.
+        """
+        frozen = [frozen_bytes(unit) for unit in self.layout.units]
+        return self.commit_bytes + self._bytes_off_disk(Kind.PARAMETER, frozen) * self.commits
+
+    @property
+    def bytes_per_day(self) -> float | None:
+        """Bytes that steps write to disk in a day, without what commits write. None if the seconds of a step
+        are unknown.
+        """
+        if self.prediction is None:
+            return None
+        return self.traffic.disk_write * SECONDS_PER_DAY / self.prediction.seconds
+
+    def days_to(self, terabytes_written: float) -> float | None:
+        """Days until the steps have written `terabytes_written` terabytes to all paths of the NVMe tier
+        together, without what commits write. None if the seconds of a step are unknown, or if steps write
+        nothing.
+
+        terabytes_written: terabytes of 10^12 bytes, as in the rating of a drive ("TBW").
+        """
+        return days_until_worn(terabytes_written, self.bytes_per_day)
 
     @functools.cached_property
     def traffic(self) -> Traffic:
         """Bytes that each phase of a step moves between disk, host RAM and the device."""
-        trained = [
-            sum(
-                round_up(region.elements * region.dtype.itemsize, PAGE_ALIGNMENT)
-                for region in unit.regions
-                if region.trainable and self.rule
-            )
-            for unit in self.layout.units
-        ]
+        trained = [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units]
         return traffic(
             self.homes,
             self.page_sizes,
@@ -250,11 +308,14 @@ class Plan:
         "params" counts the parameters of mirrored units twice: in host RAM and on the device. "working" is
         the sum of all working buffers (staging, transit buffers, the pool of resident pages, the buffers
         through which gradients leave the device, the workspace of updates on the device) and of `headroom`.
+        On NVMe it is the bytes that commits take beside pages at home there: other images, and headers.
         "activations" is None if the bytes of activations are unknown.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
+        used[Tier.NVME] += self.slab_header_bytes
         near = self.resident_bytes + self.workspace_bytes + self.ring_bytes
-        working = {Tier.DEVICE: near, Tier.HOST: self._working_in_ram, Tier.NVME: 0}
+        working = {Tier.DEVICE: near, Tier.HOST: self._working_in_ram}
+        working[Tier.NVME] = used[Tier.NVME] - self.home_bytes[Tier.NVME]
         if self.unified:
             working[Tier.HOST] += self.resident_bytes
         kinds = {(tier, kind): 0 for tier in Tier for kind in Kind}
@@ -289,32 +350,7 @@ class Plan:
         return max(0, activations - free)
 
     def __str__(self) -> str:
-        per_step = self.traffic.disk_write
-        writes = f"writes {format_size(per_step)}/step to disk"
-        speed = "predicted unknown s/step"
-        if self.prediction is not None:
-            what = "measured" if self.prediction.measured else "predicted"
-            speed = f"{what} {self.prediction.text} s/step · limited by {self.prediction.limited_by}"
-            per_day = int(per_step * _SECONDS_PER_DAY / self.prediction.seconds)
-            writes += f" ({format_size(per_day)}/day)"
-        line = speed if Tier.NVME not in self.budgets else f"{speed} · {writes}"
-        smallest = " · ".join(f"{tier.value} {format_size(n)}" for tier, n in self.smallest.items())
-        share = self._share()
-        beside = ""
-        if self.headroom:
-            own = format_size(self.headroom)
-            beside = f"working on the device: {own} are torch's, for cuBLAS and segments that are not full\n"
-        return f"{render(self.rows())}\n{line}\n{share}{beside}smallest budgets that would do: {smallest}"
-
-    def _share(self) -> str:
-        """The line of the plan's text with the share of all gradient bytes that belongs to units that the
-        device updates. Empty if the device updates no unit.
-        """
-        if not self.updated_on_device:
-            return ""
-        trained = self.page_sizes[Kind.GRADIENT]
-        share = sum(trained[unit] for unit in self.updated_on_device) / sum(trained)
-        return f"updates: {share:.0%} on the device\n"
+        return text_of(self)
 
     @functools.cached_property
     def page_sizes(self) -> dict[Kind, list[int]]:
@@ -342,6 +378,10 @@ class Plan:
         for chunk in layout.chunks:
             dtype = self.gradient_dtype(layout.regions[chunk.region].dtype)
             yield round_up(chunk.count * dtype.itemsize, PAGE_ALIGNMENT) if self.rule else 0
+
+    def _bytes_off_disk(self, kind: Kind, sizes: Sequence[int]) -> int:
+        """The sum of `sizes`, one number for each unit, over units whose page of a kind is not on NVMe."""
+        return sum(size for home, size in zip(self.homes, sizes, strict=True) if home[kind] is not Tier.NVME)
 
     def _resting(self) -> Iterator[tuple[Tier, Kind, int]]:
         for unit, homes in enumerate(self.homes):

@@ -17,9 +17,10 @@ from infinity.device_update.workspace import largest_workspace
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.chunks import build
+from infinity.layout.division import Division
 from infinity.layout.units import Survey, survey
 from infinity.planning import mirror, twin_flow
-from infinity.planning.budget_errors import format_count, shortage, usable_nvme
+from infinity.planning.budget_errors import format_count, nvme_budget_for, shortage, usable_nvme
 from infinity.planning.cost_model import MachineRates, UpdateTime
 from infinity.planning.headroom import NO_HEADROOM, Headroom
 from infinity.planning.operator_timing import Seconds
@@ -27,7 +28,7 @@ from infinity.planning.placement import Kind, Placement, Room, line_of
 from infinity.planning.plan import Plan
 from infinity.planning.reserve import Reserve
 from infinity.planning.search import Search
-from infinity.tiers import Tier
+from infinity.tiers import SLAB_HEADER_BYTES, Tier
 from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
@@ -69,6 +70,9 @@ def make_plan(
     compute: Seconds | None = None,
     update: UpdateTime = "lazy",
     accumulation: int | None = None,
+    commits: bool = False,
+    slab_directory: str | None = None,
+    prefer: Division | None = None,
 ) -> Plan:
     """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
@@ -78,6 +82,11 @@ def make_plan(
     tier in which the model computes. If `activations` is None, a quarter of a CUDA budget stays free for
     activations. compute: seconds of the operations of one forward and backward, for the prediction. update,
     accumulation: see Plan.
+
+    commits: whether the NVMe tier keeps room for durable images of all parameters and optimizer states; see
+    infinity/planning/slab_layout.py. If the budget has no nvme directory, the images lie in `slab_directory`,
+    which has no budget, and no page is at home on NVMe. prefer: the division of the model into units and
+    chunks that is taken, with working buffers of any size, if it is one of this model and fits the budget.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
     Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
@@ -97,21 +106,29 @@ def make_plan(
         rule,
         line=line_of(accumulation),
         own_memory=not (unified or is_direct(device)),
+        commits=commits and bool(budget.nvme_bytes),
+        prefer=prefer,
     )
-    draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes), unified)
+    paths = len(budget.nvme_bytes)
+    header = SLAB_HEADER_BYTES if commits else 0
+    draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes, header), unified)
     placement = search.place(draft.room(reserve))
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
+        what = f"{format_count(elements)} parameters" + (" with commits" if commits and paths else "")
         raise shortage(
             search,
             draft.room(reserve),
             budgets,
-            len(budget.nvme_bytes),
-            f"{format_count(elements)} parameters",
+            paths,
+            what,
             reserves={draft.computes_in: reserve},
+            header=header,
         )
-    smallest = search.smallest(unified=unified, nvme=bool(budget.nvme_bytes))
+    smallest = search.smallest(unified=unified, nvme=paths > 0)
     smallest[draft.computes_in] = reserve.budget_for(smallest[draft.computes_in])
+    if commits and paths:
+        smallest[Tier.NVME] = nvme_budget_for(smallest[Tier.NVME], paths, header)
     return draft.made(
         placement,
         reserve,
@@ -124,6 +141,9 @@ def make_plan(
         compute=compute,
         update=update,
         accumulation=accumulation,
+        commits=commits,
+        slab_directory=slab_directory if commits and not paths else None,
+        slab_header_bytes=paths * header,
     )
 
 
@@ -169,7 +189,9 @@ class _Draft:
         )
         found = planned(placement)
         if not self.unified and twin_flow.has_kernels(device):
-            found = self._with_updates_on_device(found, self.room(reserve), planned)
+            found = self._with_updates_on_device(
+                found, self.room(reserve), planned, preferred=self.search.prefers(placement)
+            )
         if not self.unified:
             found = self._with_mirrors(found)
         return replace(found, prediction=found.predict())
@@ -196,12 +218,15 @@ class _Draft:
             **others,
         )
 
-    def _with_updates_on_device(self, plan: Plan, room: Room, planned: Callable[..., Plan]) -> Plan:
+    def _with_updates_on_device(
+        self, plan: Plan, room: Room, planned: Callable[..., Plan], *, preferred: bool
+    ) -> Plan:
         """Return a plan in which the device updates whole units, if that saves time; else return `plan`.
 
         plan: the plan without updates on the device. room: the bytes that pages and working buffers may take
         in `plan`. The returned plan leaves part of the device's bytes to the workspace of these updates.
-        planned: a function that makes a Plan from a Placement and further fields of Plan.
+        planned: a function that makes a Plan from a Placement and further fields of Plan. preferred: whether
+        `plan` has the preferred division, which is then not given up for these updates.
         """
         assert room.device is not None
         trained = [parameter.numel for parameter in self.surveyed.parameters if parameter.trainable]
@@ -209,7 +234,7 @@ class _Draft:
         while True:
             most = largest_workspace(trained, elements).nbytes
             placement = self.search.place(replace(room, device=room.device - most))
-            if placement is None:
+            if placement is None or (preferred and not self.search.prefers(placement)):
                 return plan
             if placement.chunk_elements >= elements:
                 break

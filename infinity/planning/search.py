@@ -9,6 +9,7 @@ from dataclasses import replace
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule
+from infinity.layout.division import Division
 from infinity.layout.units import Grouping, Survey
 from infinity.planning.candidate import Candidate
 from infinity.planning.placement import DtypeOf, Kind, Placement, Room
@@ -48,6 +49,8 @@ class Search:
         *,
         line: Sequence[Kind],
         own_memory: bool = False,
+        commits: bool = False,
+        prefer: Division | None = None,
     ) -> None:
         """Prepare to search the ways to divide a surveyed model.
 
@@ -55,11 +58,14 @@ class Search:
         `Precision.gradient_dtype`. rule: the optimizer's rule; None for inference. line: the kinds of pages
         in the order in which they get room in the fastest tiers, parameters first; see `line_of` in
         infinity/planning/placement.py. own_memory: whether the device has memory that the CPU cannot use. If
-        so, gradients leave the device through a ring buffer, and long chunks are tried.
+        so, gradients leave the device through a ring buffer, and long chunks are tried. commits: whether the
+        NVMe tier holds the durable images of pages. prefer: a division that is tried before all others,
+        unless it is one of another model; see `Division.grouping`.
         """
         self._surveyed = surveyed
         self._line = line
         self._own_memory = own_memory
+        self._commits = commits
         self._gradient_dtype = gradient_dtype
         self._rule = rule
         self._groupings = _groupings(surveyed)
@@ -67,6 +73,11 @@ class Search:
         self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory else 0
         """Elements of a long chunk; 0 if long chunks are not tried."""
         self._measured: dict[tuple[int, int], Candidate] = {}
+        preferred = None if prefer is None else prefer.grouping(surveyed)
+        self._preferred = (
+            [self._measure(preferred, prefer.chunk_elements)] if prefer is not None and preferred else []
+        )
+        """The candidate that is tried before all others, if there is one."""
 
     def place(self, room: Room) -> Placement | None:
         """Find the first placement that fits `room`; returns None if no placement fits.
@@ -74,14 +85,22 @@ class Search:
         room: bytes of each tier. WORKING_ROOMS (infinity/planning/working_room.py) gives the order in which
         placements are tried: first those without pages on NVMe, and those with large buffers for moving and
         updating pages before those with small buffers. With equal buffers, large units come before small
-        units, and long chunks before short chunks.
+        units, and long chunks before short chunks. The preferred division comes before all of these, with
+        buffers of any size.
         """
-        for level in WORKING_ROOMS:
-            for candidate in self._useful(room):
-                placement = candidate.place(room, level)
-                if placement is not None:
-                    return placement
-        return None
+        tries = itertools.chain(
+            itertools.product(WORKING_ROOMS, self._preferred),
+            ((level, candidate) for level in WORKING_ROOMS for candidate in self._useful(room)),
+        )
+        placements = (candidate.place(room, level) for level, candidate in tries)
+        return next((placement for placement in placements if placement is not None), None)
+
+    def prefers(self, placement: Placement) -> bool:
+        """Whether a placement has the preferred division."""
+        return any(
+            (each.grouping, each.chunk_elements) == (placement.grouping, placement.chunk_elements)
+            for each in self._preferred
+        )
 
     def needed(self, tier: Tier, room: Room) -> int | None:
         """The fewest bytes of `tier` with which `place` finds a placement, if the other tiers have the bytes
@@ -89,7 +108,10 @@ class Search:
 
         The result is None if no number of bytes is enough.
         """
-        found = (candidate.needed(tier, room) for candidate in self._candidates())
+        # Images may be smaller with long chunks, because there are fewer gaps between parameters.
+        long = self._commits and tier is Tier.NVME
+        candidates = self._useful(room) if long else self._candidates()
+        found = (candidate.needed(tier, room) for candidate in itertools.chain(self._preferred, candidates))
         return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
@@ -101,8 +123,8 @@ class Search:
         whether pages may rest on NVMe.
         """
         found = []
-        for candidate in self._candidates():
-            room = Room(None if unified else candidate.least_near, 0, candidate.total * nvme)
+        for candidate in itertools.chain(self._preferred, self._candidates()):
+            room = Room(None if unified else candidate.least_near, 0, candidate.most_nvme * nvme)
             host = candidate.needed(Tier.HOST, room)
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
@@ -141,16 +163,20 @@ class Search:
 
     def _candidate(self, grouping: int, chunk: int) -> Candidate:
         if (grouping, chunk) not in self._measured:
-            self._measured[grouping, chunk] = Candidate(
-                self._surveyed,
-                self._groupings[grouping],
-                chunk,
-                self._gradient_dtype,
-                self._rule,
-                line=self._line,
-                ring=self._own_memory,
-            )
+            self._measured[grouping, chunk] = self._measure(self._groupings[grouping], chunk)
         return self._measured[grouping, chunk]
+
+    def _measure(self, grouping: Grouping, chunk: int) -> Candidate:
+        return Candidate(
+            self._surveyed,
+            grouping,
+            chunk,
+            self._gradient_dtype,
+            self._rule,
+            line=self._line,
+            ring=self._own_memory,
+            commits=self._commits,
+        )
 
 
 def _groupings(surveyed: Survey) -> list[Grouping]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from infinity.config import format_size
+from infinity.telemetry.wear import SECONDS_PER_DAY, days_until_worn
 
 
 class Edge(Enum):
@@ -161,6 +162,27 @@ class Stats:
         shares = {"compute": step.compute_seconds, "update": step.update_seconds}
         shares |= {edge.value: stats.stall_seconds for edge, stats in step.edges.items()}
         return max(shares, key=shares.__getitem__)
+
+    @property
+    def written_per_step(self) -> int | None:
+        """Bytes written to disk in the last finished step; None if no step has finished."""
+        step = self.last_step or self
+        return step.edges[Edge.HOST_TO_NVME].bytes if step.steps else None
+
+    @property
+    def written_per_day(self) -> float | None:
+        """Bytes written to disk in a day of steps like the last; None if no step has finished."""
+        step = self.last_step or self
+        written = self.written_per_step
+        return written * SECONDS_PER_DAY / step.seconds if written is not None and step.seconds else None
+
+    def days_to(self, terabytes_written: float) -> float | None:
+        """Days of steps like the last until `terabytes_written` terabytes are written to all paths of the
+        NVMe tier together. None if no step has finished, or if the last step wrote nothing.
+
+        terabytes_written: terabytes of 10^12 bytes, as in the rating of a drive ("TBW").
+        """
+        return days_until_worn(terabytes_written, self.written_per_day)
 
     def __str__(self) -> str:
         rows = [["edge", "moved", "transfers", "stalled", "for faults"]]

@@ -12,6 +12,8 @@ from infinity.errors import BudgetError, ConfigError
 _PERIODS = (*range(1, 17), 32, 64, 128, 256)
 _TOLERANCE = 0.05
 _SMALLEST_STRIPE = 4096
+_SPARE = 32
+"""Budgets are always enough if they have at least one byte to spare for each `_SPARE` bytes of a volume."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,12 @@ def choose_striping(
     differ from its share there by at most 5% of `nbytes / len(budgets)`. If no period comes so close, the
     closest one is taken. No path gets more than its budget. Stripes are `stripe_bytes` long. Where budgets
     are so tight that whole periods of such stripes do not fit, the length of stripes is halved until they
-    fit. header_bytes: bytes of each path's budget that are not for the volume.
+    fit. If no length fits, stripes are distributed in proportion to the budgets. header_bytes: bytes of each
+    path's budget that are not for the volume.
 
-    Raises BudgetError where the budgets cannot hold `nbytes` bytes. Raises ConfigError where `nbytes` or a
-    speed is not positive, or the numbers of speeds and budgets differ.
+    Raises BudgetError where the budgets cannot hold `nbytes` bytes. They always can if they have 33 bytes
+    for each 32 bytes of the volume, and if `nbytes` and all budgets are multiples of 4096. Raises
+    ConfigError where `nbytes` or a speed is not positive, or the numbers of speeds and budgets differ.
     """
     if nbytes <= 0:
         raise ConfigError(f"An nvme tier of {nbytes} bytes was asked for.", "Ask for at least one page.")
@@ -100,6 +104,9 @@ def choose_striping(
             if best is not None:
                 return best
             stripe = stripe // 2 // _SMALLEST_STRIPE * _SMALLEST_STRIPE
+        fullest = _by_budget(nbytes, budgets)
+        if sum(fullest.weights) and _fits(fullest, nbytes, budgets):
+            return fullest
     raise BudgetError(
         f"{format_size(nbytes)} do not fit the nvme budget of {format_size(sum(budgets))} on {len(budgets)} "
         "path(s).",
@@ -115,8 +122,7 @@ def _closest(nbytes: int, budgets: Sequence[int], shares: Sequence[float], strip
         weights = _apportion(shares, period, limits)
         divisor = math.gcd(*weights)
         striping = Striping(tuple(weight // divisor for weight in weights), stripe)
-        needed = striping.path_bytes(nbytes)
-        if any(need > budget for need, budget in zip(needed, budgets, strict=True)):
+        if not _fits(striping, nbytes, budgets):
             continue
         error = max(abs(w / period - share / nbytes) for w, share in zip(weights, shares, strict=True))
         if best is None or error < best[0]:
@@ -124,6 +130,24 @@ def _closest(nbytes: int, budgets: Sequence[int], shares: Sequence[float], strip
         if error <= _TOLERANCE / len(budgets):
             break
     return best[1] if best else None
+
+
+def _by_budget(nbytes: int, budgets: Sequence[int]) -> Striping:
+    """Return a striping of the smallest stripes, distributed in proportion to the budgets of the paths.
+
+    The number of periods is chosen so that what each budget loses by rounding to whole periods is, for all
+    paths together, at most `nbytes / _SPARE` bytes. The weights may all be zero if the budgets are smaller
+    than a stripe.
+    """
+    periods = max(1, nbytes // (_SMALLEST_STRIPE * _SPARE * len(budgets)))
+    weights = [budget // (_SMALLEST_STRIPE * periods) for budget in budgets]
+    divisor = math.gcd(*weights) or 1
+    return Striping(tuple(weight // divisor for weight in weights), _SMALLEST_STRIPE)
+
+
+def _fits(striping: Striping, nbytes: int, budgets: Sequence[int]) -> bool:
+    needed = striping.path_bytes(nbytes)
+    return all(need <= budget for need, budget in zip(needed, budgets, strict=True))
 
 
 def _apportion(shares: Sequence[float], period: int, limits: Sequence[float]) -> list[int]:

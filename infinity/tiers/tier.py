@@ -18,6 +18,7 @@ PAGE_ALIGNMENT = 4096
 a multiple of the width of every vector register.
 """
 
+
 LEAST_MARGIN = 512 << 20
 """The least number of bytes of RAM, or of a device's memory, that a default budget leaves unused."""
 

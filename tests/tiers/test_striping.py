@@ -42,6 +42,25 @@ def test_what_fits_with_three_percent_to_spare_is_striped_within_every_budget(
     assert all(need <= budget for need, budget in zip(needed, budgets, strict=True))
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 100) | st.integers(0, 10**6), st.floats(0.1, 10)), min_size=2),
+    st.floats(0, 1),
+)
+@example([(95, 1.0), (11, 4.85)], 1.0)
+@example([(828, 1.0), (441, 1.0), (563, 1.0), (257, 1.0), (555, 1.0), (450, 1.0), (872, 3.0)], 1.0)
+@example([(5, 1.0)] * 40, 1.0)
+def test_a_33rd_to_spare_is_always_enough(paths: list[tuple[int, float]], fill: float) -> None:
+    """Volumes of whole 4 KiB fit budgets of whole 4 KiB, however small, if a 33rd of the bytes is spare."""
+    budgets = [pages * 4096 for pages, _ in paths]
+    nbytes = int(sum(budgets) * 32 // 33 * fill) // 4096 * 4096
+    if nbytes:
+        striping = choose_striping(nbytes, budgets, [speed for _, speed in paths], 4 * MIB)
+        needed = striping.path_bytes(nbytes)
+        assert sum(needed) >= nbytes
+        assert all(need <= budget for need, budget in zip(needed, budgets, strict=True))
+        assert sum(striping.weights) < 1 << 16
+
+
 @given(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.floats(0.01, 1), st.floats(0.1, 10))
 @example((8, 12), 1.0, 1.0)
 @example((20, 32), 1.0, 1.0)

@@ -1,0 +1,78 @@
+"""Plan text: the text by which a plan is printed. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from infinity.config import format_size
+from infinity.planning.placement import Kind
+from infinity.planning.table import render
+from infinity.tiers import Tier
+
+if TYPE_CHECKING:
+    from infinity.planning.plan import Plan
+
+_RATING = 600
+"""Terabytes that may be written to a drive of the kind in the text. Many consumer drives of 1 TB have this
+rating, so that readers can scale the number of days to their own drive.
+"""
+
+
+def text_of(plan: Plan) -> str:
+    """The table of a plan's tiers, and lines on the step, on the device, on commits and on budgets."""
+    smallest = " · ".join(f"{tier.value} {format_size(nbytes)}" for tier, nbytes in plan.smallest.items())
+    lines = [
+        render(plan.rows()),
+        _step(plan),
+        *_share(plan),
+        *_headroom(plan),
+        *_commits(plan),
+        f"smallest budgets that would do: {smallest}",
+    ]
+    return "\n".join(lines)
+
+
+def _step(plan: Plan) -> str:
+    """The line with the seconds of a step, what limits it and, with an NVMe tier, what it writes to disk."""
+    line = "predicted unknown s/step"
+    if plan.prediction is not None:
+        what = "measured" if plan.prediction.measured else "predicted"
+        line = f"{what} {plan.prediction.text} s/step · limited by {plan.prediction.limited_by}"
+    if Tier.NVME not in plan.budgets:
+        return line
+    line += f" · writes {format_size(plan.traffic.disk_write)}/step to disk"
+    if plan.bytes_per_day is not None:
+        line += f" ({format_size(int(plan.bytes_per_day))}/day)"
+    days = plan.days_to(_RATING)
+    return line if days is None else f"{line} · {_RATING} TBW last {days:.{0 if days >= 10 else 1}f} days"
+
+
+def _share(plan: Plan) -> list[str]:
+    """The line with the share of all gradient bytes that belongs to units that the device updates. No line
+    if the device updates no unit.
+    """
+    if not plan.updated_on_device:
+        return []
+    trained = plan.page_sizes[Kind.GRADIENT]
+    share = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
+    return [f"updates: {share:.0%} on the device"]
+
+
+def _headroom(plan: Plan) -> list[str]:
+    if not plan.headroom:
+        return []
+    own = format_size(plan.headroom)
+    return [f"working on the device: {own} are torch's, for cuBLAS and segments that are not full"]
+
+
+def _commits(plan: Plan) -> list[str]:
+    """The line with the bytes that commits take on disk, and that each commit writes. No line without
+    commits.
+    """
+    if not plan.commits:
+        return []
+    place = "on nvme" if Tier.NVME in plan.budgets else f"in {plan.slab_directory or 'its directory'}"
+    line = f"commits: {format_size(plan.durable_bytes)} {place} (two places for each trained byte)"
+    if plan.commit_bytes:
+        line += f" · a commit writes {format_size(plan.commit_bytes)}"
+    return [line]
