@@ -102,7 +102,7 @@ def show(report: dict[str, Any]) -> None:
     print(f"{report['machine']['cpu']}, {report['implementation']}, median of {report['repeats']} rounds\n")
     for row in report["results"]:
         print(
-            f"{row['nbytes'] >> 20:4} MiB, blocks of {row['block'] >> 10:4} KiB, {row['threads']} threads: "
+            f"{row['nbytes'] >> 20:4} MiB, blocks of {row['block'] >> 10:4} KiB, threads {row['threads']}: "
             f"{row['gb_per_s']:6.1f} GB/s, {row['of_sum']:.1%} of the sum's {row['sum_gb_per_s']:.1f} GB/s"
         )
 

@@ -9,8 +9,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace infinity::checksum {
@@ -44,7 +44,7 @@ bool start_quietly(Action action) {
     bool started = true;
     try {
         std::thread(action).detach();
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {  // no thread, or no memory for one
         started = false;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);

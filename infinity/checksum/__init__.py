@@ -101,7 +101,7 @@ def crc32c_blocks(
 
 
 def block_count(segments: npt.NDArray[np.int64]) -> int:
-    """Return how many blocks the segments have, and `crc32c_blocks` returns checksums.
+    """Return the number of blocks of the segments: the length of the array that `crc32c_blocks` returns.
 
     segments: see the module. Raises ConfigError for another dtype, shape or layout, for negative offsets and
     bytes, for ends beyond byte 2**63 - 1, for a block size below 1, and for more than 2**63 - 1 blocks.
