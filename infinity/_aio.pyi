@@ -54,6 +54,9 @@ class Future:
         request's error (StorageError, StorageFull).
         """
 
+    def watcher(self) -> Future:
+        """Return another future of the same request, which does not keep the request's buffer alive."""
+
     def result(self, timeout: float | None = None) -> int:
         """Like `wait`, but returns the bytes moved, and raises TimeoutError after `timeout` seconds."""
 

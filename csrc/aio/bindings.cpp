@@ -164,6 +164,7 @@ void bind_future(nb::module_& m) {
     nb::class_<PyFuture>(m, "Future")
         .def("done", &PyFuture::done)
         .def_prop_ro("timing", &PyFuture::timing)
+        .def("watcher", &PyFuture::watcher)
         .def(
             "wait",
             [](PyFuture& self, std::optional<double> timeout) {

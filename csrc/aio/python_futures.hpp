@@ -58,6 +58,8 @@ class PyFuture {
 
     bool done() const { return future_->done(); }
     PyTiming timing() const { return PyTiming(future_); }
+    // Another future of the same request, which does not hold the request's memory.
+    PyFuture watcher() const { return {future_, nb::object(), engines_}; }
 
     // Returns false after the time limit. Throws the exception of a signal handler.
     bool landed_by(TimePoint until) {

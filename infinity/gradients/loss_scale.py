@@ -32,7 +32,8 @@ class LossScale:
     def __init__(self, *, dynamic: bool) -> None:
         self.dynamic = dynamic
         self.value = _INITIAL if dynamic else 1.0
-        self._good_steps = 0
+        self.good_steps = 0
+        """Number of steps in a row whose gradients were finite, since the scale last changed."""
 
     def step_was(self, *, finite: bool) -> None:
         """Adapt the scale after an optimizer step. finite: whether all gradients of the step were finite."""
@@ -40,12 +41,12 @@ class LossScale:
             return
         if not finite:
             self.value = max(_SMALLEST, self.value / 2)
-            self._good_steps = 0
+            self.good_steps = 0
             return
-        self._good_steps += 1
-        if self._good_steps == _GROWTH_INTERVAL:
+        self.good_steps += 1
+        if self.good_steps == _GROWTH_INTERVAL:
             self.value = min(_LARGEST, self.value * 2)
-            self._good_steps = 0
+            self.good_steps = 0
 
     def incoming(self, inputs: Any) -> Any:
         """Return the root module's inputs, with views in place of differentiable tensors.

@@ -96,6 +96,8 @@ class Pager:
             if not self.prefetch_engine.present(units):
                 self.prefetch_engine.demand(units, _kind_now())
             inside = self.inside
+            if not inside or not torch.is_grad_enabled():  # else no operation may change a parameter
+                self._settle(places)
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
                     with saving(self._find, self._fetch, self.saved_bytes):
@@ -143,6 +145,8 @@ class Pager:
         with self.lock:
             self.refuse()
             self.prefetch_engine.hold(units, AccessKind.FORWARD)
+            for unit in units:
+                self.prefetch_engine.store.settle_for_user(self.pages[unit].home)
         try:
             yield
             with self.lock:
@@ -186,6 +190,7 @@ class Pager:
             if self.copying:
                 return self.copy(place, "cpu")
             self.prefetch_engine.demand([place.page.index], _kind_now())
+            self._settle([place])
             with torch._C.DisableTorchFunctionSubclass():
                 data = place.page.parameters[place.index].data
             self.edits.keep_loan(place.page, place.index, data)
@@ -197,6 +202,7 @@ class Pager:
             self.refuse()
             page = place.page
             self.prefetch_engine.demand([page.index], _kind_now())
+            self._settle([place])
             assert page.residency is not None
             present = page.view(place.index, page.residency)
             if value.data_ptr() != present.data_ptr() or value.stride() != present.stride():
@@ -214,6 +220,11 @@ class Pager:
     def drop_gradient(self, place: Place) -> None:
         if self._gradients is not None:
             self._gradients.drop(place.page.index, place.index)
+
+    def _settle(self, places: Sequence[Place]) -> None:
+        """Wait until the pending commit has the values of parameters that user code may change now."""
+        for place in places:
+            self.prefetch_engine.store.settle_for_user(place.page.home)
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
         """Keep an alias of each tensor in `result` that is a view of a page, and return `result`.

@@ -272,6 +272,9 @@ class Chain:
         """
         if self.rests:
             self._take_at_home()
+        ledger = self._store.ledger
+        if ledger is not None:
+            ledger.settle_chunk((self.unit, self.chunk_index))
         link = self._store.link
         if link.checked:
             link.uses(User.HOST, self._gradient, writes=False, label="update")
@@ -302,6 +305,8 @@ class Chain:
             self._lose(error)
             raise
         try:
+            if store.ledger is not None:
+                store.ledger.updated((self.unit, self.chunk_index))
             self.ticket = self.decision = None
             self._kept = NOTHING
             self._let_go()

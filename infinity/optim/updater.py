@@ -16,7 +16,7 @@ queued on the device's stream, and work that is queued later sees its results.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -147,6 +147,7 @@ class Updater:
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
             self.complete(unit)  # the unit may not have been used since the last step
+        self.complete_awaited()
         self._store.link.drain()
         # Before any gate opens, because the chains have views of their units' bytes from then on, too.
         visible = {unit for unit in later if exposed(unit)}
@@ -177,6 +178,7 @@ class Updater:
         in `step`; an exposed unit is updated before this call returns.
         """
         self.complete(unit)
+        self.complete_awaited()
         seen = exposed(unit)
         self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
         self._open(unit, options)
@@ -209,7 +211,7 @@ class Updater:
         if group.resting:
             self._update_resting(group)
         while group.left:
-            while unit in queue.due and self._staging.try_grant(queue.due[unit][0]):
+            while unit in queue.due and self._staging.try_grant(self._free(queue.due[unit][0])):
                 pass
             running = queue.running(unit)
             if running is None:
@@ -217,6 +219,14 @@ class Updater:
             else:
                 queue.end(running)
                 self.advance()  # the next chains take the free room, so that the disk has no pause
+
+    def outstanding(self) -> Iterator[tuple[int, int]]:
+        """Yield (unit, index of the chunk) of each chunk whose update was decided and is not computed yet."""
+        for unit, group in enumerate(self._units):
+            if group.left:
+                for chain in group.chains:
+                    if chain.decision is not None:
+                        yield unit, chain.chunk_index
 
     def complete_all(self) -> None:
         """Do what `complete` does for all units whose update is pending. Raises StorageError."""
@@ -242,7 +252,12 @@ class Updater:
         while queue.due:
             unit, chains = next(iter(queue.due.items()))
             enough = len(queue.active) >= _MOST_RUNNING and chains[0].in_place
-            if enough or not self._can_begin(unit) or not self._staging.try_grant(chains[0]):
+            if (
+                enough
+                or self._held_up(chains[0])
+                or not self._can_begin(unit)
+                or not self._staging.try_grant(chains[0])
+            ):
                 return
         if self._ahead is not None:
             self._staging.read_ahead(self._ahead.candidates(self.pending))
@@ -256,6 +271,32 @@ class Updater:
     def abandon(self) -> None:
         """Give up all updates that have not ended, and wait until no update uses memory any more."""
         self._queue.abandon()
+
+    # --- commits ----------------------------------------------------------------------------------------
+
+    def complete_awaited(self) -> None:
+        """Do what `complete` does for all units with an update for which the pending commit waits."""
+        ledger = self._store.ledger
+        if ledger is not None and ledger.pending is not None:
+            for unit in dict.fromkeys(unit for unit, _ in list(ledger.pending.awaited)):
+                self.complete(unit)
+
+    def _held_up(self, chain: Chain) -> bool:
+        """Whether the results of a chain (the update of a chunk) would need a third place on disk."""
+        ledger = self._store.ledger
+        return ledger is not None and ledger.blocks((chain.unit, chain.chunk_index))
+
+    def _free(self, chain: Chain) -> Chain:
+        """Make sure that there is a place on disk for the results of a chain, which is returned.
+
+        If commits hold both places, the pending commit is driven to its end, before the chain gets staging.
+        """
+        if self._held_up(chain):
+            ledger = self._store.ledger
+            assert ledger is not None
+            self._queue.revoke_all()  # no staging is held meanwhile
+            ledger.land()
+        return chain
 
     # --- what is due ------------------------------------------------------------------------------------
 
@@ -356,6 +397,9 @@ class Updater:
         """
         if self._units[unit].unread:
             return False
+        ledger = self._store.ledger
+        if ledger is not None and ledger.pending is not None:
+            return True  # the commit should not wait until the model uses the unit
         page = self._pages[unit]
         if not self._store.device.shares_host or page.home.in_place:
             return True

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.errors import InfinityError
+from infinity.pages.twins import Twins
 from infinity.tiers import NvmeLease, Tier
 from infinity.tiers.link import Transfer
 
@@ -49,12 +50,22 @@ class Home:
     """Whether code on the CPU can use `memory`: the tier is host RAM, or the device shares the host's RAM."""
     nvme_lease: NvmeLease | None = None
     """The page's leased bytes on NVMe; None if the tier is not NVMe."""
+    twins: Twins | None = None
+    """The page's parts and their places in the durable range of the slabs; None if commits are off, and for
+    gradients.
+    """
     computed: bool = False
     """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for all kernels
     that were queued before the copy.
     """
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)
+
+    def set_twins(self, twins: Twins) -> None:
+        """Divide the page into parts that commits hold; called once, before the first read or write."""
+        self.twins = twins
+        for part in twins.parts:
+            part.home = self
 
     @staticmethod
     def of_nothing() -> Home:

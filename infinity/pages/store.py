@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -24,32 +25,43 @@ from infinity.config import Budget, round_up
 from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
 from infinity.formats.moments import DTYPES
+from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest
+from infinity.pages.ledger import Ledger
 from infinity.planning.plan import Plan
+from infinity.system.disk_files import DiskFiles, Observer
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.cap import Share, capped
 from infinity.tiers.copy_streams import open_link
 from infinity.tiers.driver import Event
-from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User
+from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Lane, Transfer, User, watcher_of
+from infinity.tiers.path_lock import PathLock
+from infinity.tiers.slab_header import SLAB_HEADER_BYTES
+from infinity.tiers.volume_record import VolumeRecord
 
 _injection = threading.local()
 
 
 @contextlib.contextmanager
-def injected(faults: Faults) -> Iterator[Faults]:
+def injected(faults: Faults, observer: Observer | None = None) -> Iterator[Faults]:
     """For tests: inject errors and delays into the NVMe I/O of runtimes.
 
     It acts on the runtimes that this thread makes inside the `with` statement, as long as they live. faults:
-    says what to inject; it is also yielded.
+    says what to inject; it is also yielded. observer: is told of the operations on all other files.
     """
-    before = getattr(_injection, "faults", None)
-    _injection.faults = faults
+    before = getattr(_injection, "faults", None), getattr(_injection, "observer", None)
+    _injection.faults, _injection.observer = faults, observer
     try:
         yield faults
     finally:
-        _injection.faults = before
+        _injection.faults, _injection.observer = before
+
+
+def injected_files() -> DiskFiles:
+    """The operations on files for a runtime that this thread makes now; see `injected`."""
+    return DiskFiles(getattr(_injection, "observer", None))
 
 
 class Store:
@@ -59,9 +71,20 @@ class Store:
     and leaves nothing open then.
     """
 
-    def __init__(self, plan: Plan, budget: Budget, meter: Meter, *, others: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        budget: Budget,
+        meter: Meter,
+        *,
+        others: int = 0,
+        adopted: VolumeRecord | None = None,
+        locks: Mapping[Path, PathLock] | None = None,
+    ) -> None:
         """plan, budget: give the bytes of every tier and pool, and the directories on NVMe. meter: counts the
         bytes moved and the waits. others: bytes on the device that this process uses outside the budget.
+        adopted: the slabs of a commit, which become the slabs of this run; None: new slabs. locks: of
+        directories that the caller has locked, which the NVMe tier shares.
         """
         self.plan = plan
         self.meter = meter
@@ -95,28 +118,55 @@ class Store:
             (plan.ring_bytes,). Both are None if the plan has no ring.
             """
             self.nvme: NvmeTier | None = None
-            if plan.home_bytes[Tier.NVME]:
-                self.nvme = cleanup.enter_context(
-                    NvmeTier(
-                        {os.fspath(path): size for path, size in budget.nvme_bytes.items()},
-                        plan.home_bytes[Tier.NVME],
-                        faults=getattr(_injection, "faults", None),
-                    )
-                )
+            self.durable: DurableIO | None = None
+            """Reads and writes the places of durable pages; None if commits are off."""
+            self.files = injected_files()
+            if plan.nvme_bytes:
+                self.nvme = cleanup.enter_context(self._open_nvme(budget, adopted, locks))
                 self.nvme.register(self.host)
+            if plan.commits:
+                assert self.nvme is not None
+                self.durable = DurableIO(self.nvme, plan.durable_bytes, meter)
             self._cleanup = cleanup.pop_all()
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """What the pending commit holds and waits for; None if commits are off."""
+        return None if self.durable is None else self.durable.ledger
+
+    def _open_nvme(
+        self, budget: Budget, adopted: VolumeRecord | None, locks: Mapping[Path, PathLock] | None
+    ) -> NvmeTier:
+        plan = self.plan
+        paths: Mapping[str, int] = {os.fspath(path): size for path, size in budget.nvme_bytes.items()}
+        if plan.slab_directory is not None:
+            paths = {plan.slab_directory: plan.nvme_bytes + SLAB_HEADER_BYTES}
+        return NvmeTier(
+            paths,
+            plan.nvme_bytes,
+            durable=plan.commits,
+            adopt=adopted,
+            files=self.files,
+            shared=locks,
+            faults=getattr(_injection, "faults", None),
+        )
 
     @property
     def pools(self) -> dict[str, Pool]:
         """All pools of host and device memory, by the pool's name."""
         return {**self.host.pools, **self.device.pools}
 
-    def home(self, tier: Tier, nbytes: int) -> Home:
+    def home(self, tier: Tier, nbytes: int, *, durable: bool = False) -> Home:
         """Lease `nbytes` bytes in a tier, and return them as a new home for a page. The content of the bytes
         is undefined until it is written.
 
-        Raises BudgetError if the tier is full.
+        durable: whether the page has twin places in the slabs, which the caller sets as `Home.twins`. A
+        durable home on NVMe leases nothing, because these places are its bytes. Raises BudgetError if the
+        tier is full.
         """
+        if tier is Tier.NVME and durable:
+            assert self.durable is not None
+            return Home(tier, nbytes, None, False, self.durable.lease)
         if tier is Tier.NVME:
             assert self.nvme is not None
             return Home(tier, nbytes, None, False, self.nvme.lease(nbytes))
@@ -180,9 +230,12 @@ class Store:
         if home.nvme_lease is not None:
             assert self.nvme is not None
             self.link.uses(User.HOST, into, writes=True, label="read")
-            transfer: Transfer = self.nvme.read(home.nvme_lease, into, offset=offset, deadline=deadline)
+            if self.durable is not None and home.twins is not None:
+                transfer = self.durable.read(home, offset, into, deadline)
+            else:
+                transfer = self.nvme.read(home.nvme_lease, into, offset=offset, deadline=deadline)
+                self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
             home.in_flight.append(InFlightRequest(offset, offset + into.nbytes, False, transfer))
-            self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         elif home.in_place:
             there = home.view(offset, into.nbytes)
             self.link.uses(User.HOST, there, writes=False, label="copied from home")
@@ -241,17 +294,25 @@ class Store:
         self.link.uses(User.HOST, source, writes=False, label="written home")
         if home.nvme_lease is not None:
             assert self.nvme is not None
-            transfer: Transfer = self.nvme.write(home.nvme_lease, source, offset=offset)
+            transfer: Transfer
+            if self.durable is not None and home.twins is not None:
+                transfer = self.durable.write(home, offset, source)
+            else:
+                transfer = self.nvme.write(home.nvme_lease, source, offset=offset)
+                self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
             request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost, spare)
             home.in_flight.append(request)
             self._writes.append((home, request))
-            self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
             return transfer
         if home.in_place:
+            if self.durable is not None and home.twins is not None:
+                self.durable.ledger.settle(home.twins.over(offset, offset + source.nbytes))
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
             return ARRIVED
+        if self.durable is not None and home.twins is not None:
+            self.durable.write_besides(home, offset, source)
         if home.computed:
             self.link.follow_compute()
         return self.copy_up(home.view(offset, source.nbytes), source)
@@ -310,6 +371,8 @@ class Store:
             piece[first - start : last - start].copy_(data[first - offset : last - offset])
             self._bounced = self._begin_write(home, start, piece, None, False)
             self._end_write(home, self._bounced)
+        if self.durable is not None and home.twins is not None and home.nvme_lease is not None:
+            self.durable.patched(home, offset, data)
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """Read `nbytes` bytes of a home from byte `offset` of the home on, and return a copy in ordinary RAM.
@@ -351,6 +414,21 @@ class Store:
         with contextlib.suppress(InfinityError):  # raised where the transfer's bytes are needed
             self._bounced.wait()
         return self._bounce[:nbytes]
+
+    def settle_for_user(self, home: Home) -> None:
+        """Wait until the pending commit, if there is one, has the bytes of a page that user code may change
+        in memory now: until no flush and no write reads them.
+        """
+        ledger = self.ledger
+        if ledger is None or ledger.pending is None or home.twins is None:
+            return
+        ledger.settle(home.twins.parts)
+        for request in [each for each in home.in_flight if each.writes]:
+            home.finish(request)
+
+    def writes_under_way(self) -> list[Transfer]:
+        """The writes to durable homes on NVMe that have not been waited for."""
+        return [watcher_of(request.transfer) for home, request in self._writes if home.twins is not None]
 
     def finish_oldest_write(self) -> bool:
         """Wait for the oldest write in flight, and raise its error if it fails.

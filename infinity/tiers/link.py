@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 
+from infinity.aio import Future
+from infinity.errors import InfinityError
 from infinity.tiers.driver import Event, has_driver
 
 After = Event | Sequence[Event] | None
@@ -90,6 +92,50 @@ class Arrived:
 
 
 ARRIVED = Arrived()
+
+
+class Joined:
+    """Several transfers that are used as one. `then` is called once, by the first `wait` after all ended."""
+
+    def __init__(self, transfers: Sequence[Transfer], then: Callable[[], None] | None = None) -> None:
+        """then: function that may raise an InfinityError; each later `wait` calls it again then."""
+        self._transfers = transfers
+        self._then = then
+
+    def done(self) -> bool:
+        return all([each.done() for each in self._transfers])
+
+    def wait(self) -> object:
+        """Wait for all transfers, then raise the first error of one of them, or of `then`."""
+        failure: InfinityError | None = None
+        for each in self._transfers:
+            try:
+                each.wait()
+            except InfinityError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        if self._then is not None:
+            self._then()
+            self._then = None
+        return None
+
+    @property
+    def timing(self) -> Timing | None:
+        """None: each of the transfers has times of its own."""
+        return None
+
+    def watcher(self) -> Joined:
+        """Return another object for the same transfers, which does not keep their memory alive."""
+        return Joined([watcher_of(each) for each in self._transfers])
+
+
+def watcher_of(transfer: Transfer) -> Transfer:
+    """A transfer that ends with `transfer`, and with its error, but does not keep its memory alive.
+
+    transfer: an I/O request, or several of them.
+    """
+    return transfer.watcher() if isinstance(transfer, (Joined, Future)) else transfer
 
 
 class DeviceLink(Protocol):

@@ -107,8 +107,8 @@ class NvmeTier(Closing):
     `stripe_bytes` have no effect. The slabs grow if `nbytes` is more than they hold. All directories are
     locked.
 
-    files: reaches the disk for headers, locks and removals. beside: a tier of this process whose locks of
-    directories this tier shares, so that both can have slabs there.
+    files: reaches the disk for headers, locks and removals. shared: locks of directories that the caller
+    holds, by the directory without symbolic links, which this tier shares.
 
     A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
     the files, unless `keep` says that they stay.
@@ -135,7 +135,7 @@ class NvmeTier(Closing):
         durable: bool = False,
         adopt: VolumeRecord | None = None,
         files: DiskFiles | None = None,
-        beside: NvmeTier | None = None,
+        shared: Mapping[Path, PathLock] | None = None,
     ) -> None:
         if not budgets:
             raise ConfigError("The nvme tier was given no path.", 'Give {"/mnt/nvme0": bytes}.')
@@ -145,7 +145,6 @@ class NvmeTier(Closing):
         limits = [limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values()]
         wanted = round_up(nbytes, PAGE_ALIGNMENT)
         files = files or DiskFiles()
-        shared: Mapping[Path, PathLock] = {} if beside is None else beside.locks
         self._base = SLAB_HEADER_BYTES if durable or adopt is not None else 0
         self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
         self.locks: dict[Path, PathLock]
@@ -157,7 +156,7 @@ class NvmeTier(Closing):
                 )
                 sizes = self.striping.path_bytes(wanted)
                 used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
-                self.locks = lock_directories([path for path, _ in used], rank, files, shared, cleanup)
+                self.locks = lock_directories([path for path, _ in used], rank, files, shared or {}, cleanup)
                 self.slabs = [
                     cleanup.enter_context(
                         Slab(path, size, rank=rank, durable=durable, lock=self.locks[path], files=files)
@@ -166,7 +165,7 @@ class NvmeTier(Closing):
                 ]
             else:
                 self.striping = adopt.striping
-                self.locks = lock_directories(paths, rank, files, shared, cleanup)
+                self.locks = lock_directories(paths, rank, files, shared or {}, cleanup)
                 self.slabs = adopt_slabs(
                     adopt,
                     dict(zip(self.locks.values(), limits, strict=True)),

@@ -1,0 +1,249 @@
+"""Durable I/O: reads and writes of pages whose parts have twin places on disk (infinity/pages/twins.py).
+
+A write of a whole part goes to the place that no commit holds, with the checksums of its blocks. A write to
+some bytes of a part whose place is held first copies the part to the other place. Bytes of an earlier process
+are checked against their checksums when they are read first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from infinity.checksum import crc32c_blocks
+from infinity.config import round_up
+from infinity.errors import ConfigError, CorruptState
+from infinity.pages.home import Home
+from infinity.pages.ledger import Ledger
+from infinity.pages.twins import UNKNOWN, Part, Twins, block_count
+from infinity.telemetry.meter import Meter
+from infinity.telemetry.stats import Edge
+from infinity.tiers import PAGE_ALIGNMENT, NvmeTier
+from infinity.tiers.link import Joined, Transfer
+
+_SCRATCH = 1 << 20
+"""Bytes of the ordinary RAM through which parts are copied and checked outside of the budget's pools."""
+
+Name = Callable[[Part, int], str]
+"""Function that names a block of a part for an error: (part, index of the block) -> text."""
+
+
+class DurableIO:
+    """Reads and writes the durable range of one runtime's slabs. Called under the runtime's lock, except
+    `flush`.
+    """
+
+    def __init__(self, nvme: NvmeTier, nbytes: int, meter: Meter) -> None:
+        """nvme: the tier with the slabs, from which nothing was leased yet. nbytes: size of the durable
+        range, which begins at byte 0 of the volume.
+        """
+        self.nvme = nvme
+        self.lease = nvme.lease(nbytes)
+        assert self.lease.offset == 0
+        self.ledger = Ledger()
+        self.name: Name = lambda part, block: f"block {block} of a part"
+        self._meter = meter
+
+    def read(self, home: Home, offset: int, into: torch.Tensor, deadline: float | None) -> Transfer:
+        """Begin to read bytes of a home on NVMe. The parameters are those of `Store.read`.
+
+        Waiting for the transfer raises CorruptState if bytes of an earlier process have other checksums.
+        """
+        end = offset + into.nbytes
+        unchecked: list[tuple[Part, torch.Tensor]] = []
+        twins = _twins(home)
+        for part in twins.over(offset, end):
+            if part.verified:
+                continue
+            if offset <= part.start and _last(part) <= end:
+                low = part.start - offset
+                unchecked.append((part, into[low : low + min(part.nbytes, end - part.start)]))
+            else:
+                self.verify(part)
+        transfers = [
+            self._read(place, into[start - offset : stop - offset], deadline)
+            for place, start, stop in twins.extents(offset, end)
+        ]
+        if len(transfers) == 1 and not unchecked:
+            return transfers[0]
+        return Joined(transfers, lambda: self._check(unchecked))
+
+    def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
+        """Begin to write bytes to a home on NVMe. The parameters are those of `Store.write`.
+
+        Drives the pending commit to its end if commits hold both places of a part. Raises ConfigError for a
+        frozen part that a commit holds.
+        """
+        end = offset + source.nbytes
+        transfers = []
+        for part in _twins(home).over(offset, end):
+            low, high = max(offset, part.start), min(end, part.end)
+            piece = source[low - offset : high - offset]
+            if (low, high) == (part.start, part.end):
+                side = self._target(part)
+                checksums = crc32c_blocks(piece, part.segments).astype(np.int64)
+                transfer = self._write(part.places[side], piece)
+                part.side, part.checksums, part.verified = side, checksums, True
+                if self.ledger.wants(part):
+                    self.ledger.written(part, transfer)
+            else:
+                self._make_writable(part)
+                _forget(part, low - part.start, high - part.start)
+                transfer = self._write(part.place + low - part.start, piece)
+            transfers.append(transfer)
+        return transfers[0] if len(transfers) == 1 else Joined(transfers)
+
+    def write_besides(self, home: Home, offset: int, source: torch.Tensor) -> None:
+        """Write bytes that go to a home in device memory to their place on disk too, if the pending commit
+        waits for them. The parameters are those of `Store.write`.
+        """
+        for part in _twins(home).over(offset, offset + source.nbytes):
+            if self.ledger.wants(part) and (part.start, part.nbytes) == (offset, source.nbytes):
+                self.ledger.written(part, self.copy_out(part, source))
+
+    def patched(self, home: Home, offset: int, data: torch.Tensor) -> None:
+        """Note the checksums of blocks that were just written by `write`, in pieces that cut them.
+
+        data: the bytes that were written, flat uint8. offset: from the start of the page.
+        """
+        end = offset + data.nbytes
+        for part in _twins(home).over(offset, end):
+            rows = part.segments
+            if not len(rows):
+                continue
+            index = 0
+            for start, nbytes, block in rows.tolist():
+                begin, blocks = part.start + start, -(-nbytes // block)
+                if offset <= begin and begin + nbytes <= end and nbytes:
+                    inside = data[begin - offset : begin - offset + nbytes]
+                    found = crc32c_blocks(inside, np.array([(0, nbytes, block)], dtype=np.int64))
+                    part.checksums[index : index + blocks] = found
+                index += blocks
+
+    def copy_out(self, part: Part, memory: torch.Tensor) -> Transfer:
+        """Begin to write a whole part from host memory to the place that no commit holds.
+
+        memory: uint8 (part.nbytes,); it must not change until the transfer has ended. Also called by the
+        thread of a commit.
+        """
+        side = self._target(part)
+        checksums = crc32c_blocks(memory, part.segments).astype(np.int64)
+        transfer = self._write(part.places[side], memory)
+        part.side, part.checksums, part.verified = side, checksums, True
+        return transfer
+
+    def bring(self, part: Part, into: torch.Tensor) -> Transfer:
+        """Begin to read a whole part from its place, and return the transfer. into: uint8 (part.nbytes,).
+
+        Waiting for the transfer raises CorruptState if the bytes have other checksums.
+        """
+        transfer = self._read(part.place, into, None)
+        return Joined([transfer], lambda: self._check([(part, into)]))
+
+    def learn(self, part: Part) -> None:
+        """Compute the checksums of a part's newest bytes that are not known yet, by reading them."""
+        if (part.checksums[: block_count(part.filled)] == UNKNOWN).any():
+            part.checksums = np.concatenate(
+                [self._checksums_on_disk(part), part.checksums[block_count(part.filled) :]]
+            )
+
+    def verify(self, part: Part) -> None:
+        """Read a part's newest bytes and compare their checksums. Raises CorruptState if they differ."""
+        self._compare(part, self._checksums_on_disk(part))
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    def _target(self, part: Part) -> int:
+        side = part.target()
+        if side is None and part.trained:
+            self.ledger.land()
+            side = part.target()
+        if side is None:
+            raise ConfigError(
+                "A frozen parameter was edited after a commit, which holds its only place on disk.",
+                "Edit it before the first commit, or offload it with requires_grad=True.",
+            )
+        return side
+
+    def _make_writable(self, part: Part) -> None:
+        """Make sure that no commit holds the place `side`: copy the part to its other place if one does."""
+        side = self._target(part)
+        if side == part.side:
+            return
+        part.home.settle(part.start, part.end, writing=True)
+        for offset in range(0, part.nbytes, _SCRATCH):
+            piece = _scratch(min(_SCRATCH, part.nbytes - offset))
+            self._read(part.place + offset, piece, None).wait()
+            self._write(part.places[side] + offset, piece).wait()
+        part.checksums = part.checksums.copy()
+        part.side = side
+
+    def _check(self, unchecked: Sequence[tuple[Part, torch.Tensor]]) -> None:
+        for part, memory in unchecked:
+            if not part.verified:
+                self._compare(part, crc32c_blocks(memory, part.filled).astype(np.int64))
+
+    def _compare(self, part: Part, found: np.ndarray) -> None:
+        wrong = np.flatnonzero(found != part.checksums[: len(found)])
+        if len(wrong):
+            raise CorruptState(
+                f"The bytes on disk of {self.name(part, int(wrong[0]))} are not those that were committed: "
+                f"{len(wrong)} of {len(found)} checksums of the part differ.",
+                "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
+            )
+        part.verified = True
+
+    def _checksums_on_disk(self, part: Part) -> np.ndarray:
+        part.home.settle(part.start, part.end, writing=False)
+        found: list[np.ndarray] = []
+        for start, nbytes, block in part.filled.tolist():
+            step = max(1, (_SCRATCH - 2 * PAGE_ALIGNMENT) // block) * block
+            for done in range(0, nbytes, step):
+                first, count = start + done, min(step, nbytes - done)
+                low = first // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+                piece = _scratch(min(part.nbytes, round_up(first + count, PAGE_ALIGNMENT)) - low)
+                self._read(part.place + low, piece, None).wait()
+                row = np.array([(first - low, count, block)], dtype=np.int64)
+                found.append(crc32c_blocks(piece, row).astype(np.int64))
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+    def _read(self, place: int, into: torch.Tensor, deadline: float | None) -> Transfer:
+        transfer = self.nvme.read(self.lease, into, offset=place, deadline=deadline)
+        self._meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
+        return transfer
+
+    def _write(self, place: int, source: torch.Tensor) -> Transfer:
+        transfer = self.nvme.write(self.lease, source, offset=place)
+        self._meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
+        return transfer
+
+
+def _twins(home: Home) -> Twins:
+    assert home.twins is not None
+    return home.twins
+
+
+def _last(part: Part) -> int:
+    """The end, in the page, of the bytes of a part that have values."""
+    filled = part.filled
+    return part.start + (int((filled[:, 0] + filled[:, 1]).max()) if len(filled) else 0)
+
+
+def _forget(part: Part, start: int, end: int) -> None:
+    """Mark the checksums of blocks in bytes [start, end) of a part as unknown."""
+    rows = part.segments
+    counts = -(-rows[:, 1] // rows[:, 2])
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    block = np.repeat(rows[:, 2], counts)
+    low = np.repeat(rows[:, 0], counts) + number * block
+    high = np.minimum(low + block, np.repeat(rows[:, 0] + rows[:, 1], counts))
+    part.checksums[(low < end) & (start < high)] = UNKNOWN
+
+
+def _scratch(nbytes: int) -> torch.Tensor:
+    """New ordinary RAM, uint8 (nbytes,), at an address that direct I/O takes."""
+    memory = torch.empty(nbytes + PAGE_ALIGNMENT, dtype=torch.uint8, device="cpu")
+    start = -memory.data_ptr() % PAGE_ALIGNMENT
+    return memory[start : start + nbytes]

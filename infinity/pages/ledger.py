@@ -1,0 +1,218 @@
+"""Ledger: which bytes a pending commit holds, and what it still waits for.
+
+A commit is pending from `save` on until its manifest is durable. It holds each part (see
+infinity/pages/twins.py) as the part is after the last step. Some parts have these bytes already. The others
+get them later, because updates may run long after the step that decided them. Three things bring a part's
+bytes to the place that the commit holds:
+
+- Its page is at home on NVMe: the update writes them there anyway.
+- Its page is at home in memory that the CPU can use: a thread writes them from there, and the next change of
+  that memory waits for it (`settle`). This is a flush.
+- Its page is at home in device memory: the thread that trains copies them down and writes them.
+
+[Note: two threads]
+The thread that trains calls `begin`, `written`, `updated` and `settle`, under the runtime's lock. The thread
+of the commit calls `next_flush`, `flushed` and `fail`, and never takes the runtime's lock. Both take the
+ledger's own lock, for moments only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.errors import InfinityError
+from infinity.pages.twins import Part
+from infinity.tiers.link import Transfer, watcher_of
+
+_SLICE = 0.05
+"""Seconds after which a waiting thread looks again, so that signals are handled meanwhile."""
+
+Chunk = tuple[int, int]
+"""(index of a unit, index of a chunk in the unit)."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """What one pending commit holds and still waits for."""
+
+    captured: dict[Part, tuple[int, npt.NDArray[np.int64], bool]] = field(default_factory=dict)
+    """Part -> (index of the place that the commit holds, checksums of the bytes there, `Part.begun`)."""
+    awaited: dict[Chunk, Sequence[Part]] = field(default_factory=dict)
+    """Chunks whose update was decided and has not been computed -> their parts."""
+    late: set[Part] = field(default_factory=set)
+    """The parts of `awaited` whose bytes have not come yet."""
+    to_flush: deque[Part] = field(default_factory=deque)
+    """Parts in memory that the CPU can use and that nobody has begun to flush."""
+    unflushed: set[Part] = field(default_factory=set)
+    """Parts whose flush has not ended: those in `to_flush`, and those whose write is under way."""
+    writes: list[Transfer] = field(default_factory=list)
+    """Writes under way of bytes that the commit holds."""
+    failure: InfinityError | None = None
+    """The error by which the commit cannot land any more."""
+    ended: bool = False
+
+
+class Ledger:
+    """The parts of all pages, and the pending commit, if there is one."""
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+        self.land: Callable[[], None] = _nothing
+        """Function that drives the pending commit to its end, whether it succeeds or not. Called by the
+        thread that trains, under the runtime's lock, when no update of the commit's step is outstanding.
+        """
+        self._changed = threading.Condition()
+        self._parts: dict[Chunk, Sequence[Part]] = {}
+
+    def set_parts(self, parts: Mapping[Chunk, Sequence[Part]]) -> None:
+        """Set the parts of each chunk: its slice of the parameter page, and its optimizer states."""
+        self._parts = dict(parts)
+
+    # --- the thread that trains -------------------------------------------------------------------------
+
+    def begin(
+        self, outstanding: Iterable[Chunk], frozen: Iterable[Part], writes: Iterable[Transfer]
+    ) -> tuple[Pending, list[Part]]:
+        """Make the pending commit, with the parts as they will be after the updates that are outstanding.
+
+        outstanding: the chunks whose update was decided and has not been computed. frozen: the parts of
+        frozen parameters. writes: the writes of pages that are under way. Returns the pending commit, and the
+        parts in device memory that the caller has to write to their places now, with `written`.
+        """
+        pending = Pending(writes=list(writes))
+        late = set(outstanding)
+        apart: list[Part] = []
+        pending.awaited = {chunk: self._parts[chunk] for chunk in late}
+        pending.late = {part for parts in pending.awaited.values() for part in parts}
+        ready = [part for chunk, parts in self._parts.items() if chunk not in late for part in parts]
+        for part in (*ready, *frozen):
+            if part.home.nvme_lease is not None or (not part.trained and part.durable is not None):
+                _capture(pending, part)
+            elif part.home.in_place:
+                pending.to_flush.append(part)
+            else:
+                apart.append(part)
+        pending.unflushed.update(pending.to_flush)
+        self.pending = pending
+        return pending, apart
+
+    def wants(self, part: Part) -> bool:
+        """Whether the pending commit waits for the update that brings the part's next bytes."""
+        return self.pending is not None and part in self.pending.late
+
+    def written(self, part: Part, transfer: Transfer) -> None:
+        """Note that a write of a whole part to its place `side` has begun, with bytes that the pending commit
+        holds.
+        """
+        pending = self.pending
+        assert pending is not None
+        with self._changed:
+            pending.writes.append(watcher_of(transfer))
+            pending.late.discard(part)
+            _capture(pending, part)
+
+    def updated(self, chunk: Chunk) -> None:
+        """Note that an awaited update of a chunk has been computed, and that its writes have begun."""
+        pending = self.pending
+        if pending is None or chunk not in pending.awaited:
+            return
+        with self._changed:
+            for part in pending.awaited.pop(chunk):
+                if part in pending.late:
+                    pending.late.discard(part)
+                    pending.to_flush.append(part)
+                    pending.unflushed.add(part)
+            self._changed.notify_all()
+
+    def settle(self, parts: Iterable[Part]) -> None:
+        """Wait until no flush reads the memory of these parts, so that it may change."""
+        pending = self.pending
+        if pending is None or not pending.unflushed:
+            return
+        wanted = [part for part in parts if part in pending.unflushed]
+        if not wanted:
+            return
+        with self._changed:
+            for part in reversed(wanted):  # those that nobody has begun go first
+                if part in pending.to_flush:
+                    pending.to_flush.remove(part)
+                    pending.to_flush.appendleft(part)
+            while not pending.ended and any(part in pending.unflushed for part in wanted):
+                self._changed.wait(_SLICE)
+
+    def settle_chunk(self, chunk: Chunk) -> None:
+        """Do what `settle` does for the parts of a chunk."""
+        if self.pending is not None and self.pending.unflushed:
+            self.settle(self._parts[chunk])
+
+    def blocks(self, chunk: Chunk) -> bool:
+        """Whether an update of the chunk would need a third place for its results, so that the pending commit
+        has to be driven to its end first.
+        """
+        if self.pending is None:
+            return False
+        return any(part.home.nvme_lease is not None and part.target() is None for part in self._parts[chunk])
+
+    # --- the thread of the commit -----------------------------------------------------------------------
+
+    def next_flush(self, *, block: bool) -> Part | None:
+        """Take the next part to flush; None if there is none now.
+
+        block: wait for one, and return None only if there will be none any more.
+        """
+        pending = self.pending
+        assert pending is not None
+        with self._changed:
+            while not pending.to_flush:
+                if not block or pending.ended or not pending.awaited:
+                    return None
+                self._changed.wait()
+            return None if pending.ended else pending.to_flush.popleft()
+
+    def flushed(self, part: Part) -> None:
+        """Note that a part's bytes have been written from memory to its place `side`."""
+        pending = self.pending
+        assert pending is not None
+        with self._changed:
+            _capture(pending, part)
+            pending.unflushed.discard(part)
+            self._changed.notify_all()
+
+    def end(self, failure: InfinityError | None) -> None:
+        """Note that the pending commit has ended. Its places are durable if `failure` is None, else free."""
+        pending = self.pending
+        assert pending is not None
+        with self._changed:
+            for part, (side, _, _) in pending.captured.items():
+                part.pending = None
+                if failure is None:
+                    part.durable = side
+            pending.failure = failure
+            pending.ended = True
+            pending.awaited.clear()
+            pending.unflushed.clear()
+            self.pending = None
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Let the pending commit end without waiting for updates. Called at the end of the runtime."""
+        pending = self.pending
+        if pending is not None:
+            with self._changed:
+                pending.ended = True
+                self._changed.notify_all()
+
+
+def _capture(pending: Pending, part: Part) -> None:
+    part.pending = part.side
+    pending.captured[part] = part.side, part.checksums, part.begun
+
+
+def _nothing() -> None:
+    return None
