@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.build import carry_out
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.resume import division_of
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
+from infinity.layout.division import Division
 from infinity.model.paged_parameter import PagedParameter
+from infinity.pages.store import injected_files
 from infinity.planning.fake_step import run_fake_step
 from infinity.planning.machine_rates import measure_rates
 from infinity.planning.operator_timing import Roofline, seconds_of
@@ -35,6 +40,8 @@ def offload(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     update: str = "auto",
     accumulation: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Runtime:
     """Move the parameters, gradients and optimizer states of a model into pages; return the model's runtime.
 
@@ -57,23 +64,40 @@ def offload(
     in its parameter's dtype, which changes no bit of the training results. A second gradient of a parameter
     in one step raises ConfigError.
 
+    checkpoint: a directory for commits, which turns `Runtime.save` on. Parameters and states then take their
+    room on disk twice, in the directories of the budget's nvme, or in this one if the budget has none. It is
+    made if it does not exist, and refused if it has the commits of another run. resume: a directory whose
+    newest commit the run continues, bit by bit, with the same model, optimizer and precision; budgets, tiers
+    and chunks may differ. Later commits go there too, unless `checkpoint` names another directory. Call
+    `Runtime.load` for the state that was saved with the commit.
+
     Raises BudgetError before anything is moved if a budget is too small; its `needed` is a budget in bytes
     that is enough. Raises UnsupportedOptimizer, ConfigError for a model that cannot be paged, and the errors
-    of the tiers (StorageError, StorageFull, DeviceError). Model and optimizer are then as they were.
+    of the tiers (StorageError, StorageFull, DeviceError). A commit that cannot be loaded raises CorruptState
+    or IncompatibleCheckpoint. Model and optimizer are then as they were.
     """
     budget, precision = check_kinds(budget, precision)
     _check(model, optimizer)
-    made = plan(
-        model,
-        optimizer,
-        budget=budget,
-        precision=precision,
-        example_inputs=example_inputs,
-        device=device,
-        update=update,
-        accumulation=accumulation,
-    )
-    return carry_out(made, model, optimizer, budget=budget, weights=weights)
+    with ExitStack() as cleanup:
+        commits = None
+        if checkpoint is not None or resume is not None:
+            _check_commits(optimizer, weights, resume)
+            commits = cleanup.enter_context(Checkpoint(checkpoint, resume, injected_files()))
+        made = _plan(
+            model,
+            optimizer,
+            budget=budget,
+            precision=precision,
+            example_inputs=example_inputs,
+            device=device,
+            update=update,
+            accumulation=accumulation,
+            slab_directory=None if commits is None else str(commits.directory),
+            prefer=None if commits is None or commits.saved is None else division_of(commits.saved),
+        )
+        runtime = carry_out(made, model, optimizer, budget=budget, weights=weights, checkpoint=commits)
+        cleanup.pop_all()
+    return runtime
 
 
 def plan(
@@ -86,6 +110,7 @@ def plan(
     device: torch.device | str | None = None,
     update: str = "auto",
     accumulation: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Make the plan by which `offload` would move a model with the same arguments; nothing is moved.
 
@@ -98,7 +123,36 @@ def plan(
 
     Raises BudgetError if a budget is too small; its `needed` is a budget in bytes that is enough. Raises
     ConfigError, UnsupportedOptimizer, and StorageError for a directory that cannot be probed.
+
+    checkpoint: the directory of commits, as in `offload`, which is not touched; None: commits are off.
     """
+    return _plan(
+        model_or_config,
+        optimizer,
+        budget=budget,
+        precision=precision,
+        example_inputs=example_inputs,
+        device=device,
+        update=update,
+        accumulation=accumulation,
+        slab_directory=None if checkpoint is None else os.fspath(checkpoint),
+    )
+
+
+def _plan(
+    model_or_config: Any,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: Budget | None,
+    precision: Precision | None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None,
+    device: torch.device | str | None,
+    update: str,
+    accumulation: int | None,
+    slab_directory: str | None,
+    prefer: Division | None = None,
+) -> Plan:
+    """Do what `plan` does. slab_directory: `checkpoint` of `plan`. prefer: as in `make_plan`."""
     budget, precision = check_kinds(budget, precision)
     chosen = update_time(update, accumulation, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -114,6 +168,9 @@ def plan(
         available=Available.now(target),
         update=chosen,
         accumulation=accumulation,
+        commits=slab_directory is not None,
+        slab_directory=slab_directory,
+        prefer=prefer,
     )
     if example_inputs is None:
         return draft()
@@ -127,6 +184,21 @@ def plan(
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
     compute = seconds_of(estimate.operations, roofline, target)
     return draft(activations=estimate.activations, compute=compute, speeds=speeds)
+
+
+def _check_commits(
+    optimizer: torch.optim.Optimizer | None,
+    weights: str | os.PathLike[str] | None,
+    resume: str | os.PathLike[str] | None,
+) -> None:
+    if optimizer is None:
+        raise ConfigError(
+            "Commits were asked for without an optimizer.", "Give infinity.offload an optimizer to train."
+        )
+    if resume is not None and weights is not None:
+        raise ConfigError(
+            "weights= and resume= were both given.", "Leave weights= out: the commit has the parameters."
+        )
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

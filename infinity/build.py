@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
+from infinity.checkpoint.committer import Committer
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.record import Recorder
+from infinity.checkpoint.restore import restore
+from infinity.checkpoint.resume import adopt as adopt_commit
+from infinity.checkpoint.resume import check_groups, restore_module_state
 from infinity.checkpoint.safetensors_files import load, open_weights
 from infinity.components import Components
 from infinity.config import Budget
@@ -33,6 +40,7 @@ from infinity.pages.home import Home
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
+from infinity.pages.twins import parameter_twins, state_twins
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import NoUpdates, PrefetchEngine
@@ -57,22 +65,39 @@ def carry_out(
     *,
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Runtime:
     """Move the parameters and states of `model` into pages as `plan` says; return the model's runtime.
 
     plan: a plan made for the same model, optimizer and budget. optimizer, weights: as in `infinity.offload`.
+    checkpoint: where commits go and which one is continued; None if commits are off. It is closed with the
+    runtime, or if this call fails.
     """
     heap = _guard(plan)
     with ExitStack() as cleanup:
+        if checkpoint is not None:
+            cleanup.callback(checkpoint.close)
         meter = Meter()
-        store = Store(plan, budget, meter, others=_kept_by_others(model, plan.device))
+        adopted = None if checkpoint is None else checkpoint.adopted(plan, budget)
+        store = Store(
+            plan,
+            budget,
+            meter,
+            others=_kept_by_others(model, plan.device),
+            adopted=adopted,
+            locks=None if checkpoint is None else checkpoint.locks,
+        )
         cleanup.callback(store.close)
         builder = _Builder(model, plan, store)
-        builder.fill(weights, heap)
-        if optimizer is not None:
-            adopt(optimizer, builder.write_state, builder.dtype_in_page)
+        if checkpoint is not None and checkpoint.saved is not None:
+            assert optimizer is not None
+            builder.resume(checkpoint, optimizer, budget, streamed=adopted is None)
+        else:
+            builder.fill(weights, heap)
+            if optimizer is not None:
+                adopt(optimizer, builder.write_state, builder.dtype_in_page)
         threads = cleanup.enter_context(cpu_adam.ThreadPool(openmp=plan.device.type == "cpu"))
-        runtime = builder.wire(meter, threads, heap)
+        runtime = builder.wire(meter, threads, heap, checkpoint)
         cleanup.pop_all()
     if optimizer is not None:
         _take_over(optimizer, runtime)
@@ -94,6 +119,11 @@ class _Builder:
             for index, parameter in enumerate(parameters)
         }
         self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
+        if plan.slab_layout is not None:
+            for home, layout, images in zip(
+                self.homes, plan.layout.units, plan.slab_layout.parameters, strict=True
+            ):
+                home.set_twins(parameter_twins(layout, images))
         self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
@@ -124,6 +154,32 @@ class _Builder:
                 if not parameter.is_meta:
                     put(parameter, parameter)
 
+    def resume(
+        self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, budget: Budget, *, streamed: bool
+    ) -> None:
+        """Take over the parameters and states of the commit that a run continues.
+
+        streamed: whether they are copied to new slabs; if not, the store has adopted the commit's. Raises
+        IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError.
+        """
+        saved, layout = checkpoint.saved, self.plan.layout
+        assert saved is not None and self.states is not None and self.store.nvme is not None
+        check_groups(
+            saved,
+            [
+                [layout.units[unit].parameters[index].names[0] for unit, index in self._placed(group)]
+                for group in optimizer.param_groups
+            ],
+        )
+        if streamed:
+            source = checkpoint.open_source(budget, self.store.nvme.locks)
+            restore(source, layout, self.homes, self.states, self.store)
+        else:
+            adopt_commit(saved, layout, self.homes, self.states, self.store)
+
+    def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
+        return [self.places[id(parameter)] for parameter in group["params"]]
+
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         """Write a parameter's optimizer state to its optimizer page.
 
@@ -144,17 +200,26 @@ class _Builder:
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 
-    def wire(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
+    def wire(
+        self,
+        meter: Meter,
+        threads: cpu_adam.ThreadPool,
+        heap: HeapGuard,
+        checkpoint: Checkpoint | None,
+    ) -> Runtime:
         """Convert the parameters to paged parameters, and make and connect all components of the runtime.
 
         meter: counts bytes moved and waits. threads: the pool that computes updates. heap: the heap guard.
+        checkpoint: where commits go; None if they are off.
         """
         plan, store, states = self.plan, self.store, self.states
+        scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
+        if checkpoint is not None and checkpoint.saved is not None:
+            restore_module_state(checkpoint.saved, self.model, scale, plan.device)
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()
         health = Health()
-        scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
         gradients, updater = None, None
         if states is not None:
             ring = None if store.ring is None else GradientRing(store)
@@ -174,6 +239,24 @@ class _Builder:
         for page in pages:
             for index, parameter in enumerate(page.parameters):
                 adopt_parameter(parameter, Place(pager, page, index))
+        committer = None
+        if checkpoint is not None:
+            assert states is not None and updater is not None and store.nvme is not None
+            committer = Committer(
+                checkpoint.directory,
+                pages=pages,
+                states=states,
+                store=store,
+                updater=updater,
+                edits=edits,
+                health=health,
+                recorder=Recorder(
+                    self.model, plan, pages=pages, states=states, scale=scale, volume=store.nvme.record
+                ),
+                lock=pager.lock,
+                generation=checkpoint.generation,
+                superseded=checkpoint.superseded,
+            )
         parts = Components(
             model=self.model,
             plan=plan,
@@ -189,6 +272,8 @@ class _Builder:
             gradients=gradients,
             states=states,
             updater=updater,
+            committer=committer,
+            checkpoint=checkpoint,
         )
         return Runtime(parts)
 
@@ -229,10 +314,16 @@ class _Builder:
         return self.homes[unit].tier is near or unit in self.plan.mirrored
 
     def _state_pages(self) -> dict[int, StatePage]:
-        return {
+        pages = {
             unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
             for unit, layout in enumerate(self.plan.layout.units)
         }
+        places = self.plan.slab_layout
+        if places is not None:
+            for unit, page in pages.items():
+                twins = state_twins(page.layout, page.formats, page.begun, places.states[unit])
+                page.home.set_twins(twins)
+        return pages
 
     def _gradient_pages(self, ring: GradientRing | None) -> dict[int, GradientPage]:
         return {
@@ -244,7 +335,8 @@ class _Builder:
         tier = self.plan.homes[unit][kind]
         if tier is None:
             return Home.of_nothing()
-        home = self.store.home(tier, self.plan.page_bytes(unit, kind))
+        durable = self.plan.commits and kind is not Kind.GRADIENT
+        home = self.store.home(tier, self.plan.page_bytes(unit, kind), durable=durable)
         home.computed = unit in self.plan.updated_on_device
         return home
 
@@ -299,3 +391,4 @@ def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     runtime.training_step.attach(optimizer.param_groups, groups)
     runtime.take(PagedOptimizer(optimizer, rule, runtime.training_step))
     retire(optimizer)
+    runtime.resumed()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity import cpu_adam
+from infinity.checkpoint.committer import Committer
+from infinity.checkpoint.directory import Checkpoint
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.pager import Pager
@@ -23,7 +25,10 @@ from infinity.telemetry.meter import Meter
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The connected parts of one runtime. `gradients`, `states` and `updater` are None for inference."""
+    """The connected parts of one runtime. `gradients`, `states` and `updater` are None for inference.
+
+    `committer` and `checkpoint` are None if commits are off.
+    """
 
     model: nn.Module
     plan: Plan
@@ -39,3 +44,5 @@ class Components:
     gradients: Gradients | None
     states: States | None
     updater: Updater | None
+    committer: Committer | None
+    checkpoint: Checkpoint | None

@@ -6,13 +6,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
+from infinity.checkpoint.committer import Commit
 from infinity.checkpoint.export import Source, export
+from infinity.checkpoint.record import set_generators
+from infinity.checkpoint.resume import restore_groups, rng_states, user_state
 from infinity.components import Components
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
@@ -191,19 +194,68 @@ class Runtime(Closing):
         with self._components.pager.whole(sorted(units)):
             yield
 
-    def save(self, path: str | None = None, *, state: Mapping[str, Any] | None = None) -> NoReturn:
-        """Raises ConfigError always: checkpoints of a run cannot be written yet."""
-        raise ConfigError(
-            "Checkpoints of a run cannot be written yet.",
-            "Save model.state_dict() and runtime.optimizer.state_dict() with torch.save, if they fit in RAM.",
-        )
+    def save(self, path: str | os.PathLike[str] | None = None, *, state: Any = None) -> Commit:
+        """Begin a commit of the run as it is after its last step, and return it; training goes on meanwhile.
 
-    def load(self, path: str | None = None) -> NoReturn:
-        """Raises ConfigError always: checkpoints of a run cannot be loaded yet."""
-        raise ConfigError(
-            "Checkpoints of a run cannot be loaded yet.",
-            "Load with model.load_state_dict() and runtime.optimizer.load_state_dict().",
-        )
+        The pages of the NVMe tier become the commit where they lie. What is not in pages is copied now:
+        options of param groups, buffers, random number generators and `state`, which `load` returns. The
+        commit becomes durable when the updates of the step have been written, at the latest in
+        `Commit.wait`, in `close`, or in the next call of `save`.
+
+        state: numbers, texts, bytes, tensors, arrays and containers of them; the state_dict() of a scheduler
+        or of a data loader, for instance. path: None. Raises ConfigError if commits are off, inside of a
+        forward, a backward or full_parameters, between the first backward of a step and its step(), and for a
+        state that cannot be kept. Raises the error by which the commit before failed, once.
+        """
+        return self._commit(state)
+
+    def _commit(self, state: Any, *, rng: Mapping[str, Any] | None = None, identity: Any = None) -> Commit:
+        """Do what `save` does. rng, identity: as in `Committer.save`."""
+        parts = self._components
+        with parts.pager.lock:
+            self._refuse()
+            if parts.committer is None:
+                raise ConfigError(
+                    "save() was called and commits are off.", "Give infinity.offload checkpoint=DIRECTORY."
+                )
+            where = self._unfinished()
+            if where:
+                raise ConfigError(f"save() was called {where}.", "Call it after optimizer.step().")
+            return parts.committer.save(state, rng=rng, identity=identity)
+
+    def load(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Return the state that was given to `save` at the commit from which this run was resumed.
+
+        Also sets the options of all param groups and the random number generators to what they were then. So
+        call it after making schedulers, which change the options of groups, and before their load_state_dict.
+        path: None. Raises ConfigError if the run was not resumed, or has taken a step since.
+        """
+        parts = self._components
+        with parts.pager.lock:
+            self._refuse()
+            saved = None if parts.checkpoint is None else parts.checkpoint.saved
+            if saved is None:
+                raise ConfigError(
+                    "load() was called on a run that was not resumed.",
+                    "Give infinity.offload resume=DIRECTORY.",
+                )
+            self._training()
+            if self.stats.steps:
+                raise ConfigError(
+                    "load() was called after steps of this run, which it cannot undo.",
+                    "Close the runtime, build the model anew, and offload it with resume=DIRECTORY.",
+                )
+            self.resumed()
+            set_generators(rng_states(saved))
+            return user_state(saved)
+
+    def resumed(self) -> None:
+        """Set the options of param groups to those of the commit that the run continues, if there is one."""
+        checkpoint, committer = self._components.checkpoint, self._components.committer
+        if committer is not None:
+            committer.set_groups(self.optimizer.param_groups)
+        if checkpoint is not None and checkpoint.saved is not None:
+            restore_groups(checkpoint.saved, self.optimizer.param_groups)
 
     def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
         """Write the model to the directory `path` as safetensors files in Hugging Face's layout.
@@ -233,6 +285,8 @@ class Runtime(Closing):
                 return
             parts.health.closed = True
             with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
+                if parts.checkpoint is not None:
+                    ends.callback(parts.checkpoint.close)
                 ends.callback(parts.store.close)
                 ends.callback(parts.threads.close)
                 if parts.gradients is not None:
@@ -247,6 +301,8 @@ class Runtime(Closing):
                     ends.callback(handle.remove)
                 ends.callback(self._hooks.remove)
                 ends.callback(parts.pager.forwards.prune)
+                if parts.committer is not None:
+                    ends.callback(parts.committer.close)
 
     # --- called by hooks -------------------------------------------------------------------------------
 
@@ -260,6 +316,17 @@ class Runtime(Closing):
 
     def _check_copy(self, module: nn.Module) -> None:
         self._check_capacity(sum(each.numel() * each.element_size() for each in module.parameters()))
+
+    def _unfinished(self) -> str:
+        """What is under way that a commit cannot hold, as a phrase for an error; empty if nothing is."""
+        pager = self._components.pager
+        if pager.inside:
+            return "inside of a forward or a backward"
+        if any(page.holds for page in pager.pages):
+            return "inside of full_parameters"
+        if self._training().open:
+            return "between the first backward of a step and its step()"
+        return ""
 
     # --- helpers ---------------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ class TrainingStep:
         """The param groups of the user's optimizer. The list is not a copy, so later changes take effect."""
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
+        self.open = False
+        """Whether gradients have come for a step that `step` has not ended yet."""
         self._last_step = time.perf_counter()
         self._knows_activations = parts.plan.activations is not None or parts.plan.device.type != "cpu"
         """False until the first step has checked that activations fit the budget, if this check is needed.
@@ -127,6 +129,7 @@ class TrainingStep:
                 )
             else:
                 parts.meter.skipped()
+            self.open = False
             if self._eager is not None:
                 self._eager.stepped()
             parts.scale.step_was(finite=finite)
@@ -146,6 +149,7 @@ class TrainingStep:
             self._refuse()
             self._pager.forwards.prune()
             self._gradients.clear()
+            self.open = False
             if self._eager is not None:
                 self._eager.clear()
 
@@ -220,6 +224,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             if gradient is not None:
+                self.open = True
                 self._updater.complete(place.page.index)
                 add = self.add if accumulator is None else accumulator.add
                 add(place.page.index, place.index, gradient.detach())

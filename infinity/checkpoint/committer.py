@@ -1,0 +1,291 @@
+"""Committer: makes the state of a run after a step durable, while the run goes on.
+
+[Note: the order of a commit]
+1. `save` copies what is not in pages, and says which place of each part the commit holds (the ledger).
+2. The updates of the step run, as they would anyway, and write to these places. Parts at home in memory are
+   written by the commit's thread.
+3. When these writes have ended: fdatasync of every slab.
+4. The manifest is written to a temporary file and synced, renamed to commit-<generation>, and the directory
+   is synced. From here on a crash resumes from this commit.
+5. Only now are the places free that the commit before held, and its manifest is removed.
+
+[Note: failed commits]
+A commit that fails before its manifest has its name leaves the commit before as it was. Its places are free
+again, and the run goes on. After a failed sync nobody knows what the disk holds: Linux reports the loss of
+written pages once and forgets them. So the runtime refuses further use then, and a new process resumes from
+the newest commit that is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint import commit_files
+from infinity.checkpoint.record import Draft, Recorder, generators, twins_of
+from infinity.errors import ConfigError, InfinityError
+from infinity.optim.updater import Updater
+from infinity.pages.edits import EditTracker
+from infinity.pages.health import Health
+from infinity.pages.ledger import Pending
+from infinity.pages.optimizer_page import States
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
+from infinity.pages.twins import Part
+from infinity.tiers.link import Transfer
+
+_FLUSHES = 8
+"""Number of parts in memory that are written at a time."""
+
+_SLICE = 0.05
+"""Seconds after which a waiting thread looks again, so that signals are handled meanwhile."""
+
+
+class Commit:
+    """A commit that `Runtime.save` has begun."""
+
+    def __init__(self, generation: int, drive: Callable[[Commit], None]) -> None:
+        self.generation = generation
+        """The number of the commit in its directory; later commits have larger numbers."""
+        self._drive = drive
+        self._ended = threading.Event()
+        self._failure: InfinityError | None = None
+        self.told = False
+        """Whether the failure was raised to the user."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the commit has ended: it is durable, or it has failed and `wait` raises the error."""
+        return self._ended.is_set()
+
+    @property
+    def failure(self) -> InfinityError | None:
+        """The error by which the commit failed; None if it is durable or has not ended."""
+        return self._failure
+
+    def wait(self) -> None:
+        """Complete the updates that the commit needs, and wait until the commit is durable.
+
+        Raises the error by which the commit failed: StorageFull or StorageError.
+        """
+        self._drive(self)
+        while not self._ended.wait(_SLICE):
+            pass
+        if self._failure is not None:
+            self.told = True
+            raise self._failure.again()
+
+    def end(self, failure: InfinityError | None) -> None:
+        """Note that the commit has ended. Called once, by the commit's thread."""
+        self._failure = failure
+        self._ended.set()
+
+
+class Committer:
+    """Commits one runtime's state to a directory. All methods are called under the runtime's lock."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        pages: Sequence[ParameterPage],
+        states: States,
+        store: Store,
+        updater: Updater,
+        edits: EditTracker,
+        health: Health,
+        recorder: Recorder,
+        lock: threading.RLock,
+        generation: int,
+        superseded: Callable[[], None] | None,
+    ) -> None:
+        """directory: where manifests go. recorder: makes them. lock: the runtime's lock. generation: number
+        of the newest commit in the directory, 0 if there is none. superseded: called once, after the first
+        commit of this runtime, to remove what it replaces; errors of storage are ignored.
+        """
+        assert store.durable is not None
+        self.directory = directory
+        self.generation = generation
+        """Number of the newest commit in the directory that is durable or may be."""
+        self.last: Commit | None = None
+        """The latest commit of this runtime."""
+        self._pages = pages
+        self._store = store
+        self._durable = store.durable
+        self._updater = updater
+        self._edits = edits
+        self._health = health
+        self._recorder = recorder
+        self._lock = lock
+        self._superseded = superseded
+        self._frozen = [part for page in pages for part in twins_of(page.home).parts if not part.trained]
+        parts: dict[tuple[int, int], list[Part]] = {}
+        for page in pages:
+            for part in (*twins_of(page.home).parts, *twins_of(states.pages[page.index].home).parts):
+                if part.trained and part.chunk_index is not None:
+                    parts.setdefault((page.index, part.chunk_index), []).append(part)
+        self._trained = parts
+        self._durable.ledger.set_parts(parts)
+        self._durable.ledger.land = self.land
+
+    def save(self, state: object, *, rng: Mapping[str, Any] | None = None, identity: object = None) -> Commit:
+        """Begin a commit of the state after the last step, and return it.
+
+        The commit before is driven to its end first; its error is raised here if nobody has seen it. state:
+        the user's. rng: states of the random number generators, by default their present states. identity:
+        says which job this is. Raises ConfigError for a state that cannot be kept, and StorageError.
+        """
+        self.land()
+        if self.last is not None and self.last.failure is not None and not self.last.told:
+            self.last.told = True
+            raise self.last.failure.again()
+        self._health.check()
+        self._edits.sync_edits()
+        self._store.poll()
+        outstanding = set(self._updater.outstanding())
+        for chunk, parts in self._trained.items():
+            if chunk not in outstanding:
+                self._learn(parts)
+        self._learn(self._frozen)
+        draft = self._recorder.draft(
+            self.generation + 1, state, generators() if rng is None else rng, identity
+        )
+        ledger = self._durable.ledger
+        pending, apart = ledger.begin(outstanding, self._frozen, self._store.writes_under_way())
+        commit = Commit(self.generation + 1, self._drive)
+        self.last = commit
+        thread = threading.Thread(
+            target=self._land, args=(commit, pending, draft), name="infinity-commit", daemon=True
+        )
+        try:
+            for part in apart:
+                self._write_apart(part)
+            thread.start()
+        except BaseException:
+            ledger.end(ConfigError("A commit was given up before it began.", "Call save() again."))
+            self.last = None
+            raise
+        for page in self._pages:
+            if self._edits.lent(page.index):
+                self._store.settle_for_user(page.home)
+        return commit
+
+    def set_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set the param groups of the user's optimizer. The list is not a copy, so later changes count."""
+        self._recorder.param_groups = param_groups
+
+    def land(self) -> None:
+        """Drive the pending commit to its end, whether it becomes durable or fails."""
+        commit = self.last
+        if commit is not None and not commit.done:
+            with contextlib.suppress(InfinityError):  # the runtime is lost then, and the commit given up
+                self._updater.complete_awaited()
+            if self._health.failure is not None:
+                self._durable.ledger.abandon()
+            while not commit._ended.wait(_SLICE):
+                pass
+
+    def close(self) -> None:
+        """Drive the pending commit to its end, and raise its error if nobody has seen it."""
+        self.land()
+        if self.last is not None and self.last.failure is not None and not self.last.told:
+            self.last.told = True
+            raise self.last.failure.again()
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    def _drive(self, commit: Commit) -> None:
+        with self._lock:
+            if commit is self.last and not commit.done:
+                self._updater.complete_awaited()
+                if self._health.failure is not None:
+                    self._durable.ledger.abandon()
+
+    def _learn(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.home.nvme_lease is not None:
+                self._durable.learn(part)
+
+    def _write_apart(self, part: Part) -> None:
+        """Write a part at home in device memory to its place, and wait: one part is in RAM at a time."""
+        memory = self._store.fetch(part.home, part.start, part.nbytes)
+        transfer = self._durable.copy_out(part, memory)
+        transfer.wait()
+        self._durable.ledger.written(part, transfer)
+
+    # --- the commit's thread ----------------------------------------------------------------------------
+
+    def _land(self, commit: Commit, pending: Pending, draft: Draft) -> None:
+        failure: InfinityError | None = None
+        try:
+            self._make_durable(pending, draft)
+        except InfinityError as error:
+            failure = error.again()
+        except BaseException as error:  # a bug must not leave others waiting
+            failure = ConfigError(f"A commit failed by {error!r}.", "Report it, with the traceback.")
+            raise
+        finally:
+            self._durable.ledger.end(failure)
+            if failure is None:
+                before, self.generation = self.generation, commit.generation
+                self._remove_old(before)
+            commit.end(failure)
+
+    def _make_durable(self, pending: Pending, draft: Draft) -> None:
+        self._flush()
+        for write in pending.writes:
+            write.wait()
+        if pending.ended:
+            raise ConfigError(
+                "A commit was given up, because its runtime ended.", "Resume from the last one."
+            )
+        nvme = self._durable.nvme
+        with self._poisoning():
+            nvme.sync().wait()
+            nvme.mark_committed()
+        manifest, checksums = self._recorder.finish(draft, pending)
+        try:
+            commit_files.write(manifest, checksums, draft.blobs, self.directory, self._store.files)
+        except InfinityError as error:
+            if manifest.generation in commit_files.generations(self.directory):
+                self._health.lose(error)  # it has its name, and nobody knows whether that is durable
+            raise
+
+    def _flush(self) -> None:
+        """Write all parts that are in memory to their places, a few at a time."""
+        ledger = self._durable.ledger
+        under_way: deque[tuple[Part, Transfer]] = deque()
+        while True:
+            part = ledger.next_flush(block=not under_way)
+            if part is not None:
+                under_way.append(
+                    (part, self._durable.copy_out(part, part.home.view(part.start, part.nbytes)))
+                )
+            if under_way and (part is None or len(under_way) >= _FLUSHES):
+                written, transfer = under_way.popleft()
+                transfer.wait()
+                ledger.flushed(written)
+            elif part is None:
+                return
+
+    @contextlib.contextmanager
+    def _poisoning(self) -> Any:
+        try:
+            yield
+        except InfinityError as error:
+            self._health.lose(error)
+            raise
+
+    def _remove_old(self, generation: int) -> None:
+        """Remove what the new commit replaces. Errors are ignored: the newest commit wins in any case."""
+        with contextlib.suppress(InfinityError):
+            for each in commit_files.generations(self.directory):
+                if each <= generation:
+                    commit_files.remove(self.directory, each, self._store.files)
+            if self._superseded is not None:
+                self._superseded()
+                self._superseded = None

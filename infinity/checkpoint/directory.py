@@ -1,0 +1,115 @@
+"""Checkpoint directory: where the commits of a run go, and the commit that the run continues."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from infinity.checkpoint import commit_files
+from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.commit_source import CommitSource, volume_record
+from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
+from infinity.config import Budget
+from infinity.errors import ConfigError, storage_errors
+from infinity.planning.plan import Plan
+from infinity.system.closing import Closing
+from infinity.system.directory import check_directory
+from infinity.system.disk_files import DiskFiles
+from infinity.tiers import NvmeTier
+from infinity.tiers.path_lock import PathLock
+from infinity.tiers.slab_directory import lock_directory
+from infinity.tiers.volume_record import VolumeRecord
+
+
+class Checkpoint(Closing):
+    """The directory of a run's commits, locked for this process, and the commit that the run continues."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None,
+        resume: str | os.PathLike[str] | None,
+        files: DiskFiles,
+    ) -> None:
+        """directory: where commits go; None: to `resume`. It is made if it does not exist. resume: where the
+        commit lies that the run continues; None for a new run. files: reaches the disk.
+
+        Raises ConfigError if a new run is to go where commits lie, or if there is no commit to continue.
+        Raises StorageError for a directory that cannot be used, or that another process uses (EBUSY), and
+        CorruptState or IncompatibleCheckpoint for a commit that cannot be loaded.
+        """
+        target = directory if directory is not None else resume
+        assert target is not None
+        self.files = files
+        self.saved: SavedCommit | None = None
+        """The commit that the run continues; None for a new run."""
+        self._old: NvmeTier | None = None
+        with ExitStack() as cleanup:
+            if resume is None or directory is not None:
+                with storage_errors("make", target):
+                    os.makedirs(target, mode=0o700, exist_ok=True)
+            self.directory: Path = check_directory(target)
+            self.locks: dict[Path, PathLock] = {}
+            """The locks of directories that this object holds, which tiers share."""
+            self._lock(self.directory, cleanup)
+            if resume is not None:
+                source = check_directory(resume)
+                if source not in self.locks:
+                    self._lock(source, cleanup)
+                self.saved = read_newest(source, files)
+            self.continues = resume is not None and source == self.directory
+            """Whether new commits replace the one that the run continues."""
+            generations = commit_files.generations(self.directory)
+            if generations and not self.continues:
+                raise ConfigError(
+                    f"{self.directory} has commits of another run, the last is commit-{generations[-1]}.",
+                    f'Continue it with resume="{self.directory}", move the directory, or delete it.',
+                )
+            self.generation = generations[-1] if generations else 0
+            """Number of the newest commit in `directory`; 0 if there is none."""
+            commit_files.remove_leftovers(self.directory, files)
+            self._cleanup = cleanup.pop_all()
+
+    def adopted(self, plan: Plan, budget: Budget) -> VolumeRecord | None:
+        """The slabs that a run by `plan` adopts from the commit that it continues; None: new ones."""
+        if self.saved is None or not self.continues or not is_cut_alike(self.saved, plan):
+            return None
+        paths = [str(self.directory)] if plan.slab_directory is not None else [*budget.nvme_bytes]
+        return volume_record(self.saved) if lie_in(self.saved, paths) else None
+
+    def open_source(self, budget: Budget, locks: Mapping[Path, PathLock]) -> CommitSource:
+        """Open the slabs of the commit that the run continues, to stream from them.
+
+        They are looked for in the directories of `budget` and in those of the commits. locks: of directories
+        that the run has locked. Raises IncompatibleCheckpoint if a slab is missing.
+        """
+        assert self.saved is not None
+        record = volume_record(self.saved)
+        directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), *self.locks])
+        self._old = NvmeTier(
+            {str(each): 1 << 62 for each in directories},
+            record.nbytes,
+            adopt=record,
+            files=self.files,
+            shared={**self.locks, **locks},
+        )
+        return CommitSource(self.saved, self._old)
+
+    def superseded(self) -> None:
+        """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs."""
+        old, self._old = self._old, None
+        if old is not None:
+            if self.continues:
+                old.forget()
+            old.close()
+
+    def close(self) -> None:
+        """Release the locks. Slabs that the run was streamed from stay. A second call does nothing."""
+        old, self._old = self._old, None
+        if old is not None:
+            old.close()
+        self._cleanup.close()
+
+    def _lock(self, directory: Path, cleanup: ExitStack) -> None:
+        self.locks[directory] = cleanup.enter_context(lock_directory(directory, 0, self.files))

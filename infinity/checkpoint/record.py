@@ -1,0 +1,334 @@
+"""Record: what a commit says about a run, taken from its runtime at the moment of `save`.
+
+What never changes during a run (names, shapes, places) is listed once. A `save` copies what does change and
+is small: steps, options of param groups, buffers, generators and the user's state. The checksums and sides
+of parts come last, when the parts' bytes have reached the disk.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from infinity import cpu_adam
+from infinity.checkpoint import manifest as form
+from infinity.checkpoint.array_values import DTYPES
+from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.values import encode
+from infinity.gradients.loss_scale import LossScale
+from infinity.layout.chunks import UnitLayout
+from infinity.pages.home import Home
+from infinity.pages.ledger import Pending
+from infinity.pages.optimizer_page import StatePage, States
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.twins import Part, Twins
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
+from infinity.tiers import VolumeRecord
+
+CODECS = {"moments": 1, "rounding": 1}
+"""Versions of what bytes of pages mean: the codes of int8 moments, and the tables of stochastic rounding."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MASTERS = {torch.float16: "whole", torch.bfloat16: "split", torch.float32: "itself"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """Where an array has its entries for a range of a parameter's elements."""
+
+    name: str
+    part: Part
+    offset: int
+    """Offset in the part, in bytes."""
+    nbytes: int
+    block_bytes: int
+    checksum: int
+    """Index of the first block in `Part.checksums`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """A range of a parameter's elements: the index of its first element, its length, and its arrays."""
+
+    first: int
+    count: int
+    arrays: tuple[StoredArray, ...]
+
+
+def generators() -> dict[str, Any]:
+    """Copies of the states of all random number generators: torch's on the CPU and on each CUDA device, those
+    of numpy and of Python.
+    """
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": list(cuda),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Set all random number generators to states that `generators` has returned.
+
+    The states of CUDA devices that are not here are left out.
+    """
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A manifest without the places and checksums of parts, as `save` takes it."""
+
+    manifest: Manifest
+    blobs: Blobs = field(repr=False)
+
+
+class Recorder:
+    """Makes the manifests of one runtime. `draft` is called under the runtime's lock."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        pages: Sequence[ParameterPage],
+        states: States,
+        scale: LossScale,
+        volume: VolumeRecord,
+    ) -> None:
+        """volume: the slabs in which the pages' places lie. The others: parts of the runtime."""
+        self._model = model
+        self._plan = plan
+        self._pages = pages
+        self._states = states
+        self._scale = scale
+        self._volume = form.Volume(
+            volume.stripe_bytes,
+            tuple(form.SlabEntry(each.uuid, each.nbytes, each.weight) for each in volume.slabs),
+        )
+        self._ranges = [
+            [
+                ranges_of(page.layout, twins_of(page.home), states.pages[page.index], index)
+                for index in range(len(page.parameters))
+            ]
+            for page in pages
+        ]
+        assert plan.slab_layout is not None
+        self._places = plan.slab_layout
+        self.param_groups: Sequence[Mapping[str, Any]] = ()
+        """The param groups of the user's optimizer; set when the runtime is made."""
+
+    def draft(self, generation: int, state: object, rng: Mapping[str, Any], identity: object) -> Draft:
+        """Copy everything that is not in pages. Raises ConfigError for a value that cannot be kept."""
+        blobs = Blobs()
+        plan, rule = self._plan, self._states.rule
+        scale = form.LossScale(self._scale.value, self._scale.good_steps) if self._scale.dynamic else None
+        return Draft(
+            Manifest(
+                generation=generation,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                versions=_versions(),
+                isa=cpu_adam.runnable_isas()[0],
+                threads=torch.get_num_threads(),
+                volume=self._volume,
+                codecs=CODECS,
+                chunk_elements=plan.layout.chunk_elements,
+                rule=form.OptimizerRule(rule.name, rule.moments, rule.states),
+                precision=form.PrecisionEntry(
+                    plan.precision.compute,
+                    plan.precision.states,
+                    plan.precision.keep,
+                    plan.precision.accumulate,
+                ),
+                units=(),
+                parameters=tuple(self._parameters()),
+                param_groups=tuple(self._groups(blobs)),
+                buffers={
+                    name: encode(buffer.detach(), blobs, f"buffer {name!r}")
+                    for name, buffer in self._model.named_buffers()
+                },
+                extra_state={
+                    name: encode(module.get_extra_state(), blobs, f"extra state of {name!r}")
+                    for name, module in modules_with_extra_state(self._model)
+                },
+                loss_scale=scale,
+                rng={name: encode(each, blobs, f"rng[{name!r}]") for name, each in rng.items()},
+                state=encode(state, blobs, "state"),
+                identity=encode(identity, blobs, "identity"),
+            ),
+            blobs,
+        )
+
+    def finish(self, draft: Draft, pending: Pending) -> tuple[Manifest, npt.NDArray[np.uint32]]:
+        """Add the places and checksums of all parts, which `pending` has captured, to a draft.
+
+        Returns the manifest and its table of checksums.
+        """
+        base: dict[Part, int] = {}
+        tables: list[npt.NDArray[np.int64]] = []
+        end = 0
+        for part in self._parts():
+            _, checksums, _ = pending.captured[part]
+            base[part] = end
+            tables.append(checksums)
+            end += len(checksums)
+        parameters = []
+        entries = iter(draft.manifest.parameters)
+        for ranges in self._ranges:
+            for of_parameter in ranges:
+                entry = next(entries)
+                found = tuple(_range(each, entry.moments, pending, base) for each in of_parameter)
+                parameters.append(replace(entry, ranges=found))
+        units = tuple(self._unit(page, pending) for page in self._pages)
+        table = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
+        table[table < 0] = 0  # blocks that have no values yet
+        manifest = replace(draft.manifest, units=units, parameters=tuple(parameters))
+        return manifest, table.astype(np.uint32)
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    def _parts(self) -> Iterator[Part]:
+        for page in self._pages:
+            yield from twins_of(page.home).parts
+            yield from twins_of(self._states.pages[page.index].home).parts
+
+    def _parameters(self) -> Iterator[form.ParameterEntry]:
+        for page in self._pages:
+            states = self._states.pages[page.index]
+            for index, layout in enumerate(page.layout.parameters):
+                yield form.ParameterEntry(
+                    names=layout.names,
+                    shape=tuple(layout.shape),
+                    stride=tuple(layout.stride),
+                    dtype=_DTYPE_NAMES[layout.dtype],
+                    trainable=layout.trainable,
+                    numel=layout.numel,
+                    master=_MASTERS[layout.dtype] if layout.trainable else "none",
+                    step=states.steps[index],
+                    moments=index in states.has_moments,
+                    edited=index in states.edited,
+                    unit=page.index,
+                    ranges=(),
+                )
+
+    def _groups(self, blobs: Blobs) -> Iterator[form.ParamGroup]:
+        for number, group in enumerate(self.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            names = tuple(each._place.name for each in group["params"])
+            yield form.ParamGroup(encode(options, blobs, f"param_groups[{number}]"), names)
+
+    def _unit(self, page: ParameterPage, pending: Pending) -> form.UnitEntry:
+        layout, states = page.layout, self._states.pages[page.index]
+        places, state_places = self._places.parameters[page.index], self._places.states[page.index]
+        parameter_parts = {part.chunk_index: part for part in twins_of(page.home).parts}
+        state_parts = {part.chunk_index: part for part in twins_of(states.home).parts}
+        chunks = []
+        for chunk_index in range(len(layout.chunks)):
+            side, _, _ = pending.captured[parameter_parts[chunk_index]]
+            state = state_parts.get(chunk_index)
+            state_side, _, begun = (0, None, False) if state is None else pending.captured[state]
+            chunks.append(form.ChunkEntry(side, state_side, begun))
+        state_bytes = self._plan.page_bytes(page.index, Kind.OPTIMIZER)
+        return form.UnitEntry(
+            name=layout.name,
+            parameters=tuple(each.names[0] for each in layout.parameters),
+            nbytes=layout.nbytes,
+            state_bytes=state_bytes,
+            parameter_places=(places.first, places.second if layout.chunks else None),
+            state_places=(state_places.first, state_places.second) if state_bytes else (None, None),
+            chunks=tuple(chunks),
+            frozen=tuple(
+                form.FrozenEntry(part.start, part.nbytes, part.places[0])
+                for part in twins_of(page.home).parts
+                if not part.trained
+            ),
+        )
+
+
+def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of the modules that define `get_extra_state`."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def _versions() -> dict[str, str]:
+    import platform
+
+    from infinity import __version__
+
+    return {"infinity": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def twins_of(home: Home) -> Twins:
+    """The parts of a durable page's home."""
+    assert home.twins is not None
+    return home.twins
+
+
+def _range(each: StoredRange, moments: bool, pending: Pending, base: Mapping[Part, int]) -> form.Range:
+    """Say where a range lies. moments: whether the parameter has moments, which are left out otherwise."""
+    places = {}
+    for array in each.arrays:
+        side, _, begun = pending.captured[array.part]
+        if array.name not in ("values", "remainder", "master") and not (moments and begun):
+            continue
+        offset = array.part.places[side] + array.offset
+        places[array.name] = form.Place(
+            offset, array.nbytes, array.block_bytes, base[array.part] + array.checksum
+        )
+    return form.Range(each.first, each.count, places)
+
+
+def ranges_of(layout: UnitLayout, twins: Twins, states: StatePage, index: int) -> list[StoredRange]:
+    """Where the arrays of one parameter of a unit lie, in memory order.
+
+    layout: of the unit. twins: the parts of its parameter page. states: its optimizer page. index: of the
+    parameter in the unit. A parameter without elements has no range.
+    """
+    parameter = layout.parameters[index]
+    if not parameter.numel:
+        return []
+    size = parameter.dtype.itemsize
+    if not parameter.trainable:
+        (part,) = twins.over(layout.start(index), layout.start(index) + 1)
+        array = _array("values", part, layout.start(index) - part.start, parameter.numel * size)
+        return [StoredRange(0, parameter.numel, (array,))]
+    of_chunk = {part.chunk_index: part for part in twins.parts}
+    state_of_chunk = {part.chunk_index: part for part in twins_of(states.home).parts}
+    found = []
+    for chunk_index, piece in layout.pieces(index):
+        part = of_chunk[chunk_index]
+        arrays = [_array("values", part, piece.offset * size, piece.count * size)]
+        state = state_of_chunk.get(chunk_index)
+        state_form = states.formats[chunk_index]
+        for each in state_form.arrays if state is not None else ():
+            assert state is not None
+            arrays.append(_array(each.name, state, *state_form.place(each.name, piece.offset, piece.count)))
+        found.append(StoredRange(piece.start, piece.count, tuple(arrays)))
+    return found
+
+
+def _array(name: str, part: Part, offset: int, nbytes: int) -> StoredArray:
+    """Find the row of a part's segments that begins at `offset`."""
+    checksum = 0
+    for start, length, block in part.segments.tolist():
+        if start == offset and length == nbytes:
+            return StoredArray(name, part, offset, nbytes, block, checksum)
+        checksum += -(-length // block)
+    raise AssertionError(f"{name} at byte {offset} has no row")

@@ -1,0 +1,242 @@
+"""Resume: continues a run from a commit.
+
+If the pages of the new run are cut as those of the commit, its slabs are adopted: pages at home on NVMe are
+used where they lie, and the others are read from there. Otherwise all arrays are streamed into new slabs, and
+the old ones stay whole until the first commit of the new run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity.checkpoint import commit_files
+from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.commit_source import DTYPES_BY_NAME
+from infinity.checkpoint.record import CODECS, modules_with_extra_state, ranges_of, twins_of
+from infinity.checkpoint.values import decode
+from infinity.errors import ConfigError, IncompatibleCheckpoint
+from infinity.gradients.loss_scale import LossScale
+from infinity.layout.chunks import ModelLayout
+from infinity.layout.division import Division
+from infinity.pages.home import Home
+from infinity.pages.optimizer_page import States
+from infinity.pages.store import Store
+from infinity.pages.twins import UNKNOWN, Part, block_count
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
+from infinity.system.disk_files import DiskFiles
+from infinity.tiers.link import Transfer
+from infinity.tiers.slab_header import slab_name
+
+_SAME = "Load it into the model, the optimizer and the precision with which it was saved."
+_READS = 8
+"""Number of parts that are read to their homes in memory at a time."""
+
+
+def read_newest(directory: Path, files: DiskFiles) -> SavedCommit:
+    """The newest whole commit of a directory.
+
+    Raises ConfigError if there is none, and the errors of `commit_files.newest`.
+    """
+    saved = commit_files.newest(directory, files)
+    if saved is None:
+        raise ConfigError(
+            f"There is no commit in {directory}.",
+            "Leave resume= out to begin anew, or give another directory.",
+        )
+    for name, version in saved.manifest.codecs.items():
+        if CODECS.get(name) != version:
+            raise IncompatibleCheckpoint(
+                f"Commit {saved.manifest.generation} has version {version} of {name}, and this infinity has "
+                f"{CODECS.get(name)}.",
+                "Load it with the infinity that wrote it.",
+            )
+    if saved.manifest.world_size != 1:
+        raise IncompatibleCheckpoint(
+            f"Commit {saved.manifest.generation} was written by {saved.manifest.world_size} ranks.",
+            "Load it with as many ranks.",
+        )
+    return saved
+
+
+def division_of(saved: SavedCommit) -> Division:
+    """The units and chunks of a commit, which a plan prefers."""
+    units = tuple((unit.name, unit.parameters) for unit in saved.manifest.units)
+    return Division(units, saved.manifest.chunk_elements)
+
+
+def is_cut_alike(saved: SavedCommit, plan: Plan) -> bool:
+    """Whether the plan's pages are cut as those of the commit, so that its slabs can be adopted."""
+    manifest = saved.manifest
+    assert plan.rule is not None
+    rule = plan.rule.name, plan.rule.moments, plan.rule.states
+    if rule != (manifest.rule.name, manifest.rule.moments, manifest.rule.states):
+        return False
+    if manifest.chunk_elements != plan.layout.chunk_elements or len(manifest.units) != len(plan.layout.units):
+        return False
+    return all(_is_unit_alike(saved, plan, unit) for unit in range(len(plan.layout.units)))
+
+
+def _is_unit_alike(saved: SavedCommit, plan: Plan, unit: int) -> bool:
+    entry, layout, places = saved.manifest.units[unit], plan.layout.units[unit], plan.slab_layout
+    assert places is not None
+    sizes = layout.nbytes, plan.page_bytes(unit, Kind.OPTIMIZER), len(layout.chunks)
+    if sizes != (entry.nbytes, entry.state_bytes, len(entry.chunks)):
+        return False
+    if places.parameters[unit].first != entry.parameter_places[0]:
+        return False
+    if entry.state_bytes and places.states[unit].first != entry.state_places[0]:
+        return False
+    entries = {each.names[0]: each for each in saved.manifest.parameters}
+    if entry.parameters != tuple(each.names[0] for each in layout.parameters):
+        return False
+    here = [(tuple(each.shape), tuple(each.stride), each.dtype, each.trainable) for each in layout.parameters]
+    there = [entries[name] for name in entry.parameters]
+    return here == [(each.shape, each.stride, DTYPES_BY_NAME[each.dtype], each.trainable) for each in there]
+
+
+def lie_in(saved: SavedCommit, directories: Sequence[str | os.PathLike[str]], rank: int = 0) -> bool:
+    """Whether all slabs of a commit lie in the directories."""
+    return all(
+        any((Path(each) / slab_name(rank, slab.uuid)).exists() for each in directories)
+        for slab in saved.manifest.volume.slabs
+    )
+
+
+def adopt(
+    saved: SavedCommit, layout: ModelLayout, homes: Sequence[Home], states: States, store: Store
+) -> None:
+    """Take over the pages of a commit whose slabs the store has adopted; `is_cut_alike` holds.
+
+    Pages at home on NVMe are neither read nor moved: they are checked when they are first read. Pages at home
+    in memory are read and checked now. homes: unit -> home of its parameter page. Raises CorruptState and
+    StorageError.
+    """
+    assert store.durable is not None
+    _note_parts(saved, layout, homes, states)
+    reads: deque[tuple[Part, Transfer]] = deque()
+    for unit in range(len(layout.units)):
+        for home in (homes[unit], states.pages[unit].home):
+            for part in twins_of(home).parts if home.nvme_lease is None else ():
+                if not part.nbytes:
+                    continue
+                if home.in_place:
+                    reads.append((part, store.durable.bring(part, home.view(part.start, part.nbytes))))
+                else:
+                    memory = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
+                    store.durable.bring(part, memory).wait()
+                    store.patch(home, part.start, memory)
+                if len(reads) > _READS:
+                    reads.popleft()[1].wait()
+    for _, read in reads:
+        read.wait()
+
+
+def _note_parts(saved: SavedCommit, layout: ModelLayout, homes: Sequence[Home], states: States) -> None:
+    """Note what the commit's manifest says: steps, sides, and checksums."""
+    entries = {each.names[0]: each for each in saved.manifest.parameters}
+    table = saved.checksums.astype(np.int64)
+    for unit, (unit_layout, entry) in enumerate(zip(layout.units, saved.manifest.units, strict=True)):
+        page = states.pages[unit]
+        page.begun[:] = [chunk.begun for chunk in entry.chunks]
+        for parts, of_states in ((twins_of(homes[unit]).parts, False), (twins_of(page.home).parts, True)):
+            for part in parts:
+                chunk = None if part.chunk_index is None else entry.chunks[part.chunk_index]
+                side = 0 if chunk is None else chunk.state_side if of_states else chunk.parameter_side
+                part.side = part.durable = side
+                part.checksums = np.full(block_count(part.segments), UNKNOWN)
+                part.verified = not block_count(part.filled)
+        for index, each in enumerate(unit_layout.parameters):
+            parameter = entries[each.names[0]]
+            page.steps[index] = parameter.step
+            if parameter.moments:
+                page.has_moments.add(index)
+            if parameter.edited:
+                page.edited.add(index)
+            here = ranges_of(unit_layout, twins_of(homes[unit]), page, index)
+            for ours, theirs in zip(here, parameter.ranges, strict=True):
+                for array in ours.arrays:
+                    place = theirs.places.get(array.name)
+                    if place is not None:
+                        count = -(-array.nbytes // array.block_bytes)
+                        found = table[place.checksum : place.checksum + count]
+                        array.part.checksums[array.checksum : array.checksum + count] = found
+
+
+def restore_module_state(
+    saved: SavedCommit, model: nn.Module, scale: LossScale, device: torch.device
+) -> None:
+    """Set buffers, extra states and the loss scale to what a commit has.
+
+    Raises IncompatibleCheckpoint, before anything is set, if buffers are missing on either side or differ in
+    shape or dtype.
+    """
+    manifest = saved.manifest
+    buffers = {name: decode(each, saved.blobs, name) for name, each in manifest.buffers.items()}
+    here = dict(model.named_buffers())
+    if here.keys() != buffers.keys():
+        raise IncompatibleCheckpoint(
+            f"The model's buffers differ from the commit's: {sorted(here.keys() ^ buffers.keys())}.", _SAME
+        )
+    for name, buffer in here.items():
+        theirs = buffers[name]
+        if not isinstance(theirs, torch.Tensor) or (buffer.shape, buffer.dtype) != (
+            theirs.shape,
+            theirs.dtype,
+        ):
+            raise IncompatibleCheckpoint(
+                f"The buffer {name} has another shape or dtype in the commit.", _SAME
+            )
+    for name, buffer in here.items():
+        if buffer.is_meta:
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner)._buffers[last] = buffers[name].to(device)
+        else:
+            with torch.no_grad():
+                buffer.copy_(buffers[name])
+    extra = dict(modules_with_extra_state(model))
+    for name, value in manifest.extra_state.items():
+        if name in extra:
+            extra[name].set_extra_state(decode(value, saved.blobs, name))
+    if manifest.loss_scale is not None and scale.dynamic:
+        scale.value, scale.good_steps = manifest.loss_scale.value, manifest.loss_scale.good_steps
+
+
+def check_groups(saved: SavedCommit, names: Sequence[Sequence[str]]) -> None:
+    """Raise IncompatibleCheckpoint if an optimizer's param groups have other parameters than the commit's.
+
+    names: for each group, the canonical names of its parameters.
+    """
+    theirs = [tuple(group.params) for group in saved.manifest.param_groups]
+    if [tuple(each) for each in names] != theirs:
+        raise IncompatibleCheckpoint(
+            f"The optimizer's {len(names)} param groups have other parameters than the commit's.",
+            "Build the optimizer with the same groups, in the same order.",
+        )
+
+
+def restore_groups(saved: SavedCommit, groups: Sequence[dict[str, Any]]) -> None:
+    """Set the options of param groups, in place, to those of a commit, which `check_groups` has compared."""
+    for group, saved_group in zip(groups, saved.manifest.param_groups, strict=True):
+        options = decode(saved_group.options, saved.blobs, "param_groups")
+        parameters = group["params"]
+        group.clear()
+        group.update({**options, "params": parameters})
+
+
+def user_state(saved: SavedCommit) -> Any:
+    """The state that the user gave to `save`."""
+    return decode(saved.manifest.state, saved.blobs, "state")
+
+
+def rng_states(saved: SavedCommit) -> Mapping[str, Any]:
+    """The states of the random number generators at the commit, as `set_generators` takes them."""
+    return {name: decode(each, saved.blobs, name) for name, each in saved.manifest.rng.items()}
