@@ -166,7 +166,8 @@ class NvmeTier(Closing):
                 ]
             else:
                 self.striping = adopt.striping
-                self.locks = lock_directories(paths, rank, files, shared, cleanup)
+                spared = {slab.uuid for slab in adopt.slabs}
+                self.locks = lock_directories(paths, rank, files, shared, cleanup, spared=spared)
                 self.slabs = adopt_slabs(
                     adopt,
                     dict(zip(self.locks.values(), limits, strict=True)),
