@@ -142,8 +142,8 @@ class Slab(Closing):
         return self._open.keep
 
     @keep.setter
-    def keep(self, keep: bool) -> None:
-        self._open.keep = keep
+    def keep(self, stays: bool) -> None:
+        self._open.keep = stays
 
     def mark_committed(self) -> None:
         """Say durably in the header that a commit holds pages of the slab. Only the first call writes.
