@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from infinity import _tiers
-from infinity.aio import EngineStats, Faults, Future, Volume
+from infinity.aio import Engine, EngineStats, Faults, Future, Volume
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.system.closing import Closing
@@ -145,9 +145,11 @@ class NvmeTier(Closing):
         limits = [limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values()]
         wanted = round_up(nbytes, PAGE_ALIGNMENT)
         files = files or DiskFiles()
+        shared = shared or {}
+        self.engines: list[Engine] = []
         self._base = SLAB_HEADER_BYTES if durable or adopt is not None else 0
         self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
-        self.locks: dict[Path, PathLock]
+        self.locks: dict[Path, PathLock] = {}
         """Locks of the directories that the tier uses, by the directory without symbolic links."""
         with ExitStack() as cleanup, ExitStack() as undo:
             if adopt is None:
@@ -156,44 +158,34 @@ class NvmeTier(Closing):
                 )
                 sizes = self.striping.path_bytes(wanted)
                 used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
-                self.locks = lock_directories([path for path, _ in used], rank, files, shared or {}, cleanup)
-                self.slabs = [
-                    cleanup.enter_context(
-                        Slab(path, size, rank=rank, durable=durable, lock=self.locks[path], files=files)
-                    )
+                self.locks = lock_directories([path for path, _ in used], rank, files, shared, cleanup)
+                made = (
+                    Slab(path, size, rank=rank, durable=durable, lock=self.locks[path], files=files)
                     for path, size in used
-                ]
+                )
+                self.slabs = [cleanup.enter_context(slab) for slab in made]
             else:
                 self.striping = adopt.striping
-                self.locks = lock_directories(paths, rank, files, shared or {}, cleanup)
-                self.slabs = adopt_slabs(
-                    adopt,
-                    dict(zip(self.locks.values(), limits, strict=True)),
-                    wanted,
-                    files=files,
-                    cleanup=cleanup,
-                    undo=undo,
-                )
+                spared = {slab.uuid for slab in adopt.slabs}
+                self.locks = lock_directories(paths, rank, files, shared, cleanup, spared=spared)
+                budget = dict(zip(self.locks.values(), limits, strict=True))
+                self.slabs = adopt_slabs(adopt, budget, wanted, files=files, cleanup=cleanup, undo=undo)
             self._weights = [weight for weight in self.striping.weights if weight]
             striping = Striping(tuple(self._weights), self.striping.stripe_bytes)
             self.budget = striping.volume_bytes([slab.nbytes for slab in self.slabs])
             """Bytes of pages that the slabs hold together."""
             self._spans = _tiers.SpanAllocator(self.budget, PAGE_ALIGNMENT)
-            self.engines = [
-                cleanup.enter_context(
-                    open_engine(
-                        slab.directory, backend=backend, depth=depth, block_bytes=block_bytes, faults=faults
-                    )
+            for slab in self.slabs:
+                engine = open_engine(
+                    slab.directory, backend=backend, depth=depth, block_bytes=block_bytes, faults=faults
                 )
-                for slab in self.slabs
-            ]
+                self.engines.append(cleanup.enter_context(engine))
             opened = [
                 engine.open(os.fspath(slab.path))
                 for engine, slab in zip(self.engines, self.slabs, strict=True)
             ]
-            self._volume: Volume | None = Volume(
-                zip(opened, self._weights, strict=True), self.striping.stripe_bytes, base=self._base
-            )
+            parts = zip(opened, self._weights, strict=True)
+            self._volume: Volume | None = Volume(parts, self.striping.stripe_bytes, base=self._base)
             undo.pop_all()
             self._cleanup = cleanup.pop_all()
 

@@ -117,7 +117,9 @@ class Slab(Closing):
             slab.uuid = header.uuid
             slab._committed = True
             slab._broken = None
-            preallocate(descriptor, SLAB_HEADER_BYTES + nbytes, path)
+            whole = SLAB_HEADER_BYTES + nbytes
+            if os.fstat(descriptor).st_blocks * 512 < whole:  # else slow, where fallocate is emulated
+                preallocate(descriptor, whole, path)
             files.sync_directory(path.parent)  # the file may have been moved here just now
         except BaseException:
             slab.close()
@@ -140,8 +142,8 @@ class Slab(Closing):
         return self._open.keep
 
     @keep.setter
-    def keep(self, keep: bool) -> None:
-        self._open.keep = keep
+    def keep(self, stays: bool) -> None:
+        self._open.keep = stays
 
     def mark_committed(self) -> None:
         """Say durably in the header that a commit holds pages of the slab. Only the first call writes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from infinity.errors import IncompatibleCheckpoint, storage_errors
@@ -18,11 +18,16 @@ from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab_header import check_uuid, left_by_a_crash, parse_slab_name, slab_name
 
 
-def lock_directory(directory: str | os.PathLike[str], rank: int, files: DiskFiles) -> PathLock:
-    """Lock a directory for a rank, and remove what dead processes left there. Raises as PathLock does."""
+def lock_directory(
+    directory: str | os.PathLike[str], rank: int, files: DiskFiles, *, spared: Collection[str] = ()
+) -> PathLock:
+    """Lock a directory for a rank, and remove what dead processes left there. Raises as PathLock does.
+
+    spared: as for `reclaim`.
+    """
     lock = PathLock(directory, rank=rank, files=files)
     try:
-        reclaim(lock, files)
+        reclaim(lock, files, spared=spared)
     except BaseException:
         lock.close()
         raise
@@ -35,28 +40,30 @@ def lock_directories(
     files: DiskFiles,
     shared: Mapping[Path, PathLock],
     cleanup: contextlib.ExitStack,
+    *,
+    spared: Collection[str] = (),
 ) -> dict[Path, PathLock]:
     """Return a lock of each directory, by `lock_directory`, to be closed by `cleanup`.
 
     directories: without symbolic links. shared: locks that the caller holds already, to be shared; nothing
-    is removed from their directories.
+    is removed from their directories. spared: as for `reclaim`.
     """
     locks: dict[Path, PathLock] = {}
     for directory in directories:
         if directory in shared and directory not in locks:
             lock = shared[directory].share()
         else:
-            lock = lock_directory(directory, rank, files)
+            lock = lock_directory(directory, rank, files, spared=spared)
         locks[directory] = cleanup.enter_context(lock)
     return locks
 
 
-def reclaim(lock: PathLock, files: DiskFiles) -> None:
+def reclaim(lock: PathLock, files: DiskFiles, *, spared: Collection[str] = ()) -> None:
     """Remove the slabs of a locked directory and rank that dead processes left uncommitted.
 
     Slabs that were committed stay, and so do files that are not certain to be leftovers: those with another
     name, no regular file, or a header that is damaged or of another version. Only names of this rank's slabs
-    are ever opened.
+    are ever opened. spared: uuids of slabs that stay whatever their headers say, because a commit names them.
     """
     with storage_errors("list", lock.directory):
         names = sorted(os.listdir(lock.directory))
@@ -67,7 +74,9 @@ def reclaim(lock: PathLock, files: DiskFiles) -> None:
                 files.remove(path)
         else:
             named = parse_slab_name(name)
-            if named and named[0] == lock.rank and _is_regular(path) and left_by_a_crash(path, files):
+            if not named or named[0] != lock.rank or named[1] in spared:
+                continue
+            if _is_regular(path) and left_by_a_crash(path, files):
                 files.remove(path)
 
 

@@ -34,6 +34,7 @@ def in_child(act: Callable[[], str]) -> str:
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # a child that hangs ends here, and has told nothing
         try:
             os.write(tell, act().encode())
         except StorageError as error:
@@ -103,6 +104,17 @@ def test_a_hard_link_to_the_lock_file_is_the_same_lock(tmp_path: Path) -> None:
         os.link(lock.path, tmp_path / "other" / NAME)
         with pytest.raises(StorageError, match="in use by this process"):
             PathLock(tmp_path / "other")
+        assert in_child(lambda: try_lock(tmp_path)).startswith("EBUSY")
+
+
+def test_a_lock_file_that_was_opened_again_is_not_closed_before_the_lock_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a rename between the look at the path and its opening: the open file is one that is locked."""
+    monkeypatch.setattr(PathLock, "_check_not_ours", lambda self: None)
+    with nothing_left(), PathLock(tmp_path):
+        with pytest.raises(StorageError, match="in use by this process"):
+            PathLock(tmp_path)
         assert in_child(lambda: try_lock(tmp_path)).startswith("EBUSY")
 
 

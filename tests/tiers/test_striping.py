@@ -122,3 +122,30 @@ def test_too_small_budgets_say_what_is_needed() -> None:
 def test_numbers_that_make_no_sense(nbytes: int, speeds: list[float]) -> None:
     with pytest.raises(ConfigError):
         choose_striping(nbytes, [GIB, GIB], speeds, MIB)
+
+
+@given(paths, st.floats(0.01, 0.97), st.sampled_from([64 << 10, MIB]))
+def test_files_hold_the_volume_that_they_were_sized_for(
+    paths: list[tuple[int, float]], fill: float, stripe: int
+) -> None:
+    budgets = [budget * MIB for budget, _ in paths]
+    nbytes = max(4096, int(sum(budgets) * fill) // 4096 * 4096)
+    striping = choose_striping(nbytes, budgets, [speed for _, speed in paths], stripe)
+    sizes = striping.path_bytes(nbytes)
+    held = striping.volume_bytes(sizes)
+    assert held == sum(sizes) >= nbytes
+    assert striping.path_bytes(held) == sizes
+    assert striping.volume_bytes([size + striping.stripe_bytes - 1 if size else 9 for size in sizes]) >= held
+    if sum(weight > 0 for weight in striping.weights) > 1:
+        short = [max(0, size - 1) for size in sizes]
+        assert striping.volume_bytes(short) == held - sum(striping.weights) * striping.stripe_bytes
+
+
+def test_headers_are_taken_from_each_budget() -> None:
+    with pytest.raises(BudgetError) as error:
+        choose_striping(MIB, [MIB], [1.0], MIB, header_bytes=4096)
+    assert error.value.needed == MIB + 4096
+    assert str(MIB + 4096) in error.value.cure
+    assert choose_striping(MIB, [MIB + 4096], [1.0], MIB, header_bytes=4096).weights == (1,)
+    tight = choose_striping(8 * MIB, [4 * MIB + 4096, 4 * MIB + 4096, 100], [1.0] * 3, MIB, header_bytes=4096)
+    assert tight.path_bytes(8 * MIB) == [4 * MIB, 4 * MIB, 0]
