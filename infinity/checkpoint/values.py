@@ -164,7 +164,7 @@ class Decoder:
         if len(node.content) != 1:
             node.fail("has not exactly one key, the kind of value")
         (tag,) = node.content
-        inside = Node(node.content[tag], f"{node.where}.{tag}" if tag in _TAGS else node.where)
+        inside = Node(node.content[tag], f"{node.where}.{tag}" if tag in KINDS else node.where)
         if tag in _MAPPINGS:
             self._deeper(node, depth)
             return self._mapping(_MAPPINGS[tag], inside, depth + 1)
@@ -340,4 +340,5 @@ _PLAIN: Mapping[str, Callable[[Node], Any]] = {
     "dtype": lambda node: DTYPES[node.choice(*DTYPES)],
     "scalar": array_values.decode_scalar,
 }
-_TAGS = frozenset({*_MAPPINGS, *_SEQUENCES, *_WITH_BLOBS, *_PLAIN})
+KINDS = frozenset({*_MAPPINGS, *_SEQUENCES, *_WITH_BLOBS, *_PLAIN})
+"""The keys of the JSON objects that stand for values."""
