@@ -183,7 +183,10 @@ def mutated_tree(tree: Any, chance: random.Random) -> Any:
         places = nodes(tree)
         if places:
             container, key = chance.choice(places)
-            chance.choice(_CHANGES)(container, key, chance, places)
+            change = chance.choice(_CHANGES)
+            change(container, key, chance, places)
+            if change is _wrap:  # what was wrapped twice is too deep for `copy`
+                break
     return tree
 
 

@@ -163,13 +163,16 @@ def test_a_commit_is_never_overwritten(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, checksums, blobs = small()
     wrong = dataclasses.replace(manifest, buffers={"\ud800": manifest.buffers["block.running"]})
     with pytest.raises(ConfigError, match=r"half a surrogate pair"):
         write(wrong, checksums, blobs, tmp_path, FILES)
     with pytest.raises(ConfigError, match=r"goes past the end of the table of checksums"):
         write(manifest, checksums[:-1], blobs, tmp_path, FILES)
+    monkeypatch.setattr(commit_files, "MANIFEST_LIMIT", 1000)
+    with pytest.raises(ConfigError, match=r"commit-7 would have \d+ bytes, more than 1000"):
+        write(manifest, checksums, blobs, tmp_path, FILES)
     assert names(tmp_path) == []
 
 

@@ -26,6 +26,7 @@ from infinity.checkpoint.values import DEEPEST, decode, encode
 from infinity.errors import ConfigError, CorruptState
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @settings(max_examples=300, deadline=None)
 @given(VALUES)
 def test_every_value_comes_back(value: Any) -> None:
