@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import random
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity.checkpoint import commit_files
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.manifest import (
     ChunkEntry,
@@ -140,6 +142,34 @@ def signed(body: bytes, version: int = 1) -> bytes:
     """The content of a manifest's file with this JSON text, and a first line that is right."""
     start = f"infinity-commit {version} {len(body)} ".encode()
     return start + f"{crc32c(body, crc32c(start)):08x}\n".encode() + body
+
+
+@functools.cache
+def original() -> tuple[bytes, bytes]:
+    """The content of the small commit's manifest and data file."""
+    return contents(small())
+
+
+def tree() -> Any:
+    """The tree of the small commit's manifest."""
+    return json.loads(original()[0].split(b"\n", 1)[1])
+
+
+def contents(commit: Commit) -> tuple[bytes, bytes]:
+    """The content of a commit's manifest and data file."""
+    manifest, checksums, blobs = commit
+    data = commit_files.data_bytes(checksums, blobs)
+    return commit_files.manifest_bytes(manifest, data), data
+
+
+def changed(root: Any, path: str, content: Any) -> Any:
+    """`root` with other content at a path such as "units[0].name"."""
+    *keys, last = path.replace("[", ".").replace("]", "").split(".")
+    node = root
+    for key in keys:
+        node = node[int(key) if isinstance(node, list) else key]
+    node[int(last) if isinstance(node, list) else last] = content
+    return root
 
 
 def put(directory: Path, manifest: bytes, data: bytes, generation: int = 7) -> None:
