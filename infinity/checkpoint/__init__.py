@@ -1,1 +1,1 @@
-"""Checkpoints: export to and loading from safetensors files; directories appear whole or not at all."""
+"""Checkpoints: the files of commits; export to and loading from safetensors files, streamed."""

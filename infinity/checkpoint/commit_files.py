@@ -99,6 +99,8 @@ def write(
     content = data_bytes(checksums, blobs)
     text = manifest_bytes(manifest, content)
     with _readable(generation):
+        if len(text) > MANIFEST_LIMIT:
+            raise corrupt(path.name, f"would have {len(text)} bytes, more than {MANIFEST_LIMIT}")
         from_json(parsed(text[text.index(b"\n") + 1 :], path.name), len(checksums), blobs)
     if os.path.lexists(path):
         raise storage_error("create", os.fspath(path), None, errno.EEXIST, cure="Use a new generation.")

@@ -119,7 +119,7 @@ class Node:
         """The content, an integer of at least `low` and at most `high`."""
         found: int = self.has(int)
         if not low <= found <= high:
-            self.fail(f"is {found}, which is not between {low} and {high}")
+            self.fail(f"is {found}, not {low}" if low == high else f"is {found}, not {low} to {high}")
         return found
 
     def boolean(self) -> bool:

@@ -109,7 +109,7 @@ class _Encoder:
             return {_DICTS[kind]: pairs}
         if kind is set or kind is frozenset:
             # The order of a set differs from process to process; the file shall not.
-            members = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
+            members = sorted(value, key=lambda each: (type(each).__name__, _repr(each)))
             return {_LISTS[kind]: [self._key(each, (path, ""), inside) for each in members]}
         nodes = [self.node(each, (path, f"[{index}]"), inside) for index, each in enumerate(value)]
         return nodes if kind is list else {_LISTS[kind]: nodes}
@@ -164,7 +164,7 @@ class Decoder:
         if len(node.content) != 1:
             node.fail("has not exactly one key, the kind of value")
         (tag,) = node.content
-        inside = Node(node.content[tag], f"{node.where}.{tag}" if tag in _TAGS else node.where)
+        inside = Node(node.content[tag], f"{node.where}.{tag}" if tag in KINDS else node.where)
         if tag in _MAPPINGS:
             self._deeper(node, depth)
             return self._mapping(_MAPPINGS[tag], inside, depth + 1)
@@ -235,8 +235,15 @@ def _bits(value: float) -> str:
 
 
 def _shown(key: object) -> str:
-    text = repr(key) if type(key) in _KEYS else f"a {_name(type(key))}"
+    text = _repr(key) if type(key) in _KEYS else f"a {_name(type(key))}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _repr(key: object) -> str:
+    try:
+        return repr(key)
+    except ValueError:  # Python refuses to write very large integers in decimal digits
+        return hex(key) if type(key) is int else f"a {type(key).__name__} of large integers"
 
 
 def _name(kind: type) -> str:
@@ -333,4 +340,5 @@ _PLAIN: Mapping[str, Callable[[Node], Any]] = {
     "dtype": lambda node: DTYPES[node.choice(*DTYPES)],
     "scalar": array_values.decode_scalar,
 }
-_TAGS = frozenset({*_MAPPINGS, *_SEQUENCES, *_WITH_BLOBS, *_PLAIN})
+KINDS = frozenset({*_MAPPINGS, *_SEQUENCES, *_WITH_BLOBS, *_PLAIN})
+"""The keys of the JSON objects that stand for values."""

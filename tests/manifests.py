@@ -1,0 +1,277 @@
+"""Manifests for tests: a small one with fixed bytes, and mutations of trees and bytes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity.checkpoint import commit_files
+from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.manifest import (
+    ChunkEntry,
+    FrozenEntry,
+    LossScale,
+    Manifest,
+    OptimizerRule,
+    ParameterEntry,
+    ParamGroup,
+    Place,
+    PrecisionEntry,
+    Range,
+    SlabEntry,
+    UnitEntry,
+    Volume,
+)
+from infinity.checkpoint.values import encode
+from infinity.checksum import crc32c
+
+Commit = tuple[Manifest, npt.NDArray[np.uint32], Blobs]
+CHECKSUMS = 13
+"""Number of checksums of the small manifest."""
+
+
+def small(generation: int = 7) -> Commit:
+    """A manifest of a bf16 parameter in two ranges, with int8 moments, and a frozen fp32 parameter."""
+    blobs = Blobs()
+    state = {
+        "epoch": 3,
+        "best": math.inf,
+        "order": (2, 0, 1),
+        "weights": torch.arange(3, dtype=torch.bfloat16),
+        b"raw": {None, 1.5},
+    }
+    manifest = Manifest(
+        generation=generation,
+        created="2026-01-02T03:04:05Z",
+        versions={"infinity": "0.1", "torch": "2.13", "python": "3.11"},
+        isa="scalar",
+        threads=2,
+        volume=Volume(8192, (SlabEntry("0123456789abcdef" * 2, 131072, 2), SlabEntry("f" * 32, 65536, 1))),
+        codecs={"moments": 1, "rounding": 1},
+        chunk_elements=8192,
+        rule=OptimizerRule("SGD", ("momentum_buffer",), "int8"),
+        precision=PrecisionEntry("bf16", "int8", ("*.scale",), "fp32"),
+        units=(
+            UnitEntry(
+                "block",
+                ("block.weight", "block.scale"),
+                24576,
+                40960,
+                (0, 24576),
+                (49152, 90112),
+                (ChunkEntry(1, 0, True), ChunkEntry(0, 1, True)),
+                (FrozenEntry(20480, 4096, 20480),),
+            ),
+        ),
+        parameters=(weight(), scale()),
+        param_groups=(
+            ParamGroup(encode({"lr": 0.1, "betas": (0.9, 0.999), "name": "é"}, blobs), ("block.weight",)),
+            ParamGroup(encode({"lr": 1e-05}, blobs), ()),
+        ),
+        buffers={"block.running": encode(torch.tensor([1.0, -2.0]), blobs)},
+        extra_state={"block": encode({"calls": 5}, blobs)},
+        loss_scale=LossScale(65536.0, 12),
+        rng={"torch": encode(torch.zeros(4, dtype=torch.uint8), blobs), "cuda": []},
+        state=encode(state, blobs),
+        identity=encode({"text": b"\x01\x02"}, blobs),
+    )
+    checksums = np.arange(CHECKSUMS, dtype=np.uint32) * np.uint32(0x11111111)
+    return manifest, checksums, blobs
+
+
+def weight() -> ParameterEntry:
+    """A parameter of 2 x 4600 elements whose master is split, in ranges of 8192 and 1008 elements."""
+
+    def places(start: int, states: int, count: int, checksum: int) -> dict[str, Place]:
+        blocks = -(-count // 4096)
+        return {
+            "values": Place(start, 2 * count, 8192, checksum),
+            "remainder": Place(states, 2 * count, 8192, checksum + blocks),
+            "momentum_buffer": Place(states + 16384, count, 4096, checksum + 2 * blocks),
+            "momentum_buffer.scale": Place(states + 24576, -(-count // 64), 64, checksum + 3 * blocks),
+        }
+
+    ranges = (
+        Range(0, 8192, places(24576, 49152, 8192, 0)),
+        Range(8192, 1008, places(0, 90112, 1008, 8)),
+    )
+    return ParameterEntry(
+        names=("block.weight", "head.weight"),
+        shape=(2, 4600),
+        stride=(1, 2),
+        dtype="bfloat16",
+        trainable=True,
+        numel=9200,
+        master="split",
+        step=41,
+        moments=True,
+        edited=False,
+        unit=0,
+        ranges=ranges,
+    )
+
+
+def scale() -> ParameterEntry:
+    return ParameterEntry(
+        names=("block.scale",),
+        shape=(3,),
+        stride=(1,),
+        dtype="float32",
+        trainable=False,
+        numel=3,
+        master="none",
+        step=0,
+        moments=False,
+        edited=True,
+        unit=0,
+        ranges=(Range(0, 3, {"values": Place(20480, 12, 16384, 12)}),),
+    )
+
+
+def signed(body: bytes, version: int = 1) -> bytes:
+    """The content of a manifest's file with this JSON text, and a first line that is right."""
+    start = f"infinity-commit {version} {len(body)} ".encode()
+    return start + f"{crc32c(body, crc32c(start)):08x}\n".encode() + body
+
+
+@functools.cache
+def original() -> tuple[bytes, bytes]:
+    """The content of the small commit's manifest and data file."""
+    return contents(small())
+
+
+def tree() -> Any:
+    """The tree of the small commit's manifest."""
+    return json.loads(original()[0].split(b"\n", 1)[1])
+
+
+def contents(commit: Commit) -> tuple[bytes, bytes]:
+    """The content of a commit's manifest and data file."""
+    manifest, checksums, blobs = commit
+    data = commit_files.data_bytes(checksums, blobs)
+    return commit_files.manifest_bytes(manifest, data), data
+
+
+def changed(root: Any, path: str, content: Any) -> Any:
+    """`root` with other content at a path such as "units[0].name"."""
+    *keys, last = path.replace("[", ".").replace("]", "").split(".")
+    node = root
+    for key in keys:
+        node = node[int(key) if isinstance(node, list) else key]
+    node[int(last) if isinstance(node, list) else last] = content
+    return root
+
+
+def put(directory: Path, manifest: bytes, data: bytes, generation: int = 7) -> None:
+    """Write the two files of a commit with this content."""
+    (directory / f"commit-{generation}").write_bytes(manifest)
+    (directory / f"commit-{generation}.data").write_bytes(data)
+
+
+def put_tree(directory: Path, tree: Any, data: bytes) -> None:
+    """Write a commit whose manifest has this tree, and checksums that are right."""
+    if isinstance(tree, dict) and isinstance(tree.get("data"), dict) and "crc32c" in tree["data"]:
+        tree = {**tree, "data": {"nbytes": len(data), "crc32c": crc32c(data)}}
+    put(directory, signed(json.dumps(tree).encode()), data)
+
+
+ODD = (
+    None, True, 0, 1, -1, 2, 4096, 1 << 62, (1 << 63) - 1, 1 << 64, 0.5, -0.0, math.inf, math.nan, "", "int8",
+    "values", "\ud800", [], [0], [[]], {}, {"tuple": []}, {"bytes": [0, 1, 0]}, {"bytes": [0, 1 << 62, 0]},
+    {"tensor": ["float32", [1 << 40], [1], [0, 4, 0]]}, {"float": "7ff0000000000000"},
+)  # fmt: skip
+
+
+def nodes(tree: Any) -> list[tuple[Any, Any]]:
+    """All places in a tree, each as (container, key or index)."""
+    found = []
+    pending = [tree]
+    while pending:
+        container = pending.pop()
+        keys = container if isinstance(container, dict) else range(len(container))
+        for key in keys:
+            found.append((container, key))
+            if isinstance(container[key], dict | list):
+                pending.append(container[key])
+    return found
+
+
+def mutated_tree(tree: Any, chance: random.Random) -> Any:
+    """A copy of a tree with one to three places changed, removed, doubled, exchanged or wrapped."""
+    tree = copy.deepcopy(tree)
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        places = nodes(tree)
+        if places:
+            container, key = chance.choice(places)
+            change = chance.choice(_CHANGES)
+            change(container, key, chance, places)
+            if change is _wrap:  # what was wrapped twice is too deep for `copy`
+                break
+    return tree
+
+
+def _replace(container: Any, key: Any, chance: random.Random, places: Any) -> None:
+    container[key] = copy.deepcopy(chance.choice(ODD))
+
+
+def _remove(container: Any, key: Any, chance: random.Random, places: Any) -> None:
+    del container[key]
+
+
+def _double(container: Any, key: Any, chance: random.Random, places: Any) -> None:
+    if isinstance(container, list):
+        container.insert(key, copy.deepcopy(container[key]))
+    else:
+        container[f"{key}2"] = copy.deepcopy(container[key])
+
+
+def _copy(container: Any, key: Any, chance: random.Random, places: Any) -> None:
+    other, place = chance.choice(places)
+    container[key] = copy.deepcopy(other[place])
+
+
+def _shift(container: Any, key: Any, chance: random.Random, places: Any) -> None:
+    if type(container[key]) in (int, float):
+        container[key] += chance.choice((-4096, -1, 1, 2, 4096, 1 << 40))
+    elif type(container[key]) is bool:
+        container[key] = not container[key]
+
+
+def _wrap(container: Any, key: Any, chance: random.Random, places: Any) -> None:
+    for _ in range(chance.choice((1, 1, 70, 300))):
+        container[key] = [container[key]]
+
+
+_CHANGES: tuple[Callable[[Any, Any, random.Random, Any], None], ...] = (
+    _replace, _replace, _remove, _double, _copy, _shift, _shift, _wrap,
+)  # fmt: skip
+
+
+def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
+    """`data` with some bytes flipped, removed, doubled or inserted, or cut short."""
+    found = bytearray(data)
+    for _ in range(chance.choice((1, 1, 1, 2, 5))):
+        place = chance.randrange(len(found) + 1)
+        length = chance.choice((1, 1, 2, 8, 100))
+        kind = chance.randrange(5)
+        if kind == 0 and place < len(found):
+            found[place] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            del found[place : place + length]
+        elif kind == 2:
+            found[place:place] = found[place : place + length]
+        elif kind == 3:
+            found[place:place] = chance.choice((b"[", b"{", b'"', b"9", b",", b"\\", b"\xff", b"NaN", b"e9"))
+        else:
+            del found[place:]
+    return bytes(found)
