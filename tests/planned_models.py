@@ -26,6 +26,14 @@ def stack(widths, frozen=()) -> nn.Module:
     return model
 
 
+def partly_frozen(model: nn.Module) -> nn.Module:
+    """Freeze every bias, so that pages have frozen regions beside trainable ones."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.requires_grad_(False)
+    return model
+
+
 def planned(
     model,
     *,
