@@ -70,12 +70,15 @@ def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Ma
             if not keys:
                 missing.append(each.names[0])
                 continue
-            if len(keys) > 1 or keys & taken:
-                there = sorted({name for key in keys for name in saved[key].names})
+            if len(keys) > 1:
                 raise IncompatibleCheckpoint(
-                    f"The parameter {each.names[0]} has the names {listed(list(each.names))}, and "
-                    f"{listed(there)} in the checkpoint: other parameters are tied.",
+                    f"{listed(list(each.names))} are one parameter here, and {len(keys)} in the checkpoint.",
                     _SAME,
+                )
+            if keys & taken:
+                there = listed(list(saved[keys.pop()].names))
+                raise IncompatibleCheckpoint(
+                    f"{there} are one parameter in the checkpoint, and several here.", _SAME
                 )
             taken |= keys
             found[unit, index] = saved[keys.pop()]

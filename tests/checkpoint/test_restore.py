@@ -299,8 +299,9 @@ class Changed:
         ({"turned": {"dtype": torch.float32}}, r"turned has the dtype torch.bfloat16, and torch.float32"),
         (
             {"layer__bias": {"names": ("layer.bias", "turned")}},
-            r"layer\.bias has the names .*, and layer\.bias, turned",
+            r"layer\.bias, turned are one parameter in",
         ),
+        ({"turned": {"names": ("t",)}, "layer__bias": {"names": ("layer.bias", "turned")}}, "several here"),
         ({"optimizer": {"name": "Adam"}}, r"optimizer is AdamW, and Adam in"),
         ({"optimizer": {"states": "bf16"}}, r"states is fp32, and bf16 in"),
         (
