@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import copied, differences
 from run_copies import changed, copy_to, load_into, offloaded, quiet, raw, take_rest, train
 from torch import nn
 from zoo import entry
 
+from infinity import build
 from infinity.aio import Faults
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.checkpoint.array_source import SavedParameter
 from infinity.checkpoint.copy_source import CopySource
+from infinity.checkpoint.restore import restore
 from infinity.errors import CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.formats import moments
 from infinity.layout.strides import in_memory_order
@@ -379,3 +382,63 @@ def test_pages_that_cannot_be_written(tmp_path: Path) -> None:
             load_into(runtime, tmp_path / "copy")
         assert caught.value.errno == errno.EIO
         faults.clear()
+
+
+# --- where it is restored ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified", "mirrored", "device"])
+def test_before_the_parameters_are_converted(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The homes of pages can be filled while the runtime is being made, as resuming does."""
+    of = entry("tied")
+    for name in ("swap", "other"):
+        (tmp_path / name).mkdir()
+    wire = build._Builder.wire
+
+    def filled(builder: Any, *arguments: Any) -> Any:
+        layout = builder.plan.layout
+        restore(CopySource(tmp_path / "copy"), layout, builder.homes, builder.states, builder.store)
+        return wire(builder, *arguments)
+
+    model, again = of.make(), changed(of.make())
+    with offloaded(model, tmp_path / "swap", states="int8") as runtime:
+        train(model, runtime, of, range(2))
+        copy_to(tmp_path / "copy", runtime)
+        saved = raw(runtime, model)
+        monkeypatch.setattr(build._Builder, "wire", filled)
+        with offloaded(again, tmp_path / "other", home=home, states="int8") as resumed:
+            assert differences(raw(resumed, again), saved) == []
+            losses = train(model, runtime, of, range(2, 4))
+            assert train(again, resumed, of, range(2, 4)) == losses
+            assert differences(raw(resumed, again), raw(runtime, model)) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("home", ["host", "mirrored", "mixed", "device"])
+def test_a_device_with_late_streams(home: str, seed: int, tmp_path: Path) -> None:
+    """A running model takes back its copy on a device whose streams are late; each access has an order."""
+    of = entry("tied")
+    (tmp_path / "swap").mkdir()
+    model = of.make()
+    with EmulatedDevice(seed).in_use(), offloaded(model, tmp_path / "swap", home=home) as runtime:
+        train(model, runtime, of, range(1))
+        copy_to(tmp_path / "copy", runtime)
+        losses = train(model, runtime, of, range(1, 3))
+        end = raw(runtime, model)
+        load_into(runtime, tmp_path / "copy")
+        assert train(model, runtime, of, range(1, 3)) == losses
+        assert differences(raw(runtime, model), end) == []
+
+
+def test_a_backward_through_values_that_were_replaced(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    model = Turned(columns=False)
+    with offloaded(model, tmp_path / "swap", home="unified") as runtime:
+        step(model, runtime)
+        copy_to(tmp_path / "copy", runtime)
+        loss = model(torch.randn(8, 96, requires_grad=True).to(model.turned.dtype)).square().mean()
+        load_into(runtime, tmp_path / "copy")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
