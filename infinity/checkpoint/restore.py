@@ -107,6 +107,7 @@ def restore(
     written; then the contents of the pages are a mixture.
     """
     found = match(source, layout, states)
+    store.link.drain()  # copies of pages on their way to a device still read homes in RAM
     fresh, left_out = [], []
     for unit, unit_layout in enumerate(layout.units):
         page = None if states is None else states.pages[unit]
