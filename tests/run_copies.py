@@ -37,19 +37,22 @@ def offloaded(
     states: str = "fp32",
     optimizer: str | None = "adamw",
     keep: tuple[str, ...] = (),
+    accumulation: int | None = None,
     faults: Faults | None = None,
 ) -> Iterator[Any]:
     """Offload the model, and yield the runtime. Asserts that nothing is left in the directory at the end.
 
     home: where pages rest (see homes.py). compute, states, keep: as in infinity.Precision. optimizer: a key
-    of OPTIMIZERS, or None for inference.
+    of OPTIMIZERS, or None for inference. accumulation: as in infinity.offload.
     """
     made = None if optimizer is None else OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute, states=states, keep=keep)
-    budget = budget_for(home, model, made, directory, precision)
+    budget = budget_for(home, model, made, directory, precision, accumulation=accumulation)
     with (
         injected(faults or Faults()),
-        infinity.offload(model, made, budget=budget, precision=precision, device="cpu") as runtime,
+        infinity.offload(
+            model, made, budget=budget, precision=precision, device="cpu", accumulation=accumulation
+        ) as runtime,
     ):
         yield runtime
     assert files(directory) == []
