@@ -444,14 +444,14 @@ def test_states_that_were_read_ahead(tmp_path: Path) -> None:
     of = entry("tied")
     (tmp_path / "swap").mkdir()
     found = []
-    for home in ("unified", "unified-nvme"):
+    for home in ("unified", "mixed"):
         model = of.make()
         with offloaded(model, tmp_path / "swap", home=home, accumulation=1) as runtime:
             train(model, runtime, of, range(1))
             copy_to(tmp_path / home, runtime)
             train(model, runtime, of, range(1, 3))
             of.loss(model, of.batch(3, 0)).backward()
-            assert (runtime._components.store.staging.leased > 0) == (home == "unified-nvme")
+            assert (runtime._components.store.staging.leased > 0) == (home == "mixed")
             load_into(runtime, tmp_path / home)
             runtime.optimizer.step()
             found.append(raw(runtime, model))
