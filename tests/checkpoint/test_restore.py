@@ -452,7 +452,10 @@ def test_states_that_were_read_ahead(tmp_path: Path) -> None:
             train(model, runtime, of, range(1, 3))
             of.loss(model, of.batch(3, 0)).backward()
             assert (runtime._components.store.staging.leased > 0) == (home == "mixed")
+            pages = runtime._components.states.pages.values()
+            before = [page.version for page in pages]
             load_into(runtime, tmp_path / home)
+            assert all(now.version > old for now, old in zip(pages, before, strict=True))
             runtime.optimizer.step()
             found.append(raw(runtime, model))
     assert differences(*found) == []
