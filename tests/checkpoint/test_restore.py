@@ -140,6 +140,48 @@ def test_edits_since_the_last_step(tmp_path: Path) -> None:
         assert differences(raw(resumed, again), raw(runtime, model)) == []
 
 
+class Odd(nn.Module):
+    """A module with parameters of unusual dtypes, shapes and strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.weight = nn.Parameter(torch.randn(5, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(4, 0))
+        self.turned = nn.Parameter(torch.randn(40, 11, 30).permute(2, 0, 1))
+        self.thin = nn.Parameter(torch.randn(1, 70, 1).transpose(0, 1))
+        self.counts = nn.Parameter(torch.arange(6000), requires_grad=False)
+        self.wave = nn.Parameter(torch.randn(7, 3, dtype=torch.complex64).t(), requires_grad=False)
+
+    def forward(self) -> torch.Tensor:
+        return sum(each.float().mean() for each in (self.weight, self.scale, self.turned, self.thin))
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_odd_tensors(compute: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("swap", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(restoring, "WINDOW", 1 << 12)
+    model, again = Odd(), Odd()
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    options = {"compute": compute, "states": states}
+    with (
+        offloaded(model, tmp_path / "swap", **options) as runtime,
+        offloaded(again, tmp_path / "other", home="unified", **options) as resumed,
+    ):
+        (model() / 64).backward()
+        runtime.optimizer.step()
+        copy_to(tmp_path / "copy", runtime)
+        load_into(resumed, tmp_path / "copy")
+        saved = raw(runtime, model)
+        assert saved["turned"]["begun"]
+        assert differences(raw(resumed, again), saved) == []
+
+
 # --- what may differ ---------------------------------------------------------------------------------------
 
 
