@@ -269,6 +269,21 @@ def test_a_disk_that_is_full_at_every_write(
         assert differences(raw(runtime, model), end) == []
 
 
+def test_a_disk_that_is_full_at_the_config(tmp_path: Path, swap: Path) -> None:
+    class Config:
+        def save_pretrained(self, directory: Path) -> None:
+            (directory / "config.json").touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = entry("custom").make()
+    model.config = Config()
+    with offloaded(model, swap) as runtime:
+        with pytest.raises(StorageFull) as caught:
+            copy_to(tmp_path / "copy", runtime)
+        assert caught.value.path == str(tmp_path / "copy")
+        assert sorted(files(tmp_path)) == ["swap"]
+
+
 def test_a_page_that_cannot_be_read(tmp_path: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = entry("custom")
     model = of.make()
