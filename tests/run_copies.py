@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from homes import budget_for
 from parity import OPTIMIZERS, seeded_loss
 from small_runtime import files, settle
 from torch import nn
-from zoo import Entry
+from zoo import Entry, entry
 
 import infinity
 from infinity.aio import Faults
@@ -25,6 +27,31 @@ from infinity.pages.store import injected
 
 RECORD = {"groups": [{"lr": 0.1, "names": ["a", "b"]}], "text": "ü"}
 """What the tests give `write_copy` as `record`."""
+
+
+@pytest.fixture
+def swap(tmp_path: Path) -> Path:
+    """A directory for the pages of runtimes."""
+    path = tmp_path / "swap"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def copy(tmp_path: Path, swap: Path) -> Path:
+    """A copy of a small run, in several files, with int8 moments."""
+    of = entry("frozen")
+    model = of.make()
+    with offloaded(model, swap, states="int8") as runtime:
+        train(model, runtime, of, range(1))
+        copy_to(tmp_path / "copy", runtime, shard="64KiB", data=b"some bytes")
+    return tmp_path / "copy"
+
+
+def said(path: Path) -> dict[str, Any]:
+    """Return the content of a copy's run.json."""
+    content: dict[str, Any] = json.loads((path / "run.json").read_text())
+    return content
 
 
 @contextlib.contextmanager
