@@ -46,10 +46,9 @@ class CopySource:
         self._directory = Path(path)
         self._disk = disk or DiskFiles()
         said = self._said()
-        self.record: Any
-        """What the runtime wrote with the copy: the value of `record` that `write_copy` was given."""
         with corrupt_if(self._directory / RECORD, "it does not describe a run"):
-            self.record = said["record"]
+            self.record: Any = said["record"]
+            """What the runtime wrote with the copy: the value of `record` that `write_copy` was given."""
             self.optimizer = _optimizer(said["optimizer"])
             self._parameters = dict(_parameters(said["parameters"], self.optimizer))
             self._data = said["data"]

@@ -232,6 +232,9 @@ def test_a_parameter_that_is_trainable_only_here(tmp_path: Path) -> None:
         assert not resumed._components.states._read(page, place.index, "exp_avg").any()
         assert torch.equal(model.layer.weight.detach(), again.layer.weight.detach())
         before = again.layer.weight.detach().clone()
+        values = raw(resumed, again)["layer.weight"]["values"]
+        master = resumed._components.states.master(place.page.index, place.index, values)
+        assert torch.equal(master, values.float()), "not with the bits of the step before"
         step(again, resumed)
         quiet(resumed)
         assert resumed.optimizer.state[again.layer.weight]["step"] == 1
