@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from homes import budget_for
 from parity import OPTIMIZERS, seeded_loss
 from small_runtime import files, settle
 from torch import nn
-from zoo import Entry
+from zoo import Entry, entry
 
 import infinity
 from infinity.aio import Faults
@@ -27,6 +29,31 @@ RECORD = {"groups": [{"lr": 0.1, "names": ["a", "b"]}], "text": "ü"}
 """What the tests give `write_copy` as `record`."""
 
 
+@pytest.fixture
+def swap(tmp_path: Path) -> Path:
+    """A directory for the pages of runtimes."""
+    path = tmp_path / "swap"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def copy(tmp_path: Path, swap: Path) -> Path:
+    """A copy of a small run, in several files, with int8 moments."""
+    of = entry("frozen")
+    model = of.make()
+    with offloaded(model, swap, states="int8") as runtime:
+        train(model, runtime, of, range(1))
+        copy_to(tmp_path / "copy", runtime, shard="64KiB", data=b"some bytes")
+    return tmp_path / "copy"
+
+
+def said(path: Path) -> dict[str, Any]:
+    """Return the content of a copy's run.json."""
+    content: dict[str, Any] = json.loads((path / "run.json").read_text())
+    return content
+
+
 @contextlib.contextmanager
 def offloaded(
     model: nn.Module,
@@ -37,19 +64,22 @@ def offloaded(
     states: str = "fp32",
     optimizer: str | None = "adamw",
     keep: tuple[str, ...] = (),
+    accumulation: int | None = None,
     faults: Faults | None = None,
 ) -> Iterator[Any]:
     """Offload the model, and yield the runtime. Asserts that nothing is left in the directory at the end.
 
     home: where pages rest (see homes.py). compute, states, keep: as in infinity.Precision. optimizer: a key
-    of OPTIMIZERS, or None for inference.
+    of OPTIMIZERS, or None for inference. accumulation: as in infinity.offload.
     """
     made = None if optimizer is None else OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute=compute, states=states, keep=keep)
-    budget = budget_for(home, model, made, directory, precision)
+    budget = budget_for(home, model, made, directory, precision, accumulation=accumulation)
     with (
         injected(faults or Faults()),
-        infinity.offload(model, made, budget=budget, precision=precision, device="cpu") as runtime,
+        infinity.offload(
+            model, made, budget=budget, precision=precision, device="cpu", accumulation=accumulation
+        ) as runtime,
     ):
         yield runtime
     assert files(directory) == []

@@ -6,8 +6,6 @@ time, by the names that run.json gives them, in the copy's directory and never t
 
 from __future__ import annotations
 
-import itertools
-import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +21,7 @@ from infinity.checkpoint.tensor_reader import TensorReader, corrupt, corrupt_if,
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.formats.moments import DTYPES as MOMENT_DTYPES
 from infinity.formats.optimizer_rules import TRAINABLE
-from infinity.layout.strides import in_memory_order, same_order
+from infinity.layout.strides import in_memory_order, row_major, same_order
 from infinity.model.materialize import listed
 from infinity.system.disk_files import DiskFiles
 
@@ -48,10 +46,9 @@ class CopySource:
         self._directory = Path(path)
         self._disk = disk or DiskFiles()
         said = self._said()
-        self.record: Any
-        """What the runtime wrote with the copy: the value of `record` that `write_copy` was given."""
         with corrupt_if(self._directory / RECORD, "it does not describe a run"):
-            self.record = said["record"]
+            self.record: Any = said["record"]
+            """What the runtime wrote with the copy: the value of `record` that `write_copy` was given."""
             self.optimizer = _optimizer(said["optimizer"])
             self._parameters = dict(_parameters(said["parameters"], self.optimizer))
             self._data = said["data"]
@@ -82,7 +79,7 @@ class CopySource:
         """
         saved = self._parameters[name]
         if array == VALUES:
-            if not _contiguous(saved):
+            if not same_order(saved.shape, saved.stride, row_major(saved.shape)):
                 return self._in_memory_order(name)[first : first + count].clone()
             return self._values[name].read(name, first, count)
         per = next(each for each in saved.state_arrays(self.optimizer) if each.name == array)
@@ -215,11 +212,6 @@ def _dense(saved: SavedParameter) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _contiguous(saved: SavedParameter) -> bool:
-    steps = itertools.accumulate(reversed(saved.shape[1:]), operator.mul, initial=1)
-    return same_order(saved.shape, saved.stride, tuple(steps)[::-1])
 
 
 def _strings(said: Any) -> list[str]:

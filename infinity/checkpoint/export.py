@@ -62,14 +62,12 @@ class Source:
         master = self._master(place, dtype)
         pieces = page.layout.pieces(index) if master is not None else ((0, Piece(index, 0, 0, layout.numel)),)
         for chunk_index, piece in pieces:
-            for done in range(0, piece.count, tensor_files.WINDOW):
-                count = min(tensor_files.WINDOW, piece.count - done)
-                part = Piece(index, piece.start + done, piece.offset + done, count)
+            for part in piece.parts(tensor_files.WINDOW):
                 if master is not None and layout.dtype != torch.bfloat16:
                     yield self._state(master, chunk_index, "master", part).view(torch.float32)
                     continue
                 size = layout.dtype.itemsize
-                found = self.store.fetch(page.home, page.start(index) + part.start * size, count * size)
+                found = self.store.fetch(page.home, page.start(index) + part.start * size, part.count * size)
                 values = found.view(layout.dtype)
                 if master is not None:
                     yield join(values, self._state(master, chunk_index, "remainder", part).view(torch.int16))

@@ -10,6 +10,7 @@ are permuted, and int8 moments, whose exponents belong to blocks of the old orde
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from infinity.checkpoint.array_source import VALUES, ArraySource, SavedOptimizer
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.formats import moments
 from infinity.formats.optimizer_rules import StateArray, scale_of, state_arrays
-from infinity.layout.chunks import ModelLayout, ParameterLayout, Piece
+from infinity.layout.chunks import ModelLayout, ParameterLayout
 from infinity.layout.strides import in_memory_order, same_order
 from infinity.model.materialize import listed
 from infinity.pages.edits import EditTracker
@@ -70,12 +71,15 @@ def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Ma
             if not keys:
                 missing.append(each.names[0])
                 continue
-            if len(keys) > 1 or keys & taken:
-                there = sorted({name for key in keys for name in saved[key].names})
+            if len(keys) > 1:
                 raise IncompatibleCheckpoint(
-                    f"The parameter {each.names[0]} has the names {listed(list(each.names))}, and "
-                    f"{listed(there)} in the checkpoint: other parameters are tied.",
+                    f"{listed(list(each.names))} are one parameter here, and {len(keys)} in the checkpoint.",
                     _SAME,
+                )
+            if keys & taken:
+                there = listed(list(saved[keys.pop()].names))
+                raise IncompatibleCheckpoint(
+                    f"{there} are one parameter in the checkpoint, and several here.", _SAME
                 )
             taken |= keys
             found[unit, index] = saved[keys.pop()]
@@ -93,7 +97,7 @@ def restore(
     """Write the parameters and states of a checkpoint to the homes of their pages.
 
     Works on pages at home alone: before the model's parameters are converted, or in a running model of which
-    no update, read ahead or write is due or under way, and no page on its way. There `show` must follow.
+    no update or write is due or under way, and no page on its way. There `show` must follow.
 
     source: the checkpoint. layout, states, store: of the model; states is None for inference, and then no
     states are restored. homes: unit -> home of its parameter page. [Note: what may differ] says what is
@@ -104,6 +108,7 @@ def restore(
     written; then the contents of the pages are a mixture.
     """
     found = match(source, layout, states)
+    store.link.drain()  # copies of pages on their way to a device still read homes in RAM
     fresh, left_out = [], []
     for unit, unit_layout in enumerate(layout.units):
         page = None if states is None else states.pages[unit]
@@ -212,17 +217,10 @@ class _Copier:
 def _write(page: StatePage, parameter: int, array: StateArray, copier: _Copier, store: Store) -> None:
     """Write a parameter's entries of a state array to its optimizer page."""
     read = copier.reader(array)
-    for chunk_index, part in _parts(page, parameter):
-        offset, _ = page.place(chunk_index, array.name, part)
-        store.patch(page.home, offset, read(part.start, part.count))
-
-
-def _parts(page: StatePage, parameter: int) -> Iterator[tuple[int, Piece]]:
-    """Yield (chunk, part of the parameter in it) in memory order, in parts of at most WINDOW elements."""
     for chunk_index, piece in page.layout.pieces(parameter):
-        for done in range(0, piece.count, WINDOW):
-            count = min(WINDOW, piece.count - done)
-            yield chunk_index, Piece(parameter, piece.start + done, piece.offset + done, count)
+        for part in piece.parts(WINDOW):
+            offset, _ = page.place(chunk_index, array.name, part)
+            store.patch(page.home, offset, read(part.start, part.count))
 
 
 def _note(page: StatePage, parameter: int, saved: SavedParameter, optimizer: SavedOptimizer | None) -> None:
@@ -245,12 +243,9 @@ def _begin(states: States, page: StatePage, store: Store) -> None:
     """Record which chunks have moments, and give those of their parameters without any initial ones."""
     for chunk_index, chunk in enumerate(page.layout.chunks):
         page.begun[chunk_index] = any(piece.parameter in page.has_moments for piece in chunk.pieces)
-        for piece in chunk.pieces if page.begun[chunk_index] else ():
-            if piece.parameter in page.has_moments:
-                continue
-            for done in range(0, piece.count, WINDOW):
-                count = min(WINDOW, piece.count - done)
-                part = Piece(piece.parameter, piece.start + done, piece.offset + done, count)
+        if page.begun[chunk_index]:
+            without = [piece for piece in chunk.pieces if piece.parameter not in page.has_moments]
+            for part in itertools.chain.from_iterable(piece.parts(WINDOW) for piece in without):
                 for name, initial in states.initial().items():
                     offset, nbytes = page.place(chunk_index, name, part)
                     store.patch(page.home, offset, initial.repeat(nbytes // initial.itemsize))

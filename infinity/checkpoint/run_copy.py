@@ -31,7 +31,7 @@ from infinity.checkpoint.tensor_files import Entry, content, distribute, shard_b
 from infinity.config import Size
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import StateArray
-from infinity.layout.chunks import ModelLayout, Piece
+from infinity.layout.chunks import ModelLayout
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
@@ -127,9 +127,7 @@ def _state_entry(page: StatePage, parameter: int, array: StateArray, store: Stor
 
     def parts() -> Iterator[torch.Tensor]:
         for chunk_index, piece in page.layout.pieces(parameter):
-            for done in range(0, piece.count, tensor_files.WINDOW):
-                count = min(tensor_files.WINDOW, piece.count - done)
-                part = Piece(parameter, piece.start + done, piece.offset + done, count)
+            for part in piece.parts(tensor_files.WINDOW):
                 yield store.fetch(page.home, *page.place(chunk_index, array.name, part)).view(array.dtype)
 
     _, entries = array.entries(0, layout.numel)

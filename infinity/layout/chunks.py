@@ -79,6 +79,14 @@ class Piece:
     count: int
     """Length of the piece in elements."""
 
+    def parts(self, most: int) -> Iterator[Piece]:
+        """Divide the piece into pieces of `most` elements, of which the last may be shorter.
+
+        most: a multiple of 4096.
+        """
+        for done in range(0, self.count, most):
+            yield Piece(self.parameter, self.start + done, self.offset + done, min(most, self.count - done))
+
 
 @dataclass(frozen=True)
 class Chunk:

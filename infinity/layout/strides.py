@@ -32,3 +32,12 @@ def same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]
         return True
     triples = zip(shape, first, second, strict=True)
     return all(size == 1 or one == other for size, one, other in triples)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides in elements of a contiguous tensor of this shape. Shapes without elements may get zeros."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

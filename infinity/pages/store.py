@@ -391,8 +391,8 @@ class Store:
     def bring(self, home: Home, into: torch.Tensor) -> None:
         """Copy a whole home to memory where the model computes, and wait until it is there.
 
-        into: leased memory, uint8 (home.nbytes,), that is not the home's own. The copy follows all work that
-        is queued on the compute stream, and work that is queued later follows the copy.
+        into: leased memory, uint8 (home.nbytes,), that is not the home's own. The copy waits for all work
+        that is queued on the compute stream.
         """
         self.link.follow_compute()
         for start, end in self._windows(0, home.nbytes):
@@ -400,7 +400,6 @@ class Store:
             self._bounced = self.read(home, start, piece)
             self._bounced.wait()
             self._bounced = self.copy_up(into[start:end], piece)
-            self.link.fence(self._bounced)
             self._bounced.wait()
 
     def _free_bounce(self, nbytes: int) -> torch.Tensor:

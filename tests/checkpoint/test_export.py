@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import struct
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ import torch
 from exports import masters, out, paged, read, seen
 from faulty import watchdog
 from homes import HOMES, check_homes, each_device
+from living_tensors import Living
 from parity import copied, differences
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_runtime import files, opened, train_step
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from zoo import entry
 
 from infinity.checkpoint import tensor_files
@@ -295,39 +293,6 @@ def test_transformers_reads_it(tied: bool, compute: str, out: Path) -> None:
 
 
 # --- how little it takes -----------------------------------------------------------------------------------
-
-
-class Living(TorchDispatchMode):
-    """A mode that counts the bytes of the tensors that are made while it is active.
-
-    `now`: bytes of these tensors that are alive. `peak`: the largest value that `now` has had.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in tree_iter(args) if isinstance(each, torch.Tensor)}
-        for each in tree_iter(result):
-            if isinstance(each, torch.Tensor) and not each.is_meta:
-                self._count(each.untyped_storage(), given)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage, given: set[int]) -> None:
-        key = storage._cdata
-        if key in given or key in self._known:
-            return
-        self._known.add(key)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, storage.nbytes())
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.now -= nbytes
 
 
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])

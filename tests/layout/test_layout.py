@@ -9,7 +9,7 @@ from torch import nn
 from infinity.config import Precision
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
-from infinity.layout.chunks import Chunk, ModelLayout, UnitLayout, build, page_bytes, region_sizes
+from infinity.layout.chunks import Chunk, ModelLayout, Piece, UnitLayout, build, page_bytes, region_sizes
 from infinity.layout.units import survey
 
 WHOLE = 1 << 40
@@ -265,3 +265,15 @@ def test_placement_in_a_parameter_does_not_follow_the_unit() -> None:
             {piece.start % BLOCK for unit in layout.units for chunk in unit.chunks for piece in chunk.pieces}
         )
     assert cuts == [{0}] * 4
+
+
+def test_the_parts_of_a_piece_follow_one_another() -> None:
+    piece = Piece(parameter=3, start=8192, offset=640, count=10_000)
+    parts = list(piece.parts(4096))
+    assert [(part.start, part.offset, part.count) for part in parts] == [
+        (8192, 640, 4096),
+        (12288, 4736, 4096),
+        (16384, 8832, 1808),
+    ]
+    assert {part.parameter for part in parts} == {3}
+    assert list(piece.parts(1 << 20)) == [piece]
