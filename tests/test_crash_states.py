@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from crash_states import Disk
-from toy_commits import STAGES, TRANSFERS_PER_STEP, ToyRun, check, load
+from toy_commits import STAGES, STEPS_PER_COMMIT, TRANSFERS_PER_STEP, ToyRun, check, load
 
 from infinity.errors import StorageError
 
 STATES = 1500
 """Crash states within which each mistake must show. The best hidden one shows in 1 of 100."""
-FEWER = 600
+FEWER = 400
 """Crash states of runs without a mistake, all of which are looked at."""
 
 
@@ -158,7 +158,7 @@ def test_a_run_that_ends_at_any_failed_operation_keeps_its_last_commit(home: Pat
         with ToyRun(directory) as run:
             run.recording.fail("any", failed + 1, errno.EIO)
             try:
-                run.run()
+                run.run(2 * STEPS_PER_COMMIT)
             except StorageError:
                 failed += 1
             else:

@@ -95,9 +95,9 @@ class ToyRun:
         for engine in self._engines:
             engine.close()
 
-    def run(self) -> None:
-        """Take all steps, with a commit after every second one. Raises StorageError."""
-        while self._steps < STEPS:
+    def run(self, steps: int = STEPS) -> None:
+        """Take some steps, with a commit after every second one. Raises StorageError."""
+        while self._steps < steps:
             self._step()
             if self._steps % STEPS_PER_COMMIT == 0:
                 self._commit()
