@@ -71,7 +71,8 @@ class Disk:
 
     events: the recording, taken while nothing is in flight. base: all regular files of the run's directories
     as they were when the recording began; `images` gives them, and all of them count as durable.
-    ordered_names: the names that survive are the first n operations of each directory, else any of them.
+    ordered_names: the names that survive are the first n operations of each directory, else any of them. An
+    event of the kind "preallocate" is the creation of a file with as many zeros as its `offset` says.
 
     Raises ValueError for an operation on a file that is neither in `base` nor created in the recording, and
     for a rename into another directory.
@@ -175,20 +176,21 @@ class Disk:
             self._file(path).syncs.append(event)
         elif event.kind == "sync directory":
             self._directory(path).syncs.append(event)
-        elif event.kind in ("create", "rename", "remove") and event.ok:
+        elif event.kind in ("create", "preallocate", "rename", "remove") and event.ok:
             self._take_name(event, path)
 
     def _take_name(self, event: Event, path: str) -> None:
         target = os.path.abspath(event.target) if event.target else ""
         if target and os.path.dirname(target) != os.path.dirname(path):
             raise ValueError(f"{path} is renamed to {target} in another directory, which is not modelled.")
-        if event.kind == "create":
-            self._files.append(File(b""))
+        made = event.kind in ("create", "preallocate")
+        if made:
+            self._files.append(File(bytes(event.offset)))
             self._live[path] = self._known[path] = self._files[-1]
         elif event.kind == "remove" and path not in self._live:
             return  # there was no such file
         file = self._file(path)
-        if event.kind != "create":
+        if not made:
             self._live.pop(path, None)
         if event.kind == "rename":
             self._live[target] = self._known[target] = file

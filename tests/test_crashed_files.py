@@ -140,6 +140,16 @@ def test_a_name_may_survive_without_the_bytes_of_its_file() -> None:
     assert contents(synced, 10) == {A + B}
 
 
+def test_a_file_made_with_its_whole_length_keeps_it() -> None:
+    events = [event("preallocate", (1, 2), at=1024, path="/d/new"), event("write", (3, 4), A, path="/d/new")]
+    states = draw(events, 4, {"f": OLD})
+    there = {
+        files["new"].tobytes() for files in (state.directories["/d"] for state in states) if "new" in files
+    }
+    assert there == {bytes(1024), A + bytes(512)}
+    assert any("new" not in state.directories["/d"] for state in states)
+
+
 def test_a_run_through_disk_files_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(OLD)
     base = images(tmp_path)
