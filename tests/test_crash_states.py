@@ -57,10 +57,10 @@ BUGS = {
         *STAGES,
     ],
     "places reused before the slabs are synced": replaced(
-        "sync slabs", "free old places", "write next step", "sync slabs"
+        "sync slabs", "free old places", "write next step", "wait for writes", "sync slabs"
     ),
     "places reused before the directory is synced": replaced(
-        "sync directory", "free old places", "write next step", "sync directory"
+        "sync directory", "free old places", "write next step", "wait for writes", "sync directory"
     ),
     "old commit removed before the rename": moved("remove old", before="rename"),
 }
