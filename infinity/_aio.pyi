@@ -136,32 +136,37 @@ class File:
         """
 
 class Faults:
-    """Rules that make transfers of an engine fail, stay short or wait, and counts of transfers; for tests.
+    """Rules that make transfers of an engine fail, stay short or wait, counts and a recording; for tests.
 
     One object can serve several engines, and is thread-safe. A transfer is one block that is handed to the
     kernel, and counts again when it is submitted again. Each method that adds a rule has these parameters.
     kind: "read", "write", "sync" or "any", the transfers that the rule is for. nth, times: the rule acts on
     `times` transfers of its kind from the `nth` on. Transfers are counted from 1, since the rule was added.
-    times=None means all transfers from the `nth` on.
+    times=None means all transfers from the `nth` on. path: the file whose transfers the rule is for, spelled
+    as in `Engine.open`. None means all files.
     """
 
     def __init__(self) -> None: ...
-    def fail(self, kind: str, nth: int, errno: int, times: int | None = 1) -> None:
+    def fail(self, kind: str, nth: int, errno: int, times: int | None = 1, path: str | None = None) -> None:
         """Add a rule by which a transfer does not happen and ends with the error `errno`."""
 
-    def shorten(self, kind: str, nth: int, nbytes: int, times: int | None = 1) -> None:
+    def shorten(
+        self, kind: str, nth: int, nbytes: int, times: int | None = 1, path: str | None = None
+    ) -> None:
         """Add a rule by which a transfer moves only its first `nbytes` bytes.
 
         The rule does nothing to a sync.
         """
 
-    def delay(self, kind: str, nth: int, seconds: float, times: int | None = 1) -> None:
+    def delay(
+        self, kind: str, nth: int, seconds: float, times: int | None = 1, path: str | None = None
+    ) -> None:
         """Add a rule by which a transfer starts `seconds` seconds later.
 
         Other transfers may overtake the delayed transfer.
         """
 
-    def hold(self, kind: str, nth: int, times: int | None = 1) -> None:
+    def hold(self, kind: str, nth: int, times: int | None = 1, path: str | None = None) -> None:
         """Add a rule by which a transfer does not start until `release` is called or the engine closes.
 
         Other transfers may overtake the held transfer.
@@ -172,6 +177,42 @@ class Faults:
 
     def clear(self) -> None:
         """Drop all rules. The counts stay."""
+
+    def record(self) -> None:
+        """Start to record the writes and syncs of the engines, and the operations given to `note`.
+
+        Every write keeps a copy of its bytes in memory.
+        """
+
+    def note(self, kind: str, path: str, target: str, offset: int, data: bytes) -> int:
+        """Record that an operation of the caller's own begins now. Returns a ticket for `noted`.
+
+        Call this before the operation. The arguments come back in `recorded` as they are. Returns 0 if
+        nothing is being recorded.
+        """
+
+    def noted(self, ticket: int) -> None:
+        """Record that the operation of this ticket has succeeded. Call it after the operation.
+
+        An operation that failed is left without this call. A second call does nothing, and neither does a
+        ticket from before `clear_record`.
+        """
+
+    def recorded(self) -> list[tuple[str, str, str, int, bytes, int, int | None, bool, int, bool]]:
+        """The events recorded so far, in the order of their submission.
+
+        An event is (kind, path, target, offset, data, submitted, completed, ok, moved, changed). kind:
+        "write" or "sync" for a transfer, or what `note` was given. data: the bytes to write, copied when
+        the transfer was submitted. submitted, completed: numbers of one counter for all events, greater
+        than 0; completed is None for an event that has not ended. A transfer is submitted when the engine
+        hands it over, also if a rule then holds it. ok: whether the event ended without an error.
+        moved: number of bytes of `data` that a write moved, fewer than all for a short write, which the
+        engine goes on with in an event of its own. changed: whether the memory held other bytes when the
+        write ended than when it was submitted, which is a bug of the caller.
+        """
+
+    def clear_record(self) -> None:
+        """End the recording and free its events. The counter of submissions and completions goes on."""
 
     @property
     def calls(self) -> dict[str, int]:

@@ -92,12 +92,13 @@ Kind kind_of(const std::string& name) {
 }
 
 void add_rule(PyFaults& self, const std::string& kind, uint64_t nth, std::optional<uint64_t> times,
-              FaultRule rule) {
+              std::optional<std::string> path, FaultRule rule) {
     if (kind != "any") rule.kind = kind_of(kind);
     if (nth == 0) raise_config_error("nth is 0.", "Requests are counted from 1.");
+    rule.path = std::move(path);
     rule.nth = nth;
     rule.times = times.value_or(Faults::always);
-    self.faults->add(rule);
+    self.faults->add(std::move(rule));
 }
 
 nb::dict calls_by_kind(const PyFaults& self) {
@@ -108,51 +109,89 @@ nb::dict calls_by_kind(const PyFaults& self) {
     return result;
 }
 
+uint64_t note(PyFaults& self, std::string kind, std::string path, std::string target,
+              uint64_t offset, const nb::bytes& data) {
+    if (!self.faults->recording().on()) return 0;
+    Event event;
+    event.kind = std::move(kind);
+    event.path = std::move(path);
+    event.target = std::move(target);
+    event.offset = offset;
+    const auto* first = static_cast<const std::byte*>(data.data());
+    event.data = std::make_shared<const std::vector<std::byte>>(first, first + data.size());
+    return self.faults->recording().begin(std::move(event));
+}
+
+nb::list recorded(const PyFaults& self) {
+    const std::vector<Event> events = unlocked([&] { return self.faults->recording().events(); });
+    nb::list result;
+    for (const Event& event : events) {
+        const bool ok = event.completed && event.result >= 0;
+        const nb::bytes data =
+            event.data ? nb::bytes(event.data->data(), event.data->size()) : nb::bytes("", 0);
+        result.append(nb::make_tuple(event.kind, event.path, event.target, event.offset, data,
+                                     event.submitted, event.completed, ok, ok ? event.result : 0,
+                                     event.changed));
+    }
+    return result;
+}
+
+void bind_recording(nb::class_<PyFaults>& faults) {
+    faults.def("record", [](PyFaults& self) { self.faults->recording().start(); })
+        .def("note", &note, "kind"_a, "path"_a, "target"_a, "offset"_a, "data"_a)
+        .def(
+            "noted", [](PyFaults& self, uint64_t ticket) { self.faults->recording().end(ticket); },
+            "ticket"_a)
+        .def("recorded", &recorded)
+        .def("clear_record", [](PyFaults& self) { self.faults->recording().clear(); });
+}
+
 void bind_faults(nb::module_& m) {
-    nb::class_<PyFaults>(m, "Faults")
-        .def(nb::init<>())
+    auto faults = nb::class_<PyFaults>(m, "Faults");
+    bind_recording(faults);
+    faults.def(nb::init<>())
         .def(
             "fail",
             [](PyFaults& self, const std::string& kind, uint64_t nth, int error,
-               std::optional<uint64_t> times) {
+               std::optional<uint64_t> times, std::optional<std::string> path) {
                 if (error <= 0)
                     raise_config_error("errno is not positive.", "Give errno.EIO or so.");
                 FaultRule rule;
                 rule.action = FaultRule::Action::fail;
                 rule.error = error;
-                add_rule(self, kind, nth, times, rule);
+                add_rule(self, kind, nth, times, std::move(path), rule);
             },
-            "kind"_a, "nth"_a, "errno"_a, "times"_a.none() = 1)
+            "kind"_a, "nth"_a, "errno"_a, "times"_a.none() = 1, "path"_a = nb::none())
         .def(
             "shorten",
             [](PyFaults& self, const std::string& kind, uint64_t nth, uint32_t bytes,
-               std::optional<uint64_t> times) {
+               std::optional<uint64_t> times, std::optional<std::string> path) {
                 FaultRule rule;
                 rule.action = FaultRule::Action::shorten;
                 rule.bytes = bytes;
-                add_rule(self, kind, nth, times, rule);
+                add_rule(self, kind, nth, times, std::move(path), rule);
             },
-            "kind"_a, "nth"_a, "nbytes"_a, "times"_a.none() = 1)
+            "kind"_a, "nth"_a, "nbytes"_a, "times"_a.none() = 1, "path"_a = nb::none())
         .def(
             "delay",
             [](PyFaults& self, const std::string& kind, uint64_t nth, double seconds,
-               std::optional<uint64_t> times) {
+               std::optional<uint64_t> times, std::optional<std::string> path) {
                 FaultRule rule;
                 rule.action = FaultRule::Action::delay;
                 rule.delay = std::chrono::duration_cast<std::chrono::nanoseconds>(
                     std::chrono::duration<double>(seconds));
-                add_rule(self, kind, nth, times, rule);
+                add_rule(self, kind, nth, times, std::move(path), rule);
             },
-            "kind"_a, "nth"_a, "seconds"_a, "times"_a.none() = 1)
+            "kind"_a, "nth"_a, "seconds"_a, "times"_a.none() = 1, "path"_a = nb::none())
         .def(
             "hold",
-            [](PyFaults& self, const std::string& kind, uint64_t nth,
-               std::optional<uint64_t> times) {
+            [](PyFaults& self, const std::string& kind, uint64_t nth, std::optional<uint64_t> times,
+               std::optional<std::string> path) {
                 FaultRule rule;
                 rule.action = FaultRule::Action::hold;
-                add_rule(self, kind, nth, times, rule);
+                add_rule(self, kind, nth, times, std::move(path), rule);
             },
-            "kind"_a, "nth"_a, "times"_a.none() = 1)
+            "kind"_a, "nth"_a, "times"_a.none() = 1, "path"_a = nb::none())
         .def("release", [](PyFaults& self) { self.faults->release(); })
         .def("clear", [](PyFaults& self) { self.faults->clear(); })
         .def_prop_ro("calls", calls_by_kind)

@@ -1,6 +1,8 @@
 #include "faults.hpp"
 
 #include <algorithm>
+#include <cstring>
+#include <unordered_map>
 
 #include "blocking_transfer.hpp"
 
@@ -39,12 +41,13 @@ uint64_t Faults::releases() const {
     return releases_;
 }
 
-std::vector<FaultRule> Faults::next(Kind kind) {
+std::vector<FaultRule> Faults::next(Kind kind, const std::string& path) {
     const std::lock_guard lock(mutex_);
     ++calls_[static_cast<size_t>(kind)];
     std::vector<FaultRule> acting;
     for (Counted& counted : rules_) {
         if (counted.rule.kind && *counted.rule.kind != kind) continue;
+        if (counted.rule.path && *counted.rule.path != path) continue;
         ++counted.seen;
         if (counted.seen < counted.rule.nth) continue;
         if (counted.seen - counted.rule.nth >= counted.rule.times) continue;
@@ -84,17 +87,27 @@ class Faulty final : public Backend {
         std::vector<FaultRule> rules;  // the rules that act on the transfer afterwards
     };
 
+    // What the recording knows of a transfer in flight.
+    struct Recorded {
+        uint64_t ticket;
+        std::shared_ptr<const std::vector<std::byte>> data;
+    };
+
     void release(Transfer& transfer, const std::vector<FaultRule>& rules);
+    void record(const Transfer& transfer);
+    void record_end(const Completion& completion);
 
     std::unique_ptr<Backend> inner_;
     std::shared_ptr<Faults> faults_;
     std::vector<Held> held_;
     std::vector<Completion> ready_;  // completed by this backend, never seen by the inner one
+    std::unordered_map<const Transfer*, Recorded> recorded_;
 };
 
 void Faulty::submit(Transfer& transfer) {
+    record(transfer);
     const uint64_t releases = faults_->releases();  // before the rules: a release may come between
-    std::vector<FaultRule> rules = faults_->next(transfer.kind);
+    std::vector<FaultRule> rules = faults_->next(transfer.kind, transfer.file->path());
     std::chrono::nanoseconds delay{0};
     bool hold = false;
     for (const FaultRule& rule : rules) {
@@ -143,9 +156,37 @@ void Faulty::wait(TimePoint until, bool, std::vector<Completion>& done) {
         release(*due.transfer, due.rules);
     }
     if (!ready_.empty()) until = TimePoint::min();
+    const size_t before = done.size();
     done.insert(done.end(), ready_.begin(), ready_.end());
     ready_.clear();
     inner_->wait(until, true, done);
+    for (size_t i = before; i < done.size(); ++i) record_end(done[i]);
+}
+
+// The memory of a write is read now, and again when the write has ended. In between the kernel may
+// read it at any moment, so it must not change.
+void Faulty::record(const Transfer& transfer) {
+    if (transfer.kind == Kind::read || !faults_->recording().on()) return;
+    Event event;
+    event.kind = verb(transfer.kind);
+    event.path = transfer.file->path();
+    event.offset = transfer.offset;
+    if (transfer.kind == Kind::write)
+        event.data = std::make_shared<const std::vector<std::byte>>(
+            transfer.address, transfer.address + transfer.bytes);
+    Recorded recorded{0, event.data};
+    recorded.ticket = faults_->recording().begin(std::move(event));
+    if (recorded.ticket != 0) recorded_[&transfer] = std::move(recorded);
+}
+
+void Faulty::record_end(const Completion& completion) {
+    const auto found = recorded_.find(completion.transfer);
+    if (found == recorded_.end()) return;
+    const auto& [ticket, data] = found->second;
+    const bool changed =
+        data && std::memcmp(data->data(), completion.transfer->address, data->size()) != 0;
+    faults_->recording().end(ticket, completion.result, changed);
+    recorded_.erase(found);
 }
 
 void Faulty::expedite() {

@@ -1,5 +1,5 @@
 // Faults on purpose: a backend that wraps another one, and fails, shortens, delays or holds
-// transfers.
+// transfers, and records what went through it.
 #pragma once
 
 #include <array>
@@ -8,16 +8,19 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "backend.hpp"
+#include "recording.hpp"
 
 namespace infinity::aio {
 
 struct FaultRule {
     enum class Action { fail, shorten, delay, hold };
 
-    std::optional<Kind> kind;  // the kind of transfers that the rule counts; none: all kinds
+    std::optional<Kind> kind;         // the kind of transfers that the rule counts; none: all kinds
+    std::optional<std::string> path;  // the file whose transfers it counts; none: all files
     uint64_t nth = 1;    // the first transfer it acts on, counted from when the rule was added
     uint64_t times = 1;  // the number of transfers in a row
     Action action = Action::fail;
@@ -39,7 +42,9 @@ class Faults {
     uint64_t releases() const;  // how often `release` was called
 
     // Counts the next transfer of this kind, and returns the rules that act on it.
-    std::vector<FaultRule> next(Kind kind);
+    std::vector<FaultRule> next(Kind kind, const std::string& path);
+
+    Recording& recording() { return recording_; }
 
   private:
     struct Counted {
@@ -52,6 +57,7 @@ class Faults {
     std::array<uint64_t, kinds> calls_{};
     uint64_t fired_ = 0;
     uint64_t releases_ = 0;
+    Recording recording_;  // has a lock of its own
 };
 
 std::unique_ptr<Backend> make_faulty(std::unique_ptr<Backend> inner,
