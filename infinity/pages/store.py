@@ -89,6 +89,10 @@ class Store:
         self.plan = plan
         self.meter = meter
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
+        self._besides: deque[Transfer] = deque()
+        """Writes for the pending commit of bytes that also went to a home in device memory. Until they end
+        they keep staging. Their errors are the commit's.
+        """
         self._opened: list[Home] = []
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
@@ -312,7 +316,7 @@ class Store:
             there.copy_(source)
             return ARRIVED
         if self.durable is not None and home.twins is not None:
-            self.durable.write_besides(home, offset, source)
+            self._besides.extend(self.durable.write_besides(home, offset, source))
         if home.computed:
             self.link.follow_compute()
         return self.copy_up(home.view(offset, source.nbytes), source)
@@ -435,7 +439,7 @@ class Store:
         Returns True, or False if no write is in flight.
         """
         if not self._writes:
-            return False
+            return self._end_besides(block=True)
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
             self._finish_write(self._writes[0])
         return True
@@ -445,6 +449,7 @@ class Store:
 
         Raises the error of the first write that failed.
         """
+        self._end_besides(block=False)
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write(self._writes[0])
 
@@ -464,6 +469,8 @@ class Store:
         try:
             with contextlib.suppress(InfinityError):
                 self.settle()
+            while self._end_besides(block=True):
+                pass
         finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
             self._bounce = None
             self._bounced = ARRIVED
@@ -471,6 +478,18 @@ class Store:
                 home.memory = None  # the model's Parameters know their homes, and outlive the tiers
             self.workspace = self.kernels = self.ring = self.landing = None
             self._cleanup.close()
+
+    def _end_besides(self, *, block: bool) -> bool:
+        """Drop the oldest write of `_besides`, and those behind it that have ended. Returns whether one was
+        dropped. block: wait for the oldest.
+        """
+        before = len(self._besides)
+        while self._besides and (block or self._besides[0].done()):
+            with contextlib.suppress(InfinityError):
+                self._besides[0].wait()
+            self._besides.popleft()
+            block = False
+        return len(self._besides) < before
 
     def _finish_write(self, write: tuple[Home, InFlightRequest]) -> None:
         home, request = write
