@@ -13,6 +13,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 from infinity.api import offload, plan
+from infinity.checkpoint.committer import Commit
 from infinity.config import Budget, Precision
 from infinity.errors import (
     BudgetError,
@@ -28,13 +29,15 @@ from infinity.errors import (
 )
 from infinity.planning.plan import Plan
 from infinity.runtime import Runtime
+from infinity.system.version import VERSION
 from infinity.telemetry.stats import Stats
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Budget",
     "BudgetError",
+    "Commit",
     "ConfigError",
     "CorruptState",
     "DeviceError",

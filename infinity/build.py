@@ -123,7 +123,7 @@ class _Builder:
             for home, layout, images in zip(
                 self.homes, plan.layout.units, plan.slab_layout.parameters, strict=True
             ):
-                home.set_twins(parameter_twins(layout, images))
+                home.twins = parameter_twins(layout, images, home)
         self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
@@ -321,8 +321,8 @@ class _Builder:
         places = self.plan.slab_layout
         if places is not None:
             for unit, page in pages.items():
-                twins = state_twins(page.layout, page.formats, page.begun, places.states[unit])
-                page.home.set_twins(twins)
+                images = places.states[unit]
+                page.home.twins = state_twins(page.layout, page.formats, page.begun, images, page.home)
         return pages
 
     def _gradient_pages(self, ring: GradientRing | None) -> dict[int, GradientPage]:

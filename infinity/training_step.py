@@ -194,6 +194,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self._updater.complete(place.page.index)
+            self._updater.complete_awaited()
             states.write(place.page.index, place.index, state)
             if "master" in state and parameter.dtype != torch.float32:
                 states.restore(place.page.index, place.index, self._values(place), state["master"])

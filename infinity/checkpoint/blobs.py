@@ -16,8 +16,8 @@ class Blobs:
     """
 
     def __init__(self, data: bytes | memoryview | None = None) -> None:
-        self._data: bytearray | memoryview
-        self._data = bytearray() if data is None else memoryview(data).toreadonly()
+        new: bytearray | memoryview = bytearray()
+        self._data = new if data is None else memoryview(data).toreadonly()
 
     @property
     def nbytes(self) -> int:

@@ -130,7 +130,6 @@ class Committer:
                     parts.setdefault((page.index, part.chunk_index), []).append(part)
         self._trained = parts
         self._durable.ledger.set_parts(parts)
-        self._durable.ledger.land = self.land
 
     def save(self, state: object, *, rng: Mapping[str, Any] | None = None, identity: object = None) -> Commit:
         """Begin a commit of the state after the last step, and return it.
@@ -169,9 +168,11 @@ class Committer:
             ledger.end(ConfigError("A commit was given up before it began.", "Call save() again."))
             self.last = None
             raise
-        for page in self._pages:
-            if self._edits.lent(page.index):
-                self._store.settle_for_user(page.home)
+        lent = [page for page in self._pages if self._edits.lent(page.index)]
+        if lent:  # user code may change these pages at any time from now on
+            self._updater.complete_awaited()
+        for page in lent:
+            self._store.settle_for_user(page.home)
         return commit
 
     def set_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:

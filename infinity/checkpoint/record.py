@@ -7,6 +7,7 @@ of parts come last, when the parts' bytes have reached the disk.
 
 from __future__ import annotations
 
+import platform
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.twins import Part, Twins
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
+from infinity.system.version import VERSION
 from infinity.tiers import VolumeRecord
 
 CODECS = {"moments": 1, "rounding": 1}
@@ -268,11 +270,7 @@ def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 def _versions() -> dict[str, str]:
-    import platform
-
-    from infinity import __version__
-
-    return {"infinity": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"infinity": VERSION, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def twins_of(home: Home) -> Twins:

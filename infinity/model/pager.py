@@ -145,8 +145,7 @@ class Pager:
         with self.lock:
             self.refuse()
             self.prefetch_engine.hold(units, AccessKind.FORWARD)
-            for unit in units:
-                self.prefetch_engine.store.settle_for_user(self.pages[unit].home)
+            self.prefetch_engine.settle_for_user(units)
         try:
             yield
             with self.lock:
@@ -223,8 +222,7 @@ class Pager:
 
     def _settle(self, places: Sequence[Place]) -> None:
         """Wait until the pending commit has the values of parameters that user code may change now."""
-        for place in places:
-            self.prefetch_engine.store.settle_for_user(place.page.home)
+        self.prefetch_engine.settle_for_user([place.page.index for place in places])
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
         """Keep an alias of each tensor in `result` that is a view of a page, and return `result`.

@@ -7,7 +7,7 @@ are checked against their checksums when they are read first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from infinity.tiers.link import Joined, Transfer
 _SCRATCH = 1 << 20
 """Bytes of the ordinary RAM through which parts are copied and checked outside of the budget's pools."""
 
-Name = Callable[[Part, int], str]
-"""Function that names a block of a part for an error: (part, index of the block) -> text."""
-
 
 class DurableIO:
     """Reads and writes the durable range of one runtime's slabs. Called under the runtime's lock, except
@@ -43,7 +40,6 @@ class DurableIO:
         self.lease = nvme.lease(nbytes)
         assert self.lease.offset == 0
         self.ledger = Ledger()
-        self.name: Name = lambda part, block: f"block {block} of a part"
         self._meter = meter
 
     def read(self, home: Home, offset: int, into: torch.Tensor, deadline: float | None) -> Transfer:
@@ -73,8 +69,8 @@ class DurableIO:
     def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
         """Begin to write bytes to a home on NVMe. The parameters are those of `Store.write`.
 
-        Drives the pending commit to its end if commits hold both places of a part. Raises ConfigError for a
-        frozen part that a commit holds.
+        Waits for the end of the pending commit if commits hold both places of a part. Raises ConfigError for
+        a frozen part that a commit holds.
         """
         end = offset + source.nbytes
         transfers = []
@@ -192,7 +188,7 @@ class DurableIO:
         wrong = np.flatnonzero(found != part.checksums[: len(found)])
         if len(wrong):
             raise CorruptState(
-                f"The bytes on disk of {self.name(part, int(wrong[0]))} are not those that were committed: "
+                f"The bytes on disk of {part.named(int(wrong[0]))} are not those that were committed: "
                 f"{len(wrong)} of {len(found)} checksums of the part differ.",
                 "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
             )

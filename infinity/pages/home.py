@@ -61,12 +61,6 @@ class Home:
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)
 
-    def set_twins(self, twins: Twins) -> None:
-        """Divide the page into parts that commits hold; called once, before the first read or write."""
-        self.twins = twins
-        for part in twins.parts:
-            part.home = self
-
     @staticmethod
     def of_nothing() -> Home:
         """Make the home of a page that has no bytes."""

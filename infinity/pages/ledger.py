@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,10 +63,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
-        self.land: Callable[[], None] = _nothing
-        """Function that drives the pending commit to its end, whether it succeeds or not. Called by the
-        thread that trains, under the runtime's lock, when no update of the commit's step is outstanding.
-        """
         self._changed = threading.Condition()
         self._parts: dict[Chunk, Sequence[Part]] = {}
 
@@ -159,6 +155,16 @@ class Ledger:
             return False
         return any(part.home.nvme_lease is not None and part.target() is None for part in self._parts[chunk])
 
+    def land(self) -> None:
+        """Wait until the pending commit has ended, whether it is durable or has failed.
+
+        No update may be outstanding for which it waits; `Updater.complete_awaited` sees to that.
+        """
+        with self._changed:
+            assert self.pending is None or self.pending.ended or not self.pending.awaited
+            while self.pending is not None:
+                self._changed.wait(_SLICE)
+
     # --- the thread of the commit -----------------------------------------------------------------------
 
     def next_flush(self, *, block: bool) -> Part | None:
@@ -212,7 +218,3 @@ class Ledger:
 def _capture(pending: Pending, part: Part) -> None:
     part.pending = part.side
     pending.captured[part] = part.side, part.checksums, part.begun
-
-
-def _nothing() -> None:
-    return None

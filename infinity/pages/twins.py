@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,18 @@ A range holds the entries of one array that belong to a piece of one parameter. 
 elements of the parameter, counted from its first element, so that checksums do not depend on chunks.
 """
 
+
+class Label(NamedTuple):
+    """What a row of segments is: the entries of an array for a parameter's elements from `first` on."""
+
+    parameter: str
+    array: str
+    first: int
+
+
+Row = tuple[tuple[int, int, int], Label]
+"""A row of segments, and what it is."""
+
 UNKNOWN = -1
 """The entry of `Part.checksums` for a block whose checksum is not known."""
 
@@ -51,6 +63,7 @@ class Part:
         "durable",
         "end",
         "home",
+        "labels",
         "pending",
         "places",
         "segments",
@@ -64,14 +77,16 @@ class Part:
         start: int,
         end: int,
         places: tuple[int, ...],
-        segments: Segments,
+        rows: Sequence[Row],
+        home: Home,
         *,
         chunk_index: int | None = None,
         begun: Sequence[bool] | None = None,
         masters: int = 0,
     ) -> None:
         """start, end: the part's range of bytes in the page. places: offsets of its places in the volume:
-        two, or one for a frozen part. chunk_index: index of the chunk, None for a frozen part.
+        two, or one for a frozen part. rows: what lies in the part. home: of the page. chunk_index: index of
+        the chunk, None for a frozen part.
 
         begun: for the optimizer states of a chunk, `StatePage.begun`. While begun[chunk_index] is False, only
         the first `masters` rows of `segments` have values.
@@ -79,17 +94,19 @@ class Part:
         self.start = start
         self.end = end
         self.places = places
-        self.segments = segments
+        self.segments: Segments = np.array([row[0] for row in rows], dtype=np.int64).reshape(len(rows), 3)
+        self.labels = tuple(row[1] for row in rows)
+        """What each row of `segments` is."""
         self.chunk_index = chunk_index
-        self.home: Home
-        """The home of the part's page. Set by the store."""
+        self.home = home
+        """The home of the part's page."""
         self.side = 0
         """Index in `places` of the place with the newest bytes on disk."""
         self.durable: int | None = None
         """Index of the place that the last durable commit holds; None if no commit holds the part."""
         self.pending: int | None = None
         """Index of the place that the pending commit holds; None if none does yet."""
-        self.checksums: npt.NDArray[np.int64] = np.full(block_count(segments), UNKNOWN)
+        self.checksums: npt.NDArray[np.int64] = np.full(block_count(self.segments), UNKNOWN)
         """CRC32C of each block at the place `side`, or UNKNOWN."""
         self.verified = True
         """Whether the bytes at the place `side` are known to have these checksums. False for bytes of an
@@ -121,6 +138,16 @@ class Part:
     def place(self) -> int:
         """Offset in the volume of the part's newest bytes on disk."""
         return self.places[self.side]
+
+    def named(self, block: int) -> str:
+        """Name a block, an index in `checksums`, for an error: its array, parameter and elements."""
+        for (_, nbytes, size), label in zip(self.segments.tolist(), self.labels, strict=True):
+            blocks = -(-nbytes // size)
+            if block < blocks:
+                first = label.first + block * BLOCK
+                return f"{label.array} of {label.parameter}, elements {first} to {first + BLOCK},"
+            block -= blocks
+        raise IndexError(block)
 
     def target(self) -> int | None:
         """Index of the place to which new bytes go; None if commits hold all places."""
@@ -169,8 +196,11 @@ def block_count(segments: Segments) -> int:
     return int((-(-segments[:, 1] // segments[:, 2])).sum()) if len(segments) else 0
 
 
-def parameter_twins(layout: UnitLayout, images: PageImages) -> Twins:
-    """Make the parts of a unit's parameter page. images: the offsets of the page's images in the volume."""
+def parameter_twins(layout: UnitLayout, images: PageImages, home: Home) -> Twins:
+    """Make the parts of a unit's parameter page.
+
+    images: the offsets of the page's images in the volume. home: of the page.
+    """
     parts: list[Part] = []
     chunks = iter(enumerate(layout.chunks))
     second = images.second
@@ -180,35 +210,55 @@ def parameter_twins(layout: UnitLayout, images: PageImages) -> Twins:
         end = start + round_up(region.elements * size, PAGE_ALIGNMENT)
         if not region.trainable and start < end:
             inside = [each for each in layout.parameters if each.region == number and each.numel]
-            rows = [(each.offset * size, each.numel * size, BLOCK * size) for each in inside]
-            parts.append(Part(start, end, (images.first + start,), _segments(rows)))
+            frozen: list[Row] = [
+                ((each.offset * size, each.numel * size, BLOCK * size), Label(each.names[0], "values", 0))
+                for each in inside
+            ]
+            parts.append(Part(start, end, (images.first + start,), frozen, home))
         while region.trainable and start < end:
             chunk_index, chunk = next(chunks)
             nbytes = round_up(chunk.count * size, PAGE_ALIGNMENT)
-            rows = [(each.offset * size, each.count * size, BLOCK * size) for each in chunk.pieces]
+            rows: list[Row] = [
+                (
+                    (each.offset * size, each.count * size, BLOCK * size),
+                    Label(layout.parameters[each.parameter].names[0], "values", each.start),
+                )
+                for each in chunk.pieces
+            ]
             places = (images.first + start, second)
-            parts.append(Part(start, start + nbytes, places, _segments(rows), chunk_index=chunk_index))
+            parts.append(Part(start, start + nbytes, places, rows, home, chunk_index=chunk_index))
             start, second = start + nbytes, second + nbytes
     end = parts[-1].end if parts else 0
     if end < layout.nbytes:
-        parts.append(Part(end, layout.nbytes, (images.first + end,), _segments([])))
+        parts.append(Part(end, layout.nbytes, (images.first + end,), [], home))
     return Twins(parts)
 
 
 def state_twins(
-    layout: UnitLayout, formats: Sequence[StateFormat], begun: Sequence[bool], images: PageImages
+    layout: UnitLayout,
+    formats: Sequence[StateFormat],
+    begun: Sequence[bool],
+    images: PageImages,
+    home: Home,
 ) -> Twins:
     """Make the parts of a unit's optimizer page. formats, begun: `StatePage.formats`, `StatePage.begun`.
 
-    images: the offsets of the page's images in the volume.
+    images: the offsets of the page's images in the volume. home: of the page.
     """
     parts: list[Part] = []
     start = 0
     for chunk_index, (chunk, form) in enumerate(zip(layout.chunks, formats, strict=True)):
-        rows, masters = [], 0
+        rows: list[Row] = []
+        masters = 0
         for array in form.arrays:
             block = BLOCK // array.per * array.dtype.itemsize
-            rows += [(*form.place(array.name, each.offset, each.count), block) for each in chunk.pieces]
+            rows += [
+                (
+                    (*form.place(array.name, each.offset, each.count), block),
+                    Label(layout.parameters[each.parameter].names[0], array.name, each.start),
+                )
+                for each in chunk.pieces
+            ]
             if array.name in ("remainder", "master"):
                 masters = len(rows)
         end = start + form.nbytes
@@ -219,7 +269,8 @@ def state_twins(
                     start,
                     end,
                     places,
-                    _segments(rows),
+                    rows,
+                    home,
                     chunk_index=chunk_index,
                     begun=begun,
                     masters=masters,
@@ -227,7 +278,3 @@ def state_twins(
             )
         start = end
     return Twins(parts)
-
-
-def _segments(rows: Sequence[tuple[int, int, int]]) -> Segments:
-    return np.array(rows, dtype=np.int64).reshape(len(rows), 3)

@@ -52,6 +52,9 @@ class Updates(Protocol):
     def finish_copies(self) -> None:
         """Wait for all copies of updated parameters into the device memory of their pages."""
 
+    def complete_awaited(self) -> None:
+        """Finish all updates for which a pending commit waits. Raises StorageError."""
+
     def advance(self) -> None:
         """Take pending updates as far as they can go without waiting."""
 
@@ -72,6 +75,9 @@ class NoUpdates:
         return None
 
     def finish_copies(self) -> None:
+        return None
+
+    def complete_awaited(self) -> None:
         return None
 
     def advance(self) -> None:
@@ -184,6 +190,18 @@ class PrefetchEngine:
         return all(
             self.pages[unit].presence is Presence.PRESENT and not self.updates.pending(unit) for unit in units
         )
+
+    def settle_for_user(self, units: Sequence[int]) -> None:
+        """Wait until user code may change the pages of `units` without changing what a pending commit holds.
+
+        The updates of the commit's step are finished too, so that a changed page can be written home.
+        """
+        ledger = self.store.ledger
+        if ledger is None or ledger.pending is None:
+            return
+        self.updates.complete_awaited()
+        for unit in units:
+            self.store.settle_for_user(self.pages[unit].home)
 
     def land_all(self) -> None:
         """Wait until every page that is ARRIVING is PRESENT. Raises StorageError if a page cannot be read."""
