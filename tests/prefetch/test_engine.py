@@ -241,7 +241,7 @@ def test_a_step_that_waits_says_for_what(home: str, kind: str, edge: Edge, tmp_p
     faults = Faults()
     with opened(tmp_path, home=home, units=1, faults=faults) as (model, runtime):
         step(model, runtime)
-        faults.delay(kind, 1, 0.02, times=None)
+        faults.delay(kind, 1, 0.1, times=None)
         last = step(model, runtime)
         assert last.edges[edge].stall_seconds > 0
         assert last.limited_by == edge.value
