@@ -1,0 +1,117 @@
+"""Tests of commits: what the directory holds, when `save` is refused, and runs that go on with equal bits."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from commits import committed, names
+from emulated_device import EmulatedDevice
+from faulty import watchdog
+from parity import differences
+from run_copies import raw, train
+from zoo import entry
+
+import infinity
+
+__all__ = ["watchdog"]
+
+TIED = entry("tied")
+
+HOMES = [*itertools.product(["unified", "nvme", "mixed"], repeat=2)]
+
+
+@pytest.mark.parametrize(("before", "after"), HOMES)
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+def test_a_resumed_run_has_the_bits_of_the_run(before: str, after: str, update: str, tmp_path: Path) -> None:
+    options = {"update": update, "accumulation": 1}
+    model = TIED.make()
+    with committed(model, tmp_path, home=before, **options) as runtime:
+        train(model, runtime, TIED, range(2))
+        commit = runtime.save(state={"step": 2})
+        losses = train(model, runtime, TIED, range(2, 4))
+        commit.wait()
+        end = raw(runtime, model)
+    model = TIED.make()
+    with committed(model, tmp_path, home=after, resume=True, **options) as runtime:
+        assert runtime.load() == {"step": 2}
+        assert train(model, runtime, TIED, range(2, 4)) == losses
+        assert differences(raw(runtime, model), end) == []
+
+
+@pytest.mark.parametrize("home", ["mirrored", "device", "nvme"])
+@pytest.mark.parametrize("seed", range(3))
+def test_on_a_device_whose_streams_are_late(home: str, seed: int, tmp_path: Path) -> None:
+    model = TIED.make()
+    with EmulatedDevice(seed).in_use(), committed(model, tmp_path, home=home) as runtime:
+        train(model, runtime, TIED, range(2))
+        runtime.save()
+        losses = train(model, runtime, TIED, range(2, 4))
+        end = raw(runtime, model)
+    model = TIED.make()
+    with EmulatedDevice(seed).in_use(), committed(model, tmp_path, home=home, resume=True) as runtime:
+        runtime.load()
+        assert train(model, runtime, TIED, range(2, 4)) == losses
+        assert differences(raw(runtime, model), end) == []
+
+
+def test_the_directory_holds_one_commit(tmp_path: Path) -> None:
+    model, directory = TIED.make(), tmp_path / "commits"
+    with committed(model, tmp_path) as runtime:
+        for step in range(3):
+            train(model, runtime, TIED, range(step, step + 1))
+            commit = runtime.save()
+            assert commit.generation == step + 1
+        commit.wait()
+        assert commit.done
+        assert names(directory) == ["commit-3", "commit-3.data"]
+        assert all((each.stat().st_mode & 0o777) == 0o600 for each in directory.iterdir())
+    (slab,) = (tmp_path / "swap").iterdir()
+    assert slab.stat().st_mode & 0o777 == 0o600
+    with committed(TIED.make(), tmp_path, resume=True) as runtime:
+        assert runtime.save().generation == 4
+    assert names(directory) == ["commit-4", "commit-4.data"]
+    assert list((tmp_path / "swap").iterdir()) == [slab]
+
+
+def test_a_run_without_a_commit_leaves_nothing(tmp_path: Path) -> None:
+    with committed(TIED.make(), tmp_path):
+        assert list((tmp_path / "swap").iterdir()) != []
+    assert list((tmp_path / "swap").iterdir()) == list((tmp_path / "commits").iterdir()) == []
+
+
+def test_save_is_refused_where_a_commit_would_be_of_no_step(tmp_path: Path) -> None:
+    model = TIED.make()
+    with committed(model, tmp_path) as runtime:
+        inside = []
+
+        def forward(*_: object) -> None:
+            with pytest.raises(infinity.errors.ConfigError, match="inside of a forward") as caught:
+                runtime.save()
+            inside.append(caught)
+
+        handle = model.blocks[0].register_forward_hook(forward)
+        loss = TIED.loss(model, TIED.batch(0, 0))
+        handle.remove()
+        assert inside
+        runtime.save()  # a forward alone changes nothing
+        loss.backward()
+        with pytest.raises(infinity.errors.ConfigError, match="between the first backward"):
+            runtime.save()
+        runtime.optimizer.step()
+        runtime.save()
+        with (
+            runtime.full_parameters(model.head),
+            pytest.raises(infinity.errors.ConfigError, match="full_parameters"),
+        ):
+            runtime.save()
+        runtime.save().wait()
+
+
+def test_a_state_that_cannot_be_kept_is_named_and_costs_no_commit(tmp_path: Path) -> None:
+    with committed(TIED.make(), tmp_path) as runtime:
+        with pytest.raises(infinity.errors.ConfigError, match=r"state\['model'\]"):
+            runtime.save(state={"model": torch.nn.Linear(2, 2)})
+        assert runtime.save(state={"step": 1}).generation == 1
