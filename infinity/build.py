@@ -88,6 +88,9 @@ def carry_out(
             locks=None if checkpoint is None else checkpoint.locks,
         )
         cleanup.callback(store.close)
+        if checkpoint is not None:
+            assert store.nvme is not None
+            checkpoint.note_slabs(store.nvme)
         builder = _Builder(model, plan, store)
         if checkpoint is not None and checkpoint.saved is not None:
             assert optimizer is not None

@@ -1,8 +1,16 @@
-"""Checkpoint directory: where the commits of a run go, and the commit that the run continues."""
+"""Checkpoint directory: where the commits of a run go, and the commit that the run continues.
+
+[Note: slabs of no commit]
+A crash can leave slabs that say they are committed and belong to no commit: after their headers were written
+and before the first manifest has its name, or after a run with new slabs has made its first commit and before
+the old slabs are gone. Nobody may remove committed slabs whose commit they do not know. So the file `slabs`
+in the directory lists the slabs that its runs have used. Of these, a later run removes what no commit needs.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,10 +25,15 @@ from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers import NvmeTier
+from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab_directory import lock_directory
 from infinity.tiers.volume_record import VolumeRecord
+
+_SLABS = "slabs"
+"""Name of the file that lists slabs, one uuid of 32 hexadecimal digits a line."""
+_MOST_LISTED = 1 << 20
+_UUID = re.compile(r"[0-9a-f]{32}")
 
 
 class Checkpoint(Closing):
@@ -95,6 +108,37 @@ class Checkpoint(Closing):
             shared={**self.locks, **locks},
         )
         return CommitSource(self.saved, self._old)
+
+    def note_slabs(self, tier: NvmeTier) -> None:
+        """List the slabs of this run durably, and remove those of earlier runs that no commit needs.
+
+        tier: the run's, before its first commit; slabs are removed from the directories that it has locked.
+        Raises StorageError. See [Note: slabs of no commit].
+        """
+        used = {slab.uuid for slab in tier.record.slabs}
+        if self.saved is not None and self.continues:
+            used |= {slab.uuid for slab in self.saved.manifest.volume.slabs}
+        listed = self._listed()
+        if self.saved is None or not self.saved.skipped:  # else a damaged manifest may need them
+            for uuid in sorted(listed - used):
+                for path, lock in {**self.locks, **tier.locks}.items():
+                    remove_slab(path, uuid, files=self.files, lock=lock)
+            listed = set()
+        if listed | used == self._listed():
+            return
+        temporary = self.directory / f".{_SLABS}.tmp"
+        self.files.remove(temporary)
+        self.files.create(temporary, "".join(f"{each}\n" for each in sorted(listed | used)).encode())
+        self.files.rename(temporary, self.directory / _SLABS)
+        self.files.sync_directory(self.directory)
+
+    def _listed(self) -> set[str]:
+        """The slabs that the file `slabs` lists. What is no uuid in it is ignored."""
+        path = self.directory / _SLABS
+        if not path.is_file() or path.is_symlink():
+            return set()
+        text = self.files.read(path, limit=_MOST_LISTED).decode("ascii", errors="replace")
+        return {line for line in text.splitlines() if _UUID.fullmatch(line)}
 
     def superseded(self) -> None:
         """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs."""

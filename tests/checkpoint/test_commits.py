@@ -15,6 +15,8 @@ from run_copies import raw, train
 from zoo import entry
 
 import infinity
+from infinity.checkpoint import directory
+from infinity.tiers import NvmeTier
 
 __all__ = ["watchdog"]
 
@@ -58,7 +60,7 @@ def test_on_a_device_whose_streams_are_late(home: str, seed: int, tmp_path: Path
 
 
 def test_the_directory_holds_one_commit(tmp_path: Path) -> None:
-    model, directory = TIED.make(), tmp_path / "commits"
+    model, commits = TIED.make(), tmp_path / "commits"
     with committed(model, tmp_path) as runtime:
         for step in range(3):
             train(model, runtime, TIED, range(step, step + 1))
@@ -66,20 +68,53 @@ def test_the_directory_holds_one_commit(tmp_path: Path) -> None:
             assert commit.generation == step + 1
         commit.wait()
         assert commit.done
-        assert names(directory) == ["commit-3", "commit-3.data"]
-        assert all((each.stat().st_mode & 0o777) == 0o600 for each in directory.iterdir())
+        assert names(commits) == ["commit-3", "commit-3.data"]
+        assert all((each.stat().st_mode & 0o777) == 0o600 for each in commits.iterdir())
     (slab,) = (tmp_path / "swap").iterdir()
     assert slab.stat().st_mode & 0o777 == 0o600
     with committed(TIED.make(), tmp_path, resume=True) as runtime:
         assert runtime.save().generation == 4
-    assert names(directory) == ["commit-4", "commit-4.data"]
+    assert names(commits) == ["commit-4", "commit-4.data"]
     assert list((tmp_path / "swap").iterdir()) == [slab]
 
 
-def test_a_run_without_a_commit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_without_a_commit_leaves_no_slab(tmp_path: Path) -> None:
     with committed(TIED.make(), tmp_path):
         assert list((tmp_path / "swap").iterdir()) != []
-    assert list((tmp_path / "swap").iterdir()) == list((tmp_path / "commits").iterdir()) == []
+    assert list((tmp_path / "swap").iterdir()) == names(tmp_path / "commits") == []
+
+
+def test_committed_slabs_of_no_commit_are_removed_by_the_next_run(tmp_path: Path) -> None:
+    """As after a crash between the headers of slabs and the name of the first manifest."""
+    with committed(TIED.make(), tmp_path) as runtime:
+        runtime._components.store.nvme.mark_committed()
+    (left,) = (tmp_path / "swap").iterdir()
+    foreign = left.with_name(f"infinity-rank0-{'5' * 32}.slab")
+    foreign.write_bytes(left.read_bytes())
+    with committed(TIED.make(), tmp_path) as runtime:
+        assert not left.exists()
+        runtime.save().wait()
+    (kept,) = {*(tmp_path / "swap").iterdir()} - {foreign}
+    assert (tmp_path / "commits" / "slabs").read_text() == f"{kept.stem[-32:]}\n"
+
+
+def test_slabs_that_a_crash_left_after_a_resume_with_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old slabs stay until the first commit. If they are not removed then, the next run does it."""
+    swap = tmp_path / "swap"
+    with committed(TIED.make(), tmp_path) as runtime:
+        runtime.save()
+    (old,) = swap.glob("*.slab")
+    monkeypatch.setattr(directory, "is_cut_alike", lambda *_: False)
+    monkeypatch.setattr(NvmeTier, "forget", lambda self: None)
+    with committed(TIED.make(), tmp_path, resume=True) as runtime:
+        (new,) = {*swap.glob("*.slab")} - {old}
+        runtime.save().wait()
+    assert {*swap.glob("*.slab")} == {old, new}
+    monkeypatch.undo()
+    with committed(TIED.make(), tmp_path, resume=True):
+        assert {*swap.glob("*.slab")} == {new}
 
 
 def test_save_is_refused_where_a_commit_would_be_of_no_step(tmp_path: Path) -> None:
