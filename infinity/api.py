@@ -19,7 +19,7 @@ from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.division import Division
 from infinity.model.paged_parameter import PagedParameter
-from infinity.pages.store import injected_files
+from infinity.pages.open_tiers import injected_files
 from infinity.planning.fake_step import run_fake_step
 from infinity.planning.machine_rates import measure_rates
 from infinity.planning.operator_timing import Roofline, seconds_of

@@ -21,7 +21,7 @@ import infinity
 from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.gradients.device import DeviceUnits
-from infinity.pages.store import injected
+from infinity.pages.open_tiers import injected
 from infinity.planning import twin_flow
 
 

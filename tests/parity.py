@@ -265,7 +265,7 @@ def injected(faults: Faults | None) -> Iterator[None]:
     if faults is None:
         yield
         return
-    from infinity.pages.store import injected  # internal, and used by tests with faults only
+    from infinity.pages.open_tiers import injected  # internal, and used by tests with faults only
 
     with injected(faults):
         yield

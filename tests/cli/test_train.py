@@ -21,7 +21,7 @@ from infinity.lm.batches import Batches
 from infinity.lm.language_model import language_model
 from infinity.lm.text import find_text
 from infinity.lm.training import HeldOut
-from infinity.pages.store import injected
+from infinity.pages.open_tiers import injected
 
 
 def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.pages.store import injected
+from infinity.pages.open_tiers import injected
 
 HOMES = ("nvme", "unified-nvme", "mixed")
 

@@ -26,7 +26,7 @@ from infinity.aio import Faults
 from infinity.build import carry_out
 from infinity.optim.chain import Chain
 from infinity.optim.state_prefetch import ReadAhead
-from infinity.pages.store import injected
+from infinity.pages.open_tiers import injected
 from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier

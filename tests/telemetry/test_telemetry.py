@@ -11,7 +11,7 @@ import torch
 from small_runtime import TIED, loss_of, opened, train_step
 
 from infinity.aio import Faults
-from infinity.pages.store import injected
+from infinity.pages.open_tiers import injected
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, EdgeStats, Stats, Wait
 
