@@ -1,4 +1,4 @@
-"""Committed runs: a small training with commits, what each of its commits must hold, and a recording of it.
+"""Committed runs: a small training with commits, and what each of its commits must hold.
 
 Everything that a commit keeps matters to the next steps: learning rates change, three random number
 generators are drawn from, a buffer counts, a parameter gets its first gradient late, and another is edited.
@@ -18,13 +18,10 @@ import numpy as np
 import torch
 from homes import ROOMY
 from parity import copied, tensors_copied
-from recorded_run import Event, Images, Recording, images
 from torch import Tensor, nn
 
 import infinity
-from infinity.aio import Faults
 from infinity.checkpoint.record import generators
-from infinity.pages.store import injected
 from infinity.tiers import NvmeTier, Tier, nvme
 
 STEPS = 6
@@ -66,7 +63,9 @@ class Job:
     """How a run is made."""
 
     home: str = "nvme"
-    """Where pages rest: "nvme", or "ram" with the slab in the directory of the commits."""
+    """Where pages rest: "nvme", or "ram" or "device" (for which RAM stands in), with the slab in the
+    directory of the commits.
+    """
     paths: int = 1
     """Number of NVMe directories; with several, stripes are as short as pages."""
     update: str = "lazy"
@@ -111,14 +110,14 @@ def opened(job: Job, directories: Sequence[Path], *, resume: bool = False) -> It
 def _short_stripes() -> Iterator[None]:
     """Have NVMe tiers use stripes of 8 KiB on all paths alike, without a measurement of the disks."""
     defaults = NvmeTier.__init__.__kwdefaults__
-    before = dict(defaults), nvme.disk_speed
+    before = dict(defaults), nvme._probe
     try:
         defaults["stripe_bytes"] = 8192
-        nvme.disk_speed = lambda *_: 1e9
+        nvme._probe = lambda *_: 1e9
         yield
     finally:
         defaults.update(before[0])
-        nvme.disk_speed = before[1]
+        nvme._probe = before[1]
 
 
 def arguments(job: Job, directories: Sequence[Path], *, resume: bool) -> dict[str, Any]:
@@ -126,8 +125,11 @@ def arguments(job: Job, directories: Sequence[Path], *, resume: bool) -> dict[st
     commits, *slabs = directories
     room = {str(each): ROOMY for each in slabs} or None
     eager = job.update == "eager"
+    apart = ROOMY if job.home == "device" else None
     return {
-        "budget": infinity.Budget(host=smallest_host(job) if room else ROOMY, nvme=room),
+        "budget": infinity.Budget(
+            device=apart, host=ROOMY if job.home == "ram" else smallest_host(job), nvme=room
+        ),
         "precision": infinity.Precision(compute=job.compute),
         "device": "cpu",
         "update": job.update,
@@ -138,12 +140,13 @@ def arguments(job: Job, directories: Sequence[Path], *, resume: bool) -> dict[st
 
 @functools.cache
 def smallest_host(job: Job) -> int:
-    """Bytes of host RAM under which all pages rest on NVMe."""
+    """Bytes of host RAM in which no page can rest."""
     model, optimizer = make()
+    apart = ROOMY if job.home == "device" else None
     plan = infinity.plan(
         model,
         optimizer,
-        budget=infinity.Budget(host=ROOMY, nvme={"/tmp": ROOMY}),
+        budget=infinity.Budget(device=apart, host=ROOMY, nvme={"/tmp": ROOMY}),
         precision=infinity.Precision(compute=job.compute),
         device="cpu",
         update=job.update,
@@ -278,51 +281,3 @@ def train(model: Small, runtime: Any, marks: Marks, steps: range) -> list[float]
                 pending = None
         after(model, runtime, step)
     return losses
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A recording of a run: its events, the files before it, and its directories."""
-
-    events: list[Event]
-    base: Images
-    directories: list[Path]
-    """That of the commits, and those of slabs."""
-
-
-def recorded(job: Job, root: Path, *, faults: Faults | None = None) -> Recorded:
-    """Record STEPS steps of a run below `root`, from after its offload to its close."""
-    faults = faults or Faults()
-    recording = Recording(faults)
-    directories = job.directories(root)
-    with injected(faults, recording), opened(job, directories) as (model, runtime):
-        base = images(*directories)
-        before = len(recording.events())
-        train(model, runtime, Marks(recording.mark), range(1, STEPS + 1))
-    faults.clear()
-    return Recorded(with_whole_slabs(recording.events()[before:]), base, directories)
-
-
-def with_whole_slabs(events: Sequence[Event]) -> list[Event]:
-    """Events in which a slab that is made has its whole length at once: its room is taken before it is used.
-
-    The room itself is no operation of DiskFiles, so it is taken from the writes to the slab.
-    """
-    ends: dict[str, int] = {}
-    for event in events:
-        if event.kind == "write":
-            ends[event.path] = max(ends.get(event.path, 0), event.offset + len(event.data))
-    return [
-        event._replace(kind="preallocate", offset=_slab_bytes(events, event.path))
-        if event.kind == "create" and event.path.endswith(".slab")
-        else event
-        for event in events
-    ]
-
-
-def _slab_bytes(events: Sequence[Event], path: str) -> int:
-    """The length of a slab by its header, the first bytes that are written to it."""
-    from infinity.tiers.slab_header import _FIELDS, SLAB_HEADER_BYTES
-
-    header = next(each.data for each in events if each.kind == "write" and each.path == path)
-    return SLAB_HEADER_BYTES + int(_FIELDS.unpack_from(header)[-1])

@@ -95,13 +95,18 @@ class DurableIO:
             transfers.append(transfer)
         return transfers[0] if len(transfers) == 1 else Joined(transfers)
 
-    def write_besides(self, home: Home, offset: int, source: torch.Tensor) -> None:
-        """Write bytes that go to a home in device memory to their place on disk too, if the pending commit
-        waits for them. The parameters are those of `Store.write`.
+    def write_besides(self, home: Home, offset: int, source: torch.Tensor) -> list[Transfer]:
+        """Begin to write bytes that go to a home in device memory to their place on disk too, if the pending
+        commit waits for them. The parameters are those of `Store.write`.
+
+        Returns the transfers, which keep `source` alive. The commit's thread raises their errors.
         """
+        transfers = []
         for part in _twins(home).over(offset, offset + source.nbytes):
             if self.ledger.wants(part) and (part.start, part.nbytes) == (offset, source.nbytes):
-                self.ledger.written(part, self.copy_out(part, source))
+                transfers.append(self.copy_out(part, source))
+                self.ledger.written(part, transfers[-1])
+        return transfers
 
     def patched(self, home: Home, offset: int, data: torch.Tensor) -> None:
         """Note the checksums of blocks that were just written by `write`, in pieces that cut them.

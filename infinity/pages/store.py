@@ -89,6 +89,8 @@ class Store:
         self.plan = plan
         self.meter = meter
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
+        self._besides: deque[Transfer] = deque()
+        """Writes for the pending commit of bytes whose home is in device memory."""
         self._opened: list[Home] = []
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
@@ -312,7 +314,7 @@ class Store:
             there.copy_(source)
             return ARRIVED
         if self.durable is not None and home.twins is not None:
-            self.durable.write_besides(home, offset, source)
+            self._besides += self.durable.write_besides(home, offset, source)
         if home.computed:
             self.link.follow_compute()
         return self.copy_up(home.view(offset, source.nbytes), source)
@@ -432,12 +434,17 @@ class Store:
     def finish_oldest_write(self) -> bool:
         """Wait for the oldest write in flight, and raise its error if it fails.
 
-        Returns True, or False if no write is in flight.
+        Returns True, or False if no write is in flight. Raises no error of a write for a commit only.
         """
-        if not self._writes:
+        if not self._writes and not self._besides:
             return False
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
-            self._finish_write(self._writes[0])
+            if self._writes:
+                self._finish_write(self._writes[0])
+            else:
+                with contextlib.suppress(InfinityError):  # the commit raises it
+                    self._besides[0].wait()
+                self._besides.popleft()
         return True
 
     def poll(self) -> None:
@@ -445,6 +452,8 @@ class Store:
 
         Raises the error of the first write that failed.
         """
+        while self._besides and self._besides[0].done():
+            self._besides.popleft()
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write(self._writes[0])
 
@@ -467,6 +476,7 @@ class Store:
         finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
             self._bounce = None
             self._bounced = ARRIVED
+            self._besides.clear()
             for home in self._opened:
                 home.memory = None  # the model's Parameters know their homes, and outlive the tiers
             self.workspace = self.kernels = self.ring = self.landing = None
