@@ -207,11 +207,12 @@ class Ledger:
             self.pending = None
             self._changed.notify_all()
 
-    def abandon(self) -> None:
-        """Let the pending commit end without waiting for updates. Called at the end of the runtime."""
+    def abandon(self, failure: InfinityError | None = None) -> None:
+        """Let the pending commit end without waiting for updates. failure: the error that is the reason."""
         pending = self.pending
         if pending is not None:
             with self._changed:
+                pending.failure = failure
                 pending.ended = True
                 self._changed.notify_all()
 
