@@ -78,10 +78,14 @@ def reached(marks: Sequence[str]) -> tuple[int, dict[int, int]]:
 class Loader:
     """Looks at crash states (a `Check`), and counts what it found."""
 
-    def __init__(self, directories: Sequence[Path], job: Job, *, trains_every: int = 0) -> None:
+    def __init__(
+        self, directories: Sequence[Path], job: Job, *, trains_every: int = 0, ordered_names: bool = True
+    ) -> None:
         """directories: those of the run: of commits, then of slabs. trains_every: from every how many-th
-        state that has a commit the run is also continued, by `continued`; 0: from none.
+        state that has a commit the run is also continued, by `continued`; 0: from none. ordered_names: as
+        the `Disk` has it. Otherwise the first commit may lose one of its two names.
         """
+        self._ordered = ordered_names
         self._directories = [str(each) for each in directories]
         self._job = job
         self._every = trains_every
@@ -112,14 +116,13 @@ class Loader:
         except InfinityError as error:
             return f"{type(error).__name__}: {error}"
 
-    @staticmethod
-    def _newest(directory: Path, durable: int) -> SavedCommit | None:
+    def _newest(self, directory: Path, durable: int) -> SavedCommit | None:
         try:
             return commit_files.newest(directory, FILES)
         except CorruptState:
-            if durable:
+            if durable or self._ordered:
                 raise
-            return None  # without a journal the first commit may lose one of its two names
+            return None
 
     def _wrong(self, saved: SavedCommit, directories: Sequence[Path], step: int) -> str | None:
         shot = self._shots[step]

@@ -38,7 +38,7 @@ def look(record: Record, root: Path, *, count: int, every: int) -> None:
     found = set()
     for ordered in ORDERS:
         disk = Disk(made.events, made.base, ordered_names=ordered)
-        loader = Loader(made.directories, made.job, trains_every=every)
+        loader = Loader(made.directories, made.job, trains_every=every, ordered_names=ordered)
         assert disk.first_violation(loader, root / "state", count=count, seed=ordered) is None
         assert loader.looked >= 0.9 * count
         assert loader.trained >= 0.8 * (count // every)
