@@ -180,11 +180,16 @@ class Committer:
         self._recorder.param_groups = param_groups
 
     def land(self) -> None:
-        """Drive the pending commit to its end, whether it becomes durable or fails."""
+        """Drive the pending commit to its end, whether it becomes durable or fails.
+
+        It fails if an update fails that it waits for, whose error is then that of the commit.
+        """
         commit = self.last
         if commit is not None and not commit.done:
-            with contextlib.suppress(InfinityError):  # the runtime is lost then, and the commit given up
+            try:
                 self._updater.complete_awaited()
+            except InfinityError as error:
+                self._durable.ledger.abandon(error)
             if self._health.failure is not None:
                 self._durable.ledger.abandon()
             while not commit._ended.wait(_SLICE):
@@ -240,6 +245,8 @@ class Committer:
         self._flush()
         for write in pending.writes:
             write.wait()
+        if pending.failure is not None:
+            raise pending.failure.again()
         if pending.ended:
             raise ConfigError(
                 "A commit was given up, because its runtime ended.", "Resume from the last one."

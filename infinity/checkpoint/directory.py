@@ -71,6 +71,9 @@ class Checkpoint(Closing):
                 if source not in self.locks:
                     self._lock(source, cleanup)
                 self.saved = read_newest(source, files)
+                # A process that was killed may not have synced the name of this commit. The run is going to
+                # write to places of the commit before, to which a power cut must not lead back.
+                files.sync_directory(source)
             self.continues = resume is not None and source == self.directory
             """Whether new commits replace the one that the run continues."""
             generations = commit_files.generations(self.directory)

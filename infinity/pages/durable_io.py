@@ -142,11 +142,15 @@ class DurableIO:
         return Joined([transfer], lambda: self._check([(part, into)]))
 
     def learn(self, part: Part) -> None:
-        """Compute the checksums of a part's newest bytes that are not known yet, by reading them."""
+        """Compute the checksums of a part's newest bytes that are not known yet, by reading them.
+
+        Raises CorruptState if bytes of an earlier process have other checksums than those that are known.
+        """
         if (part.checksums[: block_count(part.filled)] == UNKNOWN).any():
-            part.checksums = np.concatenate(
-                [self._checksums_on_disk(part), part.checksums[block_count(part.filled) :]]
-            )
+            found = self._checksums_on_disk(part)
+            if not part.verified:
+                self._compare(part, found)
+            part.checksums = np.concatenate([found, part.checksums[len(found) :]])
 
     def verify(self, part: Part) -> None:
         """Read a part's newest bytes and compare their checksums. Raises CorruptState if they differ."""
@@ -185,7 +189,9 @@ class DurableIO:
                 self._compare(part, crc32c_blocks(memory, part.filled).astype(np.int64))
 
     def _compare(self, part: Part, found: np.ndarray) -> None:
-        wrong = np.flatnonzero(found != part.checksums[: len(found)])
+        known = part.checksums[: len(found)]
+        # A commit has no checksums of bytes without values: of moments that an update is only now to begin.
+        wrong = np.flatnonzero((found != known) & (known != UNKNOWN))
         if len(wrong):
             raise CorruptState(
                 f"The bytes on disk of {part.named(int(wrong[0]))} are not those that were committed: "

@@ -42,7 +42,13 @@ class Pending:
     """What one pending commit holds and still waits for."""
 
     captured: dict[Part, tuple[int, npt.NDArray[np.int64], bool]] = field(default_factory=dict)
-    """Part -> (index of the place that the commit holds, checksums of the bytes there, `Part.begun`)."""
+    """Part -> (index of the place that the commit holds, checksums of the bytes there, whether all bytes
+    there have values).
+    """
+    begun: dict[Part, bool] = field(default_factory=dict)
+    """Part -> `Part.begun` when the commit began. A later step may decide the first update of a chunk before
+    the commit has the chunk's bytes.
+    """
     awaited: dict[Chunk, Sequence[Part]] = field(default_factory=dict)
     """Chunks whose update was decided and has not been computed -> their parts."""
     late: set[Part] = field(default_factory=set)
@@ -87,6 +93,7 @@ class Ledger:
         pending.awaited = {chunk: self._parts[chunk] for chunk in late}
         pending.late = {part for parts in pending.awaited.values() for part in parts}
         ready = [part for chunk, parts in self._parts.items() if chunk not in late for part in parts]
+        pending.begun = {part: part.begun for parts in self._parts.values() for part in parts}
         for part in (*ready, *frozen):
             if part.home.nvme_lease is not None or (not part.trained and part.durable is not None):
                 _capture(pending, part)
@@ -206,15 +213,16 @@ class Ledger:
             self.pending = None
             self._changed.notify_all()
 
-    def abandon(self) -> None:
-        """Let the pending commit end without waiting for updates. Called at the end of the runtime."""
+    def abandon(self, failure: InfinityError | None = None) -> None:
+        """Let the pending commit end without waiting for updates. failure: the error that is the reason."""
         pending = self.pending
         if pending is not None:
             with self._changed:
+                pending.failure = pending.failure or failure
                 pending.ended = True
                 self._changed.notify_all()
 
 
 def _capture(pending: Pending, part: Part) -> None:
     part.pending = part.side
-    pending.captured[part] = part.side, part.checksums, part.begun
+    pending.captured[part] = part.side, part.checksums, pending.begun.get(part, True)

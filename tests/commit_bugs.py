@@ -1,0 +1,271 @@
+"""Commit bugs: mistakes that are put into the code of commits, each of which a crash must show.
+
+A bug is a function that patches the code for the time of a recording, and delays transfers where the mistake
+would otherwise show only if a race is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from committed_runs import Job
+from recorded_commits import Record, killed, streamed, whole
+
+from infinity import build
+from infinity.aio import Faults
+from infinity.checkpoint import commit_files, directory
+from infinity.checkpoint.committer import Commit, Committer
+from infinity.checkpoint.record import Recorder, generators
+from infinity.checkpoint.values import encode
+from infinity.pages.durable_io import DurableIO
+from infinity.pages.ledger import Ledger
+from infinity.pages.twins import Part
+from infinity.system.disk_files import DiskFiles
+from infinity.tiers import NvmeTier
+from infinity.tiers.link import ARRIVED
+
+Patch = pytest.MonkeyPatch
+Bug = Callable[[Patch, Faults], None]
+_A_STEP = 0.1
+"""Seconds in which the thread that trains comes as far in the next step as it can."""
+
+
+def slabs_not_synced(patch: Patch, faults: Faults) -> None:
+    patch.setattr(NvmeTier, "sync", lambda self: ARRIVED)
+
+
+def slabs_synced_before_the_writes_ended(patch: Patch, faults: Faults) -> None:
+    flush, sync, begun = Committer._flush, NvmeTier.sync, []
+
+    def early(self: Committer) -> None:
+        flush(self)
+        begun.append(sync(self._durable.nvme))
+
+    patch.setattr(Committer, "_flush", early)
+    patch.setattr(NvmeTier, "sync", lambda self: begun.pop())
+    faults.delay("write", 1, 0.01, times=None)
+
+
+def not_synced(suffix: str) -> Bug:
+    def bug(patch: Patch, faults: Faults) -> None:
+        sync = DiskFiles.sync
+
+        def careless(self: DiskFiles, descriptor: int, path: Any) -> None:
+            if not os.fspath(path).endswith(suffix):
+                sync(self, descriptor, path)
+
+        patch.setattr(DiskFiles, "sync", careless)
+
+    return bug
+
+
+def manifest_renamed_before_it_was_synced(patch: Patch, faults: Faults) -> None:
+    rename, sync = DiskFiles.rename, DiskFiles.sync
+    not_synced(".tmp")(patch, faults)
+
+    def first(self: DiskFiles, path: Any, target: Any) -> None:
+        rename(self, path, target)
+        descriptor = os.open(target, os.O_RDWR)
+        sync(self, descriptor, target)
+        os.close(descriptor)
+
+    patch.setattr(DiskFiles, "rename", first)
+
+
+def directory_not_synced(patch: Patch, faults: Faults) -> None:
+    patch.setattr(DiskFiles, "sync_directory", lambda self, path: None)
+
+
+def directory_synced_before_the_rename(patch: Patch, faults: Faults) -> None:
+    rename, sync = DiskFiles.rename, DiskFiles.sync_directory
+
+    def late(self: DiskFiles, path: Any, target: Any) -> None:
+        sync(self, os.path.dirname(path))
+        rename(self, path, target)
+
+    directory_not_synced(patch, faults)
+    patch.setattr(DiskFiles, "rename", late)
+
+
+def names_of_slabs_not_synced(patch: Patch, faults: Faults) -> None:
+    sync = DiskFiles.sync_directory
+
+    def careless(self: DiskFiles, path: Any) -> None:
+        if "pages" not in os.path.basename(path):
+            sync(self, path)
+
+    patch.setattr(DiskFiles, "sync_directory", careless)
+
+
+def slabs_marked_after_the_rename(patch: Patch, faults: Faults) -> None:
+    mark, write, tiers = NvmeTier.mark_committed, commit_files.write, []
+
+    def remember(self: NvmeTier) -> None:
+        tiers.append(self)
+
+    def late(*arguments: Any) -> None:
+        write(*arguments)
+        mark(tiers.pop())
+
+    patch.setattr(NvmeTier, "mark_committed", remember)
+    patch.setattr(commit_files, "write", late)
+
+
+def place_free(*held: str) -> Bug:
+    """A part's places count as free unless one of the attributes `held` of the part names them."""
+
+    def target(self: Part) -> int | None:
+        taken = [getattr(self, each) for each in held]
+        sides = (self.side, 1 - self.side)
+        return next((side for side in sides if side not in taken and side < len(self.places)), None)
+
+    return lambda patch, faults: patch.setattr(Part, "target", target)
+
+
+def places_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
+    finish, write, written = Recorder.finish, DurableIO.write, []
+
+    def count(self: DurableIO, *arguments: Any) -> Any:
+        written.append(True)
+        return write(self, *arguments)
+
+    def early(self: Recorder, draft: Any, pending: Any) -> Any:
+        for part, (side, _, _) in pending.captured.items():
+            part.durable, part.pending = side, None
+        deadline, enough = time.monotonic() + 4 * _A_STEP, len(written) + 6
+        while len(written) < enough and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return finish(self, draft, pending)
+
+    patch.setattr(DurableIO, "write", count)
+    patch.setattr(Recorder, "finish", early)
+
+
+def old_commit_removed_before_the_new_one(patch: Patch, faults: Faults) -> None:
+    write = commit_files.write
+
+    def careless(manifest: Any, checksums: Any, blobs: Any, where: Any, files: DiskFiles) -> None:
+        for each in commit_files.generations(where):
+            commit_files.remove(where, each, files)
+        write(manifest, checksums, blobs, where, files)
+
+    patch.setattr(commit_files, "write", careless)
+
+
+def checksums_of_an_older_write(patch: Patch, faults: Faults) -> None:
+    finish, known = Recorder.finish, {}
+
+    def stale(self: Recorder, draft: Any, pending: Any) -> Any:
+        now = dict(pending.captured)
+        for part, (side, checksums, begun) in now.items():
+            pending.captured[part] = side, known.get(part, checksums), begun
+        known.update({part: checksums.copy() for part, (_, checksums, _) in now.items()})
+        return finish(self, draft, pending)
+
+    patch.setattr(Recorder, "finish", stale)
+
+
+def read_late(field: str) -> Bug:
+    """A field of the manifest is read when the commit lands, and not by save()."""
+
+    def bug(patch: Patch, faults: Faults) -> None:
+        finish = Recorder.finish
+
+        def late(self: Recorder, draft: Any, pending: Any) -> Any:
+            time.sleep(_A_STEP)
+            blobs = draft.blobs
+            now: dict[str, Callable[[], Any]] = {
+                "parameters": lambda: tuple(self._parameters()),
+                "param_groups": lambda: tuple(self._groups(blobs)),
+                "rng": lambda: {name: encode(each, blobs) for name, each in generators().items()},
+                "buffers": lambda: {n: encode(each, blobs) for n, each in self._model.named_buffers()},
+            }
+            changed = replace(draft, manifest=replace(draft.manifest, **{field: now[field]()}))
+            return finish(self, changed, pending)
+
+        patch.setattr(Recorder, "finish", late)
+
+    return bug
+
+
+def flush_not_awaited(patch: Patch, faults: Faults) -> None:
+    patch.setattr(Ledger, "settle", lambda self, parts: None)
+    faults.delay("write", 1, 0.03, times=None)
+
+
+def rest_of_a_part_not_copied(patch: Patch, faults: Faults) -> None:
+    def careless(self: DurableIO, part: Part) -> None:
+        part.side = self._target(part)
+        part.checksums = part.checksums.copy()
+
+    patch.setattr(DurableIO, "_make_writable", careless)
+
+
+def wait_does_not_wait(patch: Patch, faults: Faults) -> None:
+    patch.setattr(Commit, "wait", lambda self: self._drive(self))
+
+
+def resumed_name_not_synced(patch: Patch, faults: Faults) -> None:
+    read, sync, skip = directory.read_newest, DiskFiles.sync_directory, []
+
+    def reading(*arguments: Any) -> Any:
+        skip.append(True)
+        return read(*arguments)
+
+    def careless(self: DiskFiles, path: Any) -> None:
+        if not skip:
+            sync(self, path)
+        skip.clear()
+
+    patch.setattr(directory, "read_newest", reading)
+    patch.setattr(DiskFiles, "sync_directory", careless)
+
+
+def old_slabs_removed_before_the_first_commit(patch: Patch, faults: Faults) -> None:
+    resume = build._Builder.resume
+
+    def careless(self: Any, checkpoint: Any, *arguments: Any, **options: Any) -> None:
+        resume(self, checkpoint, *arguments, **options)
+        checkpoint.superseded()
+
+    patch.setattr(build._Builder, "resume", careless)
+
+
+NVME, RAM = whole(Job()), whole(Job(home="ram"))
+EAGER = whole(Job(update="eager"))
+STREAMED = streamed(Job(home="ram"), Job())
+
+BUGS: dict[str, tuple[Bug, Record]] = {
+    "slabs not synced": (slabs_not_synced, NVME),
+    "slabs not synced, with homes in ram": (slabs_not_synced, RAM),
+    "slabs synced before the writes ended": (slabs_synced_before_the_writes_ended, NVME),
+    "manifest not synced": (not_synced(".tmp"), NVME),
+    "data file not synced": (not_synced(".data"), NVME),
+    "headers of slabs not synced": (not_synced(".slab"), NVME),
+    "manifest renamed before it was synced": (manifest_renamed_before_it_was_synced, NVME),
+    "directory not synced": (directory_not_synced, NVME),
+    "directory synced before the rename": (directory_synced_before_the_rename, NVME),
+    "names of slabs not synced": (names_of_slabs_not_synced, STREAMED),
+    "slabs marked after the rename": (slabs_marked_after_the_rename, NVME),
+    "the durable place is free": (place_free("pending"), NVME),
+    "the pending place is free": (place_free("durable"), NVME),
+    "the durable place is free, with homes in ram": (place_free("pending"), RAM),
+    "places freed before the manifest": (places_freed_before_the_manifest, EAGER),
+    "old commit removed before the new one": (old_commit_removed_before_the_new_one, NVME),
+    "checksums of an older write": (checksums_of_an_older_write, NVME),
+    "steps read late": (read_late("parameters"), NVME),
+    "param groups read late": (read_late("param_groups"), NVME),
+    "generators read late": (read_late("rng"), NVME),
+    "buffers read late": (read_late("buffers"), NVME),
+    "flush not awaited": (flush_not_awaited, RAM),
+    "rest of a part not copied": (rest_of_a_part_not_copied, NVME),
+    "wait does not wait": (wait_does_not_wait, NVME),
+    "name of a resumed commit not synced": (resumed_name_not_synced, killed(Job())),
+    "old slabs removed before the first commit": (old_slabs_removed_before_the_first_commit, STREAMED),
+}
+"""What is wrong -> (the bug, the run in which it shows)."""
