@@ -96,6 +96,13 @@ class Checkpoint(Closing):
         )
         return CommitSource(self.saved, self._old)
 
+    @property
+    def streamed_from(self) -> NvmeTier | None:
+        """The slabs of the commit that the run continues, until a commit of this run replaces it; None if the
+        run has adopted them or continues none.
+        """
+        return self._old
+
     def superseded(self) -> None:
         """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs."""
         old, self._old = self._old, None
