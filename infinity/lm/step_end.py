@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.checkpoint.record import generators, set_generators
-
-
-@dataclass
-class _Kept:
-    """A buffer as it was: the tensor, its version then, and a copy of its values."""
-
-    tensor: torch.Tensor
-    version: int
-    copy: torch.Tensor
 
 
 class StepEnd:
@@ -29,27 +19,33 @@ class StepEnd:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Keep the present state. model: its buffers are copied once, and later where they have changed."""
+        """Keep the present state. model: RAM or the device holds one copy of its buffers from now on."""
         self._model = model
-        self._buffers: dict[str, _Kept] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """(the buffer, a copy of its values) by the buffer's name."""
         self._generators: Mapping[str, Any] = {}
         self.keep()
 
+    @torch.no_grad()
     def keep(self) -> None:
-        """Keep the present state instead of the one before."""
+        """Keep the present state instead of the one before.
+
+        All buffers are copied, for torch does not count all changes: batch normalisation updates its running
+        averages without a new version of the tensor.
+        """
         for name, buffer in self._model.named_buffers():
-            kept = self._buffers.get(name)
-            if kept is None or kept.tensor is not buffer or kept.version != buffer._version:
-                self._buffers[name] = _Kept(buffer, buffer._version, buffer.detach().clone())
+            tensor, copy = self._buffers.get(name, (None, buffer))
+            if tensor is buffer:
+                copy.copy_(buffer)
+            else:
+                self._buffers[name] = buffer, buffer.clone()
         self._generators = generators()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Set buffers and generators back to the state that was kept last."""
-        for name, kept in self._buffers.items():
+        for name, (buffer, copy) in self._buffers.items():
             owner, _, last = name.rpartition(".")
-            self._model.get_submodule(owner)._buffers[last] = kept.tensor
-            if kept.tensor._version != kept.version:
-                kept.tensor.copy_(kept.copy)
-                kept.version = kept.tensor._version
+            self._model.get_submodule(owner)._buffers[last] = buffer
+            buffer.copy_(copy)
         set_generators(self._generators)
