@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from small_runtime import files, two_layers
+from small_runtime import two_layers
 
 import infinity
 from infinity.checkpoint import commit_files
@@ -29,10 +29,7 @@ def test_an_abandoned_commit_leaves_the_one_before(tmp_path: Path) -> None:
     assert commits[0].failure is None
     assert "given up" in str(commits[1].failure)
     assert commit_files.generations(tmp_path) == [1]
-    assert [name for name in sorted(files(tmp_path)) if not name.endswith(".slab")] == [
-        "commit-1",
-        "commit-1.data",
-    ]
+    assert sorted(each.name for each in tmp_path.glob("*commit*")) == ["commit-1", "commit-1.data"]
 
 
 def test_without_a_pending_commit_nothing_is_abandoned(tmp_path: Path) -> None:
