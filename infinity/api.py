@@ -83,7 +83,7 @@ def offload(
         if checkpoint is not None or resume is not None:
             _check_commits(optimizer, weights, resume)
             commits = cleanup.enter_context(Checkpoint(checkpoint, resume, injected_files()))
-        made = _plan(
+        made = plan_for(
             model,
             optimizer,
             budget=budget,
@@ -126,7 +126,7 @@ def plan(
 
     checkpoint: the directory of commits, as in `offload`, which is not touched; None: commits are off.
     """
-    return _plan(
+    return plan_for(
         model_or_config,
         optimizer,
         budget=budget,
@@ -139,7 +139,7 @@ def plan(
     )
 
 
-def _plan(
+def plan_for(
     model_or_config: Any,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -152,7 +152,11 @@ def _plan(
     slab_directory: str | None,
     prefer: Division | None = None,
 ) -> Plan:
-    """Do what `plan` does. slab_directory: `checkpoint` of `plan`. prefer: as in `make_plan`."""
+    """Make the plan of `plan`, or of a run that continues a commit; the first half of `offload`.
+
+    slab_directory: `checkpoint` of `plan`. prefer: the division of the commit that is continued, so that its
+    pages can stay where they lie; None for a new run. `infinity.build.carry_out` is the other half.
+    """
     budget, precision = check_kinds(budget, precision)
     chosen = update_time(update, accumulation, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -223,6 +223,11 @@ class Runtime(Closing):
                 raise ConfigError(f"save() was called {where}.", "Call it after optimizer.step().")
             return parts.committer.save(state, rng=rng, identity=identity)
 
+    def _abandon(self) -> None:
+        """Give up the pending commit, so that `close` does not wait for its updates."""
+        if self._components.committer is not None:
+            self._components.committer.abandon()
+
     def load(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Return the state that was given to `save` at the commit from which this run was resumed.
 

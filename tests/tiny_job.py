@@ -44,6 +44,9 @@ JSON_KEYS = {
     "bytes_moved",
     "sample",
     "exported",
+    "resumed",
+    "stopped",
+    "commit",
 }
 PLAN_KEYS = {
     "infinity",
@@ -66,7 +69,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = importlib.import_module("infinity.api")  # the name in the package is the function
     monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
     monkeypatch.setattr(calls, "measure_rates", lambda *_: SPEEDS)
-    monkeypatch.setattr(cli.train, "_SAMPLE_TOKENS", 3)
+    monkeypatch.setattr(cli.training_run, "_SAMPLE_TOKENS", 3)
 
 
 class TinyJob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import BLOCK, ParameterEntry, Range, array_layout
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
-from infinity.errors import CorruptState
+from infinity.errors import CorruptState, StorageError
 from infinity.formats.optimizer_rules import StateArray, state_arrays
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier
 from infinity.tiers.nvme import NvmeLease
@@ -25,6 +26,28 @@ def volume_record(saved: SavedCommit) -> VolumeRecord:
     volume = saved.manifest.volume
     slabs = (SlabRecord(each.uuid, each.nbytes, each.weight) for each in volume.slabs)
     return VolumeRecord(volume.stripe_bytes, tuple(slabs))
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A range of a parameter's elements for which an array is not as it was committed."""
+
+    parameter: str
+    """Canonical name of the parameter."""
+    array: str
+    first: int
+    end: int
+    """The elements are those from `first` to `end` - 1, in memory order."""
+    cause: str
+    """A sentence: the bytes differ, or they could not be read."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of reading a part of an array."""
+
+    nbytes: int
+    damage: tuple[Damage, ...]
 
 
 class CommitSource:
@@ -57,21 +80,52 @@ class CommitSource:
         dtype = self._dtype(entry, array)
         return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
-    def check(self, entry: ParameterEntry, window: int) -> Iterator[int]:
-        """Read all arrays of a parameter, at most `window` elements at a time, a multiple of 4096.
+    def check(self, entry: ParameterEntry, window: int) -> Iterator[Checked]:
+        """Read all arrays of a parameter and compare them with their checksums; goes on after differences.
 
-        Yields the number of bytes after each read. Raises CorruptState at the first that differ.
+        Reads at most `window` elements at a time, a multiple of 4096, and yields a result after each read.
         """
         for each in entry.ranges:
             for array in each.places:
                 for first in range(each.first, each.first + each.count, window):
                     end = min(first + window, each.first + each.count)
-                    yield self._read(entry, array, each, (first, end)).nbytes
+                    yield self._checked(entry, array, each, (first, end))
+
+    def _checked(
+        self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+    ) -> Checked:
+        try:
+            found, wrong = self._compared(entry, array, within, elements)
+        except StorageError as error:
+            return Checked(0, (Damage(entry.names[0], array, *elements, error.cause),))
+        damage = (
+            Damage(entry.names[0], array, first, end, "The bytes are not those that were committed.")
+            for first, end in wrong
+        )
+        return Checked(found.nbytes, tuple(damage))
 
     def _read(
         self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> torch.Tensor:
-        """Read an array's bytes, uint8, for elements [first, end) of the parameter that lie in a range."""
+        """Do what `_compared` does, and raise CorruptState if bytes differ."""
+        found, wrong = self._compared(entry, array, within, elements)
+        if wrong:
+            first, end = wrong[0]
+            raise CorruptState(
+                f"The bytes of {array} of {entry.names[0]} for its elements {first} to {end} are not those "
+                "that were committed.",
+                "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
+            )
+        return found
+
+    def _compared(
+        self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """Read an array's bytes, uint8, for elements [first, end) of the parameter that lie in a range.
+
+        Returns them with the ranges of elements whose bytes differ from their checksums. Raises CorruptState
+        if the commit does not have the array, and StorageError.
+        """
         first, end = elements
         place = within.places.get(array)
         if place is None:
@@ -94,15 +148,8 @@ class CommitSource:
         found = memory[place.offset + low - start : place.offset + high - start]
         checksums = crc32c_blocks(found, np.array([(0, high - low, place.block_bytes)], dtype=np.int64))
         wanted = self._saved.checksums[place.checksum + block : place.checksum + block + len(checksums)]
-        wrong = np.flatnonzero(checksums != wanted)
-        if len(wrong):
-            at = first + int(wrong[0]) * BLOCK
-            raise CorruptState(
-                f"The bytes of {array} of {entry.names[0]} for its elements {at} to {min(at + BLOCK, end)} "
-                "are not those that were committed.",
-                "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
-            )
-        return found
+        wrong = np.flatnonzero(checksums != wanted).tolist()
+        return found, _joined([(first + at * BLOCK, min(first + (at + 1) * BLOCK, end)) for at in wrong])
 
     def _dtype(self, entry: ParameterEntry, array: str) -> torch.dtype:
         return next(each.dtype for each in _arrays(self._saved, entry) if each.name == array)
@@ -120,6 +167,17 @@ def saved_parameter(entry: ParameterEntry) -> SavedParameter:
         has_moments=entry.moments,
         edited=entry.edited,
     )
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending ranges, with those joined that touch."""
+    joined: list[tuple[int, int]] = []
+    for first, end in ranges:
+        if joined and joined[-1][1] == first:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((first, end))
+    return joined
 
 
 DTYPES_BY_NAME: Mapping[str, torch.dtype] = DTYPES

@@ -195,6 +195,15 @@ class Committer:
             while not commit._ended.wait(_SLICE):
                 pass
 
+    def abandon(self) -> None:
+        """Give up the pending commit, if its manifest is not being written yet; nobody is told of it.
+
+        The commit before stays. Called where the process has to end at once.
+        """
+        if self.last is not None and not self.last.done:
+            self.last.told = True
+            self._durable.ledger.abandon()
+
     def close(self) -> None:
         """Drive the pending commit to its end, and raise its error if nobody has seen it."""
         self.land()

@@ -87,6 +87,13 @@ class Checkpoint(Closing):
             commit_files.remove_leftovers(self.directory, files)
             self._cleanup = cleanup.pop_all()
 
+    @property
+    def streamed_from(self) -> NvmeTier | None:
+        """The slabs of the commit that the run continues, until a commit of this run replaces it; None if the
+        run has adopted them or continues none.
+        """
+        return self._old
+
     def adopted(self, plan: Plan, budget: Budget) -> VolumeRecord | None:
         """The slabs that a run by `plan` adopts from the commit that it continues; None: new ones."""
         if self.saved is None or not self.continues or not is_cut_alike(self.saved, plan):

@@ -12,20 +12,21 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from infinity import __version__
+from infinity.cli import checkpoint as checkpoint
 from infinity.cli import doctor as doctor
 from infinity.cli import plan as plan
 from infinity.cli import train as train
 from infinity.cli import tune as tune
 from infinity.errors import BudgetError, ConfigError, InfinityError
 
-COMMANDS = (train, plan, tune, doctor)
+COMMANDS = (train, plan, tune, doctor, checkpoint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments`, by default those of the process, and return the exit code.
 
-    0: success. 1: failure. 2: the arguments cannot be used. 130: interrupted. An InfinityError is printed
-    without a traceback.
+    0: success. 1: failure. 2: the arguments cannot be used. 130: interrupted. 143: ended by SIGTERM after a
+    commit. An InfinityError is printed without a traceback.
     """
     parser = argparse.ArgumentParser(prog="infinity", description="Virtual memory for training.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")

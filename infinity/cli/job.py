@@ -14,7 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity import cpu_adam
-from infinity.api import plan
+from infinity.api import plan_for
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.resume import division_of
+from infinity.cli.commits import EVERY
+from infinity.cli.resumption import commit_to_continue, identity_of, progress_of
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError
 from infinity.lm.batches import Batches
@@ -28,13 +32,6 @@ from infinity.planning.plan import Plan
 from infinity.system import machine
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
-
-_LATER = {
-    "checkpoint": "--checkpoint: durable commits are not there yet.",
-    "every": "--every: durable commits are not there yet.",
-    "resume": "--resume: durable commits are not there yet.",
-}
-
 
 _MOST = (1 << 31) - 1
 
@@ -96,10 +93,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--trace", metavar="FILE", help="write a timeline for https://ui.perfetto.dev to this file"
     )
-    output.add_argument("--checkpoint", metavar="DIR", help="directory of commits (not available yet)")
-    output.add_argument("--every", type=int, metavar="N", help="steps between commits (not available yet)")
     output.add_argument(
-        "--resume", action="store_true", help="continue from the last commit (not available yet)"
+        "--checkpoint", metavar="DIR", help="keep commits of the run in this directory, also after a signal"
+    )
+    output.add_argument(
+        "--every",
+        type=int,
+        metavar="N",
+        help=f"steps between commits (default: {EVERY}); there is one at the end in any case",
+    )
+    output.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last commit in --checkpoint, or begin anew if there is none",
     )
     output.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line of stdout"
@@ -151,6 +157,12 @@ class Job:
     plan: Plan
     prediction: Prediction | None
     """Predicted time of a step with all its micro-batches; None if the plan has no prediction."""
+    checkpoint: Checkpoint | None
+    """Where commits go, and the one that is continued; None if commits are off or nothing will be trained."""
+    identity: Mapping[str, Any]
+    """What `identity_of` says of the job."""
+    resumed: Mapping[str, Any] | None
+    """The state that was saved with the commit that is continued; None for a new run."""
 
     @property
     def header(self) -> str:
@@ -168,23 +180,30 @@ class Job:
         )
 
 
-def show_job(options: argparse.Namespace, console: Console) -> Job:
+def show_job(options: argparse.Namespace, console: Console, checkpoint: Checkpoint | None = None) -> Job:
     """Make the job that the options describe, and print its first line and its plan.
 
-    Raises the same errors as `make_job`. console: where to print.
+    Arguments and errors are those of `make_job`. console: where to print.
     """
     with console.status("planning"):
-        job = make_job(options)
-    console.print(f"{escape(job.header)}\n\n{escape(str(job.plan))}", highlight=False, soft_wrap=True)
+        job = make_job(options, checkpoint)
+    lines = [job.header, "", str(job.plan)]
+    if job.resumed is not None:
+        lines.insert(1, _continuation(job))
+    elif options.resume:
+        lines.insert(1, f"there is no commit in {options.checkpoint}: beginning anew")
+    console.print(escape("\n".join(lines)), highlight=False, soft_wrap=True)
     return job
 
 
-def make_job(options: argparse.Namespace) -> Job:
+def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) -> Job:
     """Check the options, and plan the job that they describe. No model states are allocated or moved.
 
-    Raises ConfigError if an option cannot be used, and BudgetError if the job does not fit the budgets.
+    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. Raises
+    ConfigError if an option cannot be used, BudgetError if the job does not fit the budgets, and
+    IncompatibleCheckpoint if the commit to continue is of another job.
     """
-    _check(options)
+    check_options(options)
     torch.manual_seed(options.seed)
     model = language_model(options.model)
     precision = Precision(compute=options.compute, states=options.states)
@@ -200,15 +219,21 @@ def make_job(options: argparse.Namespace) -> Job:
         learning_rate=options.lr or model.learning_rate,
         clip=options.clip,
     )
+    saved = commit_to_continue(options) if checkpoint is None else checkpoint.saved
+    identity = identity_of(options, model, text, recipe.learning_rate)
+    resumed = None if saved is None else progress_of(saved, identity, options.steps)
     optimizer = make_optimizer(model.model, recipe.learning_rate)
-    planned = plan(
+    planned = plan_for(
         model.model,
         optimizer,
         budget=budget,
         precision=precision,
         example_inputs=model.example_inputs(options.batch, options.seq, "meta"),
         device=device,
+        update="auto",
         accumulation=options.accumulate,
+        slab_directory=None if options.checkpoint is None else os.path.realpath(options.checkpoint),
+        prefer=None if saved is None else division_of(saved),
     )
     return Job(
         language_model=model,
@@ -221,14 +246,19 @@ def make_job(options: argparse.Namespace) -> Job:
         device=device,
         plan=planned,
         prediction=planned.predict(options.accumulate),
+        checkpoint=checkpoint,
+        identity=identity,
+        resumed=resumed,
     )
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name, message in _LATER.items():
-        if not any(getattr(options, name) is absent for absent in (None, False)):  # not `in`: 0 equals False
-            raise ConfigError(message, "Leave it out; --export DIR keeps the trained model.")
-    for name in ("steps", "batch", "seq", "accumulate"):
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError for values of options that no job can have, without looking at any file."""
+    for name in ("every", "resume"):
+        if getattr(options, name) not in (None, False) and options.checkpoint is None:
+            raise ConfigError(f"--{name} was given without --checkpoint.", "Add --checkpoint DIR.")
+    counts = ("steps", "batch", "seq", "accumulate", *(() if options.every is None else ("every",)))
+    for name in counts:
         if not 1 <= getattr(options, name) <= _MOST:
             raise ConfigError(f"--{name} is {getattr(options, name)}.", f"Give a number from 1 to {_MOST}.")
     for name in ("lr", "clip"):
@@ -237,6 +267,18 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is {value}.", "Give a positive number.")
     if not 0 <= options.seed < 1 << 63:
         raise ConfigError(f"--seed is {options.seed}.", "Give a number from 0 to 2^63 - 1.")
+
+
+def _continuation(job: Job) -> str:
+    """A line that says what is continued."""
+    assert job.resumed is not None
+    line, steps = f"continuing after step {job.resumed['step']}", job.recipe.steps
+    if job.resumed["steps"] == steps:
+        return line
+    return (
+        f"{line}; --steps was {job.resumed['steps']} and is {steps}: from here on the learning rate follows "
+        f"the schedule of {steps} steps"
+    )
 
 
 def _directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:

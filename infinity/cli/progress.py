@@ -33,12 +33,14 @@ class ProgressLine:
     The line has the step, the loss and its curve, tokens per second, bytes per second between tiers, the
     share of time in which training waited for transfers, and the time left. On a terminal the line is
     redrawn at every step. Elsewhere it is printed at the first and the last step, and every five seconds.
-    console: where the line is shown. steps: number of steps of the whole run.
+    console: where the line is shown. steps: number of steps of the whole run. done: number of those that an
+    earlier process has finished.
     """
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int, *, done: int = 0) -> None:
         self._console = console
         self._steps = steps
+        self._first = done + 1
         self._losses: list[float] = []
         self._rates: dict[str, float] = {}
         self._seconds = 0.0
@@ -48,7 +50,7 @@ class ProgressLine:
             self._bar = Progress(
                 BarColumn(bar_width=20), TextColumn("{task.description}"), console=console, transient=True
             )
-            self._task = self._bar.add_task("the first step", total=steps)
+            self._task = self._bar.add_task("the first step", total=steps, completed=done)
 
     def __enter__(self) -> ProgressLine:
         if self._bar is not None:
@@ -73,7 +75,7 @@ class ProgressLine:
             self._bar.update(self._task, advance=1, description=self._line(report))
             return
         now = time.monotonic()
-        if report.step in (1, self._steps) or now - self._printed >= _SECONDS_BETWEEN_LINES:
+        if report.step in (self._first, self._steps) or now - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = now
             self._console.print(self._line(report), highlight=False, soft_wrap=True)
 
@@ -87,7 +89,7 @@ class ProgressLine:
         now = {edge.value: step.edges[edge].bytes / step.seconds for edge in Edge}
         now["tokens"] = report.tokens / report.seconds
         now["stall"] = min(1.0, step.stall_seconds / step.seconds)
-        keep = _MEMORY if report.step > 2 else 0.0
+        keep = _MEMORY if report.step > self._first + 1 else 0.0
         self._rates = {key: keep * self._rates.get(key, 0.0) + (1 - keep) * now[key] for key in now}
         self._seconds = keep * self._seconds + (1 - keep) * report.seconds
 

@@ -5,38 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
-import statistics
 import time
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from infinity import __version__
-from infinity.build import carry_out
 from infinity.checkpoint.atomic_directory import check_destination
-from infinity.cli.job import Job, add_options, show_job
-from infinity.cli.progress import ProgressLine, format_seconds
+from infinity.cli.job import Job, add_options, check_options, show_job
+from infinity.cli.progress import format_seconds
+from infinity.cli.resumption import open_checkpoint
+from infinity.cli.step_log import finite, open_log
+from infinity.cli.training_run import Outcome, carry_out_job
 from infinity.config import format_size
-from infinity.errors import storage_errors
-from infinity.lm.sample import generate
-from infinity.lm.training import HeldOut, StepReport, train
-from infinity.system import machine
 from infinity.telemetry.timeline import Timeline
-
-_HELD_OUT_SECONDS = 10.0
-_SAMPLE_SECONDS = 10.0
-_SAMPLE_TOKENS = 200
-_TEMPERATURE = 0.7
-_LONGEST_PROMPT = 60
-"""Greatest number of bytes in the prompt that the model continues in the sample at the end of a run."""
-_WARM_UP = 2
-"""Number of steps at the start of a run that the measured time of a step leaves out. They are not typical:
-the order of pages is not known yet, or there are no moments to read."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,176 +35,71 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train the model that the options describe, and print the progress and the results. Returns 0."""
+    """Train the model that the options describe, and print the progress and the results.
+
+    Returns 0. After a signal, with --checkpoint, returns 130 (SIGINT) or 143 (SIGTERM).
+    """
     started = time.monotonic()
     console = Console(stderr=options.json)
     if options.export is not None:
         check_destination(options.export)
-    # Before the plan: a file that cannot be written is refused at once.
-    with contextlib.nullcontext() if options.trace is None else Timeline(options.trace) as timeline:
-        job = show_job(options, console)
+    with contextlib.ExitStack() as stack:
+        # Before the plan: a file that cannot be written is refused at once.
+        timeline = None if options.trace is None else stack.enter_context(Timeline(options.trace))
+        check_options(options)
+        checkpoint = open_checkpoint(options)
+        if checkpoint is not None:
+            stack.enter_context(checkpoint)
+        job = show_job(options, console, checkpoint)
         console.print()
-        with _open_log(options.log) as log:
-            outcome = _train(job, console, log, options.export, timeline)
+        after = None if job.resumed is None else job.resumed["step"]
+        log = stack.enter_context(open_log(options.log, after=after))
+        outcome = carry_out_job(job, options, console, log, timeline)
     _print(console, job, outcome, time.monotonic() - started)
     if options.json:
         print(json.dumps(_summary(job, outcome, time.monotonic() - started)))
-    return 0
+    return 0 if outcome.stopped is None else 128 + outcome.stopped
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """The results of a run."""
-
-    before: float
-    """Held-out loss before training, in nats per token."""
-    after: float
-    losses: list[float]
-    step_seconds: float
-    """Median seconds of a step, the first two steps left out."""
-    tokens_per_second: float
-    peak: int
-    """Peak bytes of RAM that the process used beyond its use before the model was filled."""
-    moved: dict[str, int]
-    """Bytes moved, by direction between two tiers, such as "nvme->host"."""
-    sample: str
-    exported: str | None
-    timeline: str | None
-    """Text to print about the file to which the timeline was written; None if no timeline was recorded."""
-
-
-def _train(
-    job: Job, console: Console, log: TextIO | None, export: str | None, timeline: Timeline | None
-) -> _Outcome:
-    language_model = job.language_model
-    machine.restart_peak()
-    base = machine.process_memory().resident
-    with console.status("filling the model"):
-        runtime = carry_out(
-            job.plan, language_model.model, job.optimizer, budget=job.budget, weights=language_model.weights
-        )
-    reports: list[StepReport] = []
-    with runtime:
-        if export is not None:  # checked again before the long run: the log or the pages may lie there now
-            check_destination(export)
-        held_out = HeldOut(language_model, job.batches, job.device)
-        with console.status("loss on held-out text"):
-            before = held_out.loss(seconds=_HELD_OUT_SECONDS)
-        recording = contextlib.nullcontext() if timeline is None else runtime.timeline(timeline)
-        with ProgressLine(console, job.recipe.steps) as line, recording:
-            for report in train(language_model, runtime, job.batches, job.recipe):
-                reports.append(report)
-                line.show(report)
-                _write_log(log, report)
-                if timeline is not None:
-                    timeline.annotate(loss=report.loss, norm=report.norm, tokens=report.tokens)
-        with console.status("loss on held-out text, and a sample"):
-            after = held_out.loss()
-            peak = machine.process_memory().peak - base
-            sample = _sample(job)
-        if export is not None:
-            with console.status(f"exporting to {escape(export)}"):
-                runtime.export(export)
-        measured = reports[_WARM_UP:] or reports[-1:]
-        seconds = statistics.median(each.seconds for each in measured)
-        return _Outcome(
-            before=before,
-            after=after,
-            losses=[each.loss for each in reports],
-            step_seconds=seconds,
-            tokens_per_second=reports[0].tokens / seconds,
-            peak=peak,
-            moved={edge.value: each.bytes for edge, each in runtime.stats.edges.items()},
-            sample=sample,
-            exported=export,
-            timeline=None if timeline is None else _fate(timeline),
-        )
-
-
-def _fate(timeline: Timeline) -> str:
-    if timeline.failure is not None:
-        return f"the timeline broke off: {timeline.failure.cause}"
-    return f"timeline in {timeline.path}"
-
-
-def _sample(job: Job) -> str:
-    """Let the model continue the beginning of a line of held-out text.
-
-    Returns that beginning and the continuation, as one text.
-    """
-    text = job.text
-    stretch = text.read(text.held_out.start, min(4096, len(text.held_out)))
-    lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]
-    prompt = (lines or [b""])[0][:_LONGEST_PROMPT].decode("utf-8", errors="ignore")
-    return generate(
-        job.language_model,
-        prompt,
-        tokens=_SAMPLE_TOKENS,
-        seconds=_SAMPLE_SECONDS,
-        temperature=_TEMPERATURE,
-        seed=0,
-        device=job.device,
-    )
-
-
-@contextlib.contextmanager
-def _open_log(path: str | None) -> Iterator[TextIO | None]:
-    """Context that gives the log file of a run, opened and emptied, or None if `path` is None.
-
-    Raises StorageError if the file cannot be opened.
-    """
-    if path is None:
-        yield None
-        return
-    with storage_errors("open", path):
-        log = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
-    try:
-        yield log
-    finally:
-        with contextlib.suppress(OSError):  # a line that could not be written has raised already
-            log.close()
-
-
-def _write_log(log: TextIO | None, report: StepReport) -> None:
-    """Write a step as one line of JSON, and flush the line, so that a reader of the file sees whole steps."""
-    if log is None:
-        return
-    line = {
-        "step": report.step,
-        "loss": _finite(report.loss),
-        "norm": _finite(report.norm),
-        "lr": report.learning_rate,
-        "tokens": report.tokens,
-        "seconds": report.seconds,
-        "stall_seconds": report.stats.stall_seconds,
-        "bytes": {edge.value: each.bytes for edge, each in report.stats.edges.items()},
-    }
-    with storage_errors("write", log.name):
-        log.write(json.dumps(line) + "\n")
-        log.flush()
-
-
-def _finite(number: float) -> float | None:
-    """`number`, or None if it is NaN or infinite, which JSON cannot express. Steps in fp16 can have NaN."""
-    return number if math.isfinite(number) else None
-
-
-def _print(console: Console, job: Job, outcome: _Outcome, seconds: float) -> None:
+def _print(console: Console, job: Job, outcome: Outcome, seconds: float) -> None:
     predicted = "unknown" if job.prediction is None else job.prediction.text
+    measured = "nothing" if outcome.step_seconds is None else f"{outcome.step_seconds:.2f} s/step"
     parts = [
         f"done in {format_seconds(seconds)}",
-        f"held-out loss {outcome.before:.2f} -> {outcome.after:.2f}",
-        f"predicted {predicted}, measured {outcome.step_seconds:.2f} s/step",
+        f"held-out loss {_loss(outcome.before)} -> {_loss(outcome.after)}",
+        f"predicted {predicted}, measured {measured}",
         f"host peak {format_size(outcome.peak)} of {format_size(job.plan.ram_budget)}",
     ]
-    if job.plan.nvme_bytes:
-        parts.append("swap removed")
+    if outcome.stopped is not None:
+        step = outcome.reports[-1].step if outcome.reports else _continued(job)
+        parts[0] = f"stopped by {outcome.stopped.name} after {format_seconds(seconds)}"
+        parts.insert(1, f"step {step}/{job.recipe.steps}")
+    parts += _what_stays(job, outcome)
     if outcome.exported is not None:
         parts.append(f"exported to {outcome.exported}")
     if outcome.timeline is not None:
         parts.append(outcome.timeline)
-    console.print(f"{_printable(outcome.sample)}\n", style="dim", markup=False, highlight=False)
+    if outcome.sample is not None:
+        console.print(f"{_printable(outcome.sample)}\n", style="dim", markup=False, highlight=False)
     console.print(" · ".join(parts), markup=False, highlight=False, soft_wrap=True)
+
+
+def _what_stays(job: Job, outcome: Outcome) -> list[str]:
+    """What the last line says of the files of pages: at most one phrase."""
+    if outcome.kept is not None:
+        return [outcome.kept.text]
+    if job.checkpoint is not None:
+        return ["no step was finished, so there is no commit"]
+    return ["swap removed"] if job.plan.nvme_bytes else []
+
+
+def _continued(job: Job) -> int:
+    """The step after which the run continued; 0 for a new run."""
+    return 0 if job.resumed is None else int(job.resumed["step"])
+
+
+def _loss(loss: float | None) -> str:
+    return "unknown" if loss is None else f"{loss:.2f}"
 
 
 def _predicted(job: Job) -> dict[str, Any]:
@@ -243,7 +121,7 @@ def _printable(text: str) -> str:
     )
 
 
-def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
+def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
     plan = job.plan
     return {
         "infinity": __version__,
@@ -253,8 +131,8 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
         "text": {"files": job.text.files, "bytes": job.text.nbytes},
         "steps": job.recipe.steps,
         "seconds": seconds,
-        "held_out_loss": {"before": _finite(outcome.before), "after": _finite(outcome.after)},
-        "losses": [_finite(each) for each in outcome.losses],
+        "held_out_loss": {"before": finite(outcome.before), "after": finite(outcome.after)},
+        "losses": [finite(each.loss) for each in outcome.reports],
         "step_seconds": {**_predicted(job), "measured": outcome.step_seconds},
         "tokens_per_second": outcome.tokens_per_second,
         "ram": {"budget": plan.ram_budget, "planned": plan.ram_bytes, "peak": outcome.peak},
@@ -262,4 +140,7 @@ def _summary(job: Job, outcome: _Outcome, seconds: float) -> dict[str, Any]:
         "bytes_moved": outcome.moved,
         "sample": outcome.sample,
         "exported": outcome.exported,
+        "resumed": None if job.resumed is None else job.resumed["step"],
+        "stopped": None if outcome.stopped is None else outcome.stopped.name,
+        "commit": None if outcome.kept is None else outcome.kept.as_dict(),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.lm.language_model import LanguageModel
+from infinity.lm.training import do_nothing
 
 _LONGEST_CONTEXT = 256
 """Greatest number of tokens of context. Every new token costs a forward over the whole context, because keys
@@ -31,13 +32,14 @@ def generate(
     temperature: float,
     seed: int,
     device: torch.device | str,
+    between: Callable[[], object] = do_nothing,
 ) -> str:
     """Return the prompt and the model's continuation, which has at most `tokens` tokens.
 
     seconds: time after which no further token is begun; at least one token is made. A limit is needed because
     the model may be read from disk for every token. temperature: divisor of the logits; 0 takes the likeliest
     token. seed: the same seed and the same logits give the same text on any device. device: where the model
-    computes.
+    computes. between: called after each token, and may raise an exception to end the call.
 
     The training modes of modules and the global random state stay as they were. If a token's largest logit is
     NaN or infinite, the text ends before this token.
@@ -66,6 +68,7 @@ def generate(
             if token is None:
                 break
             made.append(token)
+            between()
     # Prompt and continuation are decoded together: a tokenizer may decode a token differently at the
     # beginning of a text.
     return prompt + vocabulary.decode([*given, *made])[len(vocabulary.decode(given)) :]

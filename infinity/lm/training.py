@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.lm.batches import Batches
 from infinity.lm.language_model import LanguageModel
+from infinity.lm.step_end import StepEnd
 from infinity.runtime import Runtime
 from infinity.telemetry.stats import Stats
 
@@ -77,35 +79,98 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
     return _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def train(
-    language_model: LanguageModel, runtime: Runtime, batches: Batches, recipe: Recipe
-) -> Iterator[StepReport]:
-    """Train the model for `recipe.steps` steps, and yield a report after each.
+def do_nothing() -> None:
+    """The default of parameters named `between`, which are called between parts of a long computation."""
 
-    The next step is computed only when the caller takes its report from the iterator. runtime: the runtime
-    that pages `language_model.model`. batches: gives the batch of every micro-batch.
-    """
-    device, optimizer = runtime.plan.device, runtime.optimizer
-    scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
-    language_model.model.train()
-    for step in range(recipe.steps):
+
+class Training:
+    """A training run, step by step, which can be stopped after any micro-batch and continued later."""
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        runtime: Runtime,
+        batches: Batches,
+        recipe: Recipe,
+        *,
+        between: Callable[[], object] | None = None,
+    ) -> None:
+        """runtime: the runtime that pages `language_model.model`. batches: gives the batch of every
+        micro-batch. between: called after each micro-batch; an exception that it raises ends the run, and
+        `undo` then forgets the step that was under way. None: nothing is called, and nothing is kept for
+        `undo`.
+        """
+        self.step = 0
+        """Number of steps that were finished, those of an earlier process included."""
+        self._subject = language_model
+        self._runtime = runtime
+        self._batches = batches
+        self._recipe = recipe
+        self._between = between or do_nothing
+        self._scheduler = LambdaLR(runtime.optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
+        self._step_end = None if between is None else StepEnd(language_model.model)
+
+    def steps(self) -> Iterator[StepReport]:
+        """Train until `recipe.steps` steps are finished, and yield a report after each.
+
+        The next step is computed only when the caller takes its report from the iterator.
+        """
+        self._subject.model.train()
+        while self.step < self._recipe.steps:
+            yield self._train_step()
+
+    def state(self) -> dict[str, Any]:
+        """The number of finished steps and the schedule's state, for `continue_from`."""
+        return {
+            "step": self.step,
+            "steps": self._recipe.steps,
+            "scheduler": self._scheduler.state_dict(),
+        }
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Go on after the steps that `state` counts, whose updates the runtime's parameters have had.
+
+        state: a result of `state`. If the recipe there had another number of steps, the learning rate follows
+        the schedule of this recipe from the next step on.
+        """
+        self.step = state["step"]
+        self._scheduler.load_state_dict(state["scheduler"])
+        for group, highest in zip(
+            self._runtime.optimizer.param_groups, self._scheduler.base_lrs, strict=True
+        ):
+            group["lr"] = highest * warm_up_and_cosine(self.step, self._recipe.steps)
+        if self._step_end is not None:
+            self._step_end.keep()
+
+    def undo(self) -> None:
+        """Forget the micro-batches of a step that was not finished: the run is as at the end of the last."""
+        self._runtime.optimizer.zero_grad()
+        if self._step_end is not None:
+            self._step_end.restore()
+
+    def _train_step(self) -> StepReport:
+        recipe, device, optimizer = self._recipe, self._runtime.plan.device, self._runtime.optimizer
         started, losses, tokens = time.perf_counter(), [], 0
         for micro in range(recipe.accumulate):
-            batch = batches.training(step, micro).to(device)
-            loss = language_model.loss(batch)
+            batch = self._batches.training(self.step, micro).to(device)
+            loss = self._subject.loss(batch)
             (loss / recipe.accumulate).backward()
             losses.append(loss.detach())
             tokens += batch[:, 1:].numel()
-        norm = runtime.clip_grad_norm_(recipe.clip)
+            self._between()
+        norm = self._runtime.clip_grad_norm_(recipe.clip)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
-        scheduler.step()
+        self._scheduler.step()
         optimizer.zero_grad()
         loss_value = statistics.fmean(float(each) for each in losses)
-        last = runtime.stats.last_step
+        self.step += 1
+        if self._step_end is not None:
+            self._step_end.keep()
+        last = self._runtime.stats.last_step
         assert last is not None
-        yield StepReport(
-            step=step + 1,
+        return StepReport(
+            step=self.step,
             loss=loss_value,
             norm=float(norm),
             learning_rate=rate,
@@ -115,19 +180,40 @@ def train(
         )
 
 
+def train(
+    language_model: LanguageModel, runtime: Runtime, batches: Batches, recipe: Recipe
+) -> Iterator[StepReport]:
+    """Train the model for `recipe.steps` steps, and yield a report after each. Arguments: of `Training`."""
+    yield from Training(language_model, runtime, batches, recipe).steps()
+
+
 class HeldOut:
     """Measures the loss of a model on held-out text, which is never trained on."""
 
-    def __init__(self, language_model: LanguageModel, batches: Batches, device: torch.device) -> None:
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        batches: Batches,
+        device: torch.device,
+        *,
+        count: int | None = None,
+    ) -> None:
+        """count: take this many of the held-out batches, as `count` of an earlier object said; None: all."""
         self._subject = language_model
-        self._batches = [batch.to(device) for batch in batches.held_out()]
+        self._batches = [batch.to(device) for batch in batches.held_out()[:count]]
 
-    def loss(self, *, seconds: float | None = None) -> float:
+    @property
+    def count(self) -> int:
+        """Number of batches over which `loss` is the mean."""
+        return len(self._batches)
+
+    def loss(self, *, seconds: float | None = None, between: Callable[[], object] = do_nothing) -> float:
         """Measure and return the mean loss over the held-out batches, in nats per token.
 
         seconds: time after which no further batch is begun. A limit is needed because the model may be read
         from disk for each batch. If a call leaves batches out, later calls leave the same batches out, so
-        that the losses of all calls are comparable.
+        that the losses of all calls are comparable. between: called after each batch, and may raise an
+        exception to end the call.
         """
         model, found = self._subject.model, []
         training = model.training
@@ -137,6 +223,7 @@ class HeldOut:
             with torch.no_grad():
                 for batch in self._batches:
                     found.append(float(self._subject.loss(batch)))
+                    between()
                     if seconds is not None and time.perf_counter() - started > seconds:
                         break
         finally:

@@ -275,9 +275,12 @@ class Updater:
     # --- commits ----------------------------------------------------------------------------------------
 
     def complete_awaited(self) -> None:
-        """Do what `complete` does for all units with an update for which the pending commit waits."""
+        """Do what `complete` does for all units with an update for which the pending commit waits.
+
+        Does nothing if the commit was given up.
+        """
         ledger = self._store.ledger
-        if ledger is not None and ledger.pending is not None:
+        if ledger is not None and ledger.pending is not None and not ledger.pending.ended:
             for unit in dict.fromkeys(unit for unit, _ in list(ledger.pending.awaited)):
                 self.complete(unit)
 

@@ -69,10 +69,10 @@ def test_every_option_has_a_line_of_help() -> None:
 
 
 REFUSED: list[tuple[list[Any], str]] = [
-    (["--checkpoint", "x"], "--checkpoint: durable commits are not there yet"),
-    (["--every", 10], "--every: durable commits are not there yet"),
-    (["--every", 0], "--every: durable commits are not there yet"),
-    (["--resume"], "--resume: durable commits are not there yet"),
+    (["--every", 10], "--every was given without --checkpoint. Add --checkpoint DIR."),
+    (["--resume"], "--resume was given without --checkpoint. Add --checkpoint DIR."),
+    (["--every", 0, "--checkpoint", "x"], "--every is 0."),
+    (["--every", MANY, "--checkpoint", "x"], f"--every is {MANY}."),
     (["--steps", 0], "--steps is 0."),
     (["--steps", -3], "--steps is -3."),
     (["--batch", 0], "--batch is 0."),

@@ -101,6 +101,15 @@ def test_what_a_line_says() -> None:
     ]
 
 
+def test_a_run_that_is_continued_begins_behind_the_steps_that_are_done(clock: None) -> None:
+    where = Elsewhere()
+    with ProgressLine(where.console, 12, done=6) as line:
+        for step in range(7, 13):
+            line.show(report(step, seconds=100.0 if step == 7 else 1.0))
+    assert [each.split("  ")[0] for each in where.lines] == ["step 7/12", "step 12/12"]
+    assert "1.0k tok/s" in where.lines[-1]  # the first step of the process is in no average
+
+
 def test_without_unicode_there_is_no_curve() -> None:
     line = shown([report(1)], 3, "ascii")[0]
     assert line == "step 1/3  loss 2.00  2.0k tok/s  stall 0%  eta 0:01"

@@ -174,7 +174,7 @@ def test_an_export_that_cannot_be_is_refused_before_anything(
 def test_an_export_to_where_the_run_itself_writes_is_refused_before_training(
     what: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.train, "train", lambda *_: pytest.fail("it trained"))
+    monkeypatch.setattr(cli.training_run, "Training", lambda *_, **__: pytest.fail("it trained"))
     log = ["--log", str(job.pages / "log")] if what == "log" else []
     options = [*(job.on_disk(capsys) if what == "pages" else []), *log, "--export", str(job.pages)]
     line, _, _ = run_error(capsys, job.arguments("train", "--json", *options), 2)
@@ -185,7 +185,7 @@ def test_an_export_to_where_the_run_itself_writes_is_refused_before_training(
 def test_a_log_that_cannot_be_opened(
     path: str, words: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.train, "carry_out", lambda *_, **__: pytest.fail("the model was filled"))
+    monkeypatch.setattr(cli.training_run, "carry_out", lambda *_, **__: pytest.fail("the model was filled"))
     target = path and str(job.folder / path)
     line, _, error = run_error(capsys, job.arguments("train", "--json", "--log", target), 1)
     assert error["error"] == "StorageError"
@@ -240,7 +240,7 @@ def test_escape_sequences_in_a_sample_are_not_printed(
     job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = "\x1b]0;mine\x07\x9b2J\r one\n\ttwo 世\u3000界"
-    monkeypatch.setattr(cli.train, "generate", lambda *_, **__: sample)
+    monkeypatch.setattr(cli.training_run, "generate", lambda *_, **__: sample)
     assert cli.main(job.arguments("train", "--steps", 1)) == 0
     out = capsys.readouterr().out
     assert not set("\x1b\x07\x9b\r") & set(out)

@@ -207,3 +207,18 @@ def test_too_little_text_is_refused(tmp_path: Path, nbytes: int, enough: bool) -
 def test_no_paths_at_all_are_refused() -> None:
     with pytest.raises(ConfigError, match="Nothing holds"):
         find_text([])
+
+
+def test_a_digest_tells_texts_apart_wherever_they_lie(tmp_path: Path) -> None:
+    def digest(folder: str, files: dict[str, bytes]) -> str:
+        for name, content in files.items():
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_bytes(content)
+        return find_text([str(tmp_path / folder)]).digest()
+
+    files = {f"{number}.txt": b"%d bottles\n" % number * 2000 for number in range(4)}
+    first = digest("a", files)
+    assert digest("b", files) == first
+    assert digest("c", {**files, "2.txt": b"X" + files["2.txt"][1:]}) != first
+    assert digest("d", {**files, "2.txt": files["2.txt"] + b"\n"}) != first
+    assert digest("e", {"0.txt": files["0.txt"] * 4}) != first

@@ -20,7 +20,15 @@ import infinity
 from infinity.lm.batches import Batches
 from infinity.lm.language_model import LanguageModel
 from infinity.lm.text import Text
-from infinity.lm.training import HeldOut, Recipe, StepReport, make_optimizer, train, warm_up_and_cosine
+from infinity.lm.training import (
+    HeldOut,
+    Recipe,
+    StepReport,
+    Training,
+    make_optimizer,
+    train,
+    warm_up_and_cosine,
+)
 
 BATCH, SEQ = 4, 16
 
@@ -222,6 +230,58 @@ def test_batches_that_took_too_long_are_not_taken_again(text: Text) -> None:
     assert measure.loss() == 1.0
     assert language_model.asked == 2
     assert measure.loss(seconds=math.inf) == 2.0
+
+
+def test_what_is_called_between_batches_can_end_the_measurement(text: Text) -> None:
+    def end() -> None:
+        if language_model.asked == 3:
+            raise KeyboardInterrupt
+
+    language_model = Counting()
+    measure = held_out(text, language_model)
+    with pytest.raises(KeyboardInterrupt):
+        measure.loss(between=end)
+    assert (language_model.asked, measure.count) == (3, 8)
+
+
+def test_a_later_measurement_takes_as_many_batches(text: Text) -> None:
+    tiny = preset_of()
+    batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
+    with offloaded(tiny):
+        first = HeldOut(tiny, batches, torch.device("cpu"))
+        loss = first.loss(seconds=0.0)
+        assert first.count == 1
+        second = HeldOut(tiny, batches, torch.device("cpu"), count=first.count)
+        assert second.loss() == loss
+
+
+class Ended(Exception):
+    """Ends a training run between two micro-batches."""
+
+
+def test_a_step_that_was_not_finished_can_be_undone(text: Text) -> None:
+    """Two runs are ended in the same micro-batch. One undoes the step and goes on, as a plain run does."""
+    how = recipe(steps=3, accumulate=2)
+    plain = [(each.loss, each.learning_rate) for each in trained(text, how)]
+    tiny, calls = preset_of(), []
+
+    def end() -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise Ended
+
+    batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
+    with offloaded(tiny, how.learning_rate) as runtime:
+        training = Training(tiny, runtime, batches, how, between=end)
+        found = []
+        with pytest.raises(Ended):
+            for each in training.steps():
+                found.append((each.loss, each.learning_rate))
+        assert training.step == training.state()["step"] == 1
+        training.undo()
+        for each in training.steps():
+            found.append((each.loss, each.learning_rate))
+    assert found == plain
 
 
 def test_a_model_that_fails_gets_its_mode_back(text: Text) -> None:

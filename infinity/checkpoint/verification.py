@@ -1,0 +1,179 @@
+"""Verification: what lies in a checkpoint's directory, and whether it has the bytes that were committed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.aio import Faults
+from infinity.checkpoint import commit_files
+from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.commit_source import Checked, CommitSource, volume_record
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError
+from infinity.system.closing import Closing
+from infinity.system.directory import check_directory
+from infinity.system.disk_files import DiskFiles
+from infinity.tiers import NvmeTier
+from infinity.tiers.path_lock import PathLock
+from infinity.tiers.slab_header import read_header, slab_name
+
+_WINDOW = 4 << 20
+"""Number of elements that are read at a time: enough that all of a disk's requests are in flight."""
+
+_OTHER = "Give the directory of --checkpoint, or of checkpoint=."
+
+
+@dataclass(frozen=True)
+class FoundSlab:
+    """A slab of a commit, and where it lies."""
+
+    uuid: str
+    nbytes: int
+    """Bytes of its file, as the commit recorded them."""
+    path: str | None
+    """None if it lies in none of the directories."""
+    fault: str | None
+    """Why the commit cannot be read from it; None if its header is as it has to be."""
+
+
+@dataclass(frozen=True)
+class ListedCommit:
+    """A commit as its files describe it; no page was read."""
+
+    generation: int
+    saved: SavedCommit | None
+    """None if the manifest or its data file is not whole, or has another version."""
+    fault: str | None
+    """Why `saved` is None."""
+    slabs: tuple[FoundSlab, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the commit's own files are whole, and all slabs were found."""
+        return self.saved is not None and all(slab.fault is None for slab in self.slabs)
+
+
+def list_commits(
+    directory: str | os.PathLike[str], others: Sequence[str | os.PathLike[str]], files: DiskFiles
+) -> list[ListedCommit]:
+    """The commits of a directory in ascending order. others: directories where slabs may lie, too.
+
+    Nothing is locked, so a run may be in progress: a commit that it replaces meanwhile is left out. Raises
+    StorageError for a directory that cannot be read.
+    """
+    paths = _directories(directory, others)
+    found = []
+    for generation in commit_files.generations(paths[0]):
+        try:
+            saved = commit_files.read(paths[0], generation, files)
+        except (CorruptState, IncompatibleCheckpoint) as error:
+            if generation in commit_files.generations(paths[0]):
+                found.append(ListedCommit(generation, None, error.cause, ()))
+            continue
+        found.append(ListedCommit(generation, saved, None, tuple(find_slabs(saved, paths, files))))
+    return found
+
+
+def find_slabs(saved: SavedCommit, directories: Sequence[Path], files: DiskFiles) -> Iterator[FoundSlab]:
+    """Look for the slabs of a commit in directories, and read their headers."""
+    volume, rank = saved.manifest.volume, saved.manifest.rank
+    for slab in volume.slabs:
+        nbytes = volume.header_bytes + slab.nbytes
+        paths = [each / slab_name(rank, slab.uuid) for each in directories]
+        there = [path for path in paths if os.path.lexists(path)]
+        if len(there) != 1:
+            yield FoundSlab(slab.uuid, nbytes, None, "missing" if not there else f"found {len(there)} times")
+            continue
+        try:
+            header = read_header(there[0], files)
+            fault = None if header.committed else "its header says that it was never committed"
+        except InfinityError as error:
+            fault = error.cause
+        yield FoundSlab(slab.uuid, nbytes, str(there[0]), fault)
+
+
+class Verification(Closing):
+    """A commit that is read whole. The directories are locked as long as this object is open."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        others: Sequence[str | os.PathLike[str]],
+        files: DiskFiles,
+        *,
+        generation: int | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        """others: directories where slabs may lie, too. generation: of the commit; None: the newest whole.
+        faults: of the I/O engines, for tests.
+
+        Raises StorageError with errno EBUSY, naming the process, if a run is in progress there. Raises
+        ConfigError if there is no such commit, CorruptState if it is not whole, and IncompatibleCheckpoint
+        for another version or a slab that is missing.
+        """
+        paths = _directories(directory, others)
+        with ExitStack() as cleanup:
+            locks: dict[Path, PathLock] = {}
+
+            def lock(rank: int, paths: Sequence[Path]) -> None:
+                for path in paths:
+                    if path not in locks or locks[path].rank != rank:
+                        locks[path] = cleanup.enter_context(PathLock(path, rank=rank, files=files))
+
+            lock(0, paths[:1])  # a run that is in progress would replace the commit
+            self.saved = _read(paths[0], generation, files)
+            """The commit."""
+            lock(self.saved.manifest.rank, paths)
+            record = volume_record(self.saved)
+            slabs = tuple(find_slabs(self.saved, paths, files))
+            missing = [slab.uuid for slab in slabs if slab.path is None]
+            if missing:
+                raise IncompatibleCheckpoint(
+                    f"The slab {slab_name(self.saved.manifest.rank, missing[0])} of the commit is not in "
+                    f"{', '.join(map(str, paths))}, or in several of them.",
+                    "Give the directory where it lies with --slabs.",
+                )
+            budgets = {str(path): 1 << 62 for path in paths}
+            tier = NvmeTier(budgets, record.nbytes, adopt=record, faults=faults, files=files, shared=locks)
+            self._source = CommitSource(self.saved, cleanup.enter_context(tier))
+            self._cleanup = cleanup.pop_all()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `check` reads."""
+        return sum(
+            place.nbytes
+            for entry in self.saved.manifest.parameters
+            for each in entry.ranges
+            for place in each.places.values()
+        )
+
+    def check(self) -> Iterator[Checked]:
+        """Read every place of the commit, and compare it with its checksums; yields what each read has found.
+
+        Raises no error for damage or for a place that cannot be read, but goes on.
+        """
+        for entry in self.saved.manifest.parameters:
+            yield from self._source.check(entry, _WINDOW)
+
+    def close(self) -> None:
+        """Release slabs and locks. A second call does nothing."""
+        self._cleanup.close()
+
+
+def _directories(directory: str | os.PathLike[str], others: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    return list(dict.fromkeys(check_directory(each) for each in (directory, *others)))
+
+
+def _read(directory: Path, generation: int | None, files: DiskFiles) -> SavedCommit:
+    if generation is None:
+        saved = commit_files.newest(directory, files)
+        if saved is None:
+            raise ConfigError(f"There is no commit in {directory}.", _OTHER)
+        return saved
+    if generation not in commit_files.generations(directory):
+        raise ConfigError(f"There is no commit-{generation} in {directory}.", _OTHER)
+    return commit_files.read(directory, generation, files)

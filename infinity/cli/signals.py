@@ -1,0 +1,43 @@
+"""Stop flag: the first SIGTERM or SIGINT, which a run looks for where it can end with nothing lost."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Stopped(Exception):
+    """Raised by `StopFlag.check` after a signal."""
+
+
+class StopFlag:
+    """Remembers the first SIGTERM or SIGINT. A second one raises KeyboardInterrupt at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The signal that has arrived; None if none has."""
+
+    def check(self) -> None:
+        """Raise Stopped if a signal has arrived."""
+        if self.signal is not None:
+            raise Stopped
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which the flag takes the signals. Does nothing outside of the main thread."""
+        before = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                with contextlib.suppress(ValueError):  # not the main thread: the caller handles signals
+                    before[number] = signal.signal(number, self._arrived)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            signal.default_int_handler(number, frame)
+        self.signal = signal.Signals(number)

@@ -1,0 +1,51 @@
+"""Step end: what a training step leaves outside of pages, kept so that an unfinished step can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.record import generators, set_generators
+
+
+class StepEnd:
+    """The buffers of a model and the random number generators as they were at the end of a step.
+
+    Forwards in training mode change them (running averages, dropout). Parameters and states are no part of
+    it: they change in a step's update only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep the present state. model: RAM or the device holds one copy of its buffers from now on."""
+        self._model = model
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """(the buffer, a copy of its values) by the buffer's name."""
+        self._generators: Mapping[str, Any] = {}
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the present state instead of the one before.
+
+        All buffers are copied, for torch does not count all changes: batch normalisation updates its running
+        averages without a new version of the tensor.
+        """
+        for name, buffer in self._model.named_buffers():
+            tensor, copy = self._buffers.get(name, (None, buffer))
+            if tensor is buffer:
+                copy.copy_(buffer)
+            else:
+                self._buffers[name] = buffer, buffer.clone()
+        self._generators = generators()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set buffers and generators back to the state that was kept last."""
+        for name, (buffer, copy) in self._buffers.items():
+            owner, _, last = name.rpartition(".")
+            self._model.get_submodule(owner)._buffers[last] = buffer
+            buffer.copy_(copy)
+        set_generators(self._generators)

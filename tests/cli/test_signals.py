@@ -1,0 +1,39 @@
+"""Tests of the flag that the first signal sets, and of what a second signal does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from infinity.cli.signals import StopFlag, Stopped
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_sets_the_flag_and_the_second_interrupts(number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    flag = StopFlag()
+    with flag.installed():
+        flag.check()
+        signal.raise_signal(number)
+        assert flag.signal is number
+        with pytest.raises(Stopped):
+            flag.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert flag.signal is number
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_outside_of_the_main_thread_the_flag_takes_no_signals() -> None:
+    before, entered = signal.getsignal(signal.SIGTERM), []
+
+    def enter() -> None:
+        with StopFlag().installed():
+            entered.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [before]
