@@ -86,7 +86,7 @@ def data_file(tree: Node) -> tuple[int, int]:
     content = tree.has(dict)
     if "data" not in content:
         tree.fail("lacks 'data'")
-    nbytes, crc = Node(content["data"], f"{tree.where}.data").fields("nbytes", "crc32c")
+    nbytes, crc = Node(content["data"], "data", tree).fields("nbytes", "crc32c")
     return nbytes.integer(), crc.integer(0, 0xFFFFFFFF)
 
 
@@ -287,33 +287,34 @@ class _Parameters:
         found, end = [], 0
         for each in node.items():
             first, count, places = each.tuple_of(3)
-            if first.integer() != end or end % BLOCK:
+            start = first.integer()
+            if start != end or end % BLOCK:
                 first.fail(f"is not {end}, or not a multiple of {BLOCK}")
-            end += count.integer(1, numel - end) if numel > end else count.fail("is past the last element")
+            number = count.integer(1, numel - end) if numel > end else count.fail("is past the last element")
+            end += number
             if places.has(dict).keys() != arrays:
                 places.fail(f"has not exactly the arrays {', '.join(sorted(arrays))}")
-            number = count.integer()
             entries = {name: self._place(place, name, number, itemsize) for name, place in places.entries()}
-            found.append(Range(first.integer(), number, entries))
+            found.append(Range(start, number, entries))
         if end != numel:
             node.fail(f"ends at element {end} of {numel}")
         return tuple(found)
 
     def _place(self, node: Node, name: str, count: int, itemsize: int) -> Place:
-        offset, nbytes, block_bytes, checksum = node.tuple_of(4)
+        start, nbytes, block_bytes, index = node.integers(4)
         layout = array_layout(name, itemsize, self._rule)
         assert layout is not None, "only known arrays are looked for"
         entry_bytes, per = layout
-        length = -(-count // per) * entry_bytes
-        nbytes.integer(length, length)
-        block_bytes.integer(BLOCK // per * entry_bytes, BLOCK // per * entry_bytes)
-        start = offset.integer()
+        length, block = -(-count // per) * entry_bytes, BLOCK // per * entry_bytes
+        if nbytes != length:
+            node.entry(1).integer(length, length)
+        if block_bytes != block:
+            node.entry(2).integer(block, block)
         if start + length > self._volume_bytes:
-            offset.fail("goes past the end of the volume")
-        index = checksum.integer()
+            node.entry(0).fail("goes past the end of the volume")
         if index + blocks(count) > self._checksums:
-            checksum.fail("goes past the end of the table of checksums")
-        return Place(start, length, block_bytes.integer(), index)
+            node.entry(3).fail("goes past the end of the table of checksums")
+        return Place(start, length, block, index)
 
 
 def _groups(node: Node, parameters: tuple[ParameterEntry, ...], check: Decoder) -> tuple[ParamGroup, ...]:
