@@ -167,7 +167,15 @@ def test_pages_on_nvme_are_written_as_without_commits(
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 @pytest.mark.parametrize(
     ("name", "home"),
-    [("tied", "unified"), ("tied", "host"), ("tied", "mirrored"), ("frozen", "unified"), ("frozen", "host")],
+    [
+        ("tied", "unified"),
+        ("tied", "host"),
+        ("tied", "mirrored"),
+        ("tied", "device"),
+        ("frozen", "unified"),
+        ("frozen", "host"),
+        ("frozen", "device"),
+    ],
 )
 def test_other_pages_are_written_as_the_plan_says(
     name: str, home: str, states: str, before_steps: bool, tmp_path: Path
