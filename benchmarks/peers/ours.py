@@ -18,10 +18,10 @@ from infinity.activations.heap import malloc_trim
 from infinity.build import carry_out
 from infinity.checkpoint.committer import Commit
 from infinity.checkpoint.directory import Checkpoint
-from infinity.pages.store import injected_files
 from infinity.planning.fake_step import run_fake_step
 from infinity.planning.placement import Kind
 from infinity.system import machine
+from infinity.system.disk_files import DiskFiles
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from peers.budgets import all_on_nvme, host_budget
@@ -55,11 +55,12 @@ class Ours:
         self._clip = task.clip
         self._plan = figures(plan) | {"rss_base": base, "rss_planning": planning_peak}
         started = time.perf_counter()
-        commits = None if task.checkpoint is None else Checkpoint(task.checkpoint, None, injected_files())
+        commits = None if task.checkpoint is None else Checkpoint(task.checkpoint, None, DiskFiles())
         self.runtime = carry_out(plan, self.model, optimizer, budget=budget, checkpoint=commits)
         self._plan["filled_seconds"] = time.perf_counter() - started
         self._commits = commits is not None
         self._commit: Commit | None = None
+        self._gradients: int | None = None
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.model(tokens, targets)
@@ -98,14 +99,32 @@ class Ours:
             parts.updater.complete_all()
             parts.store.settle()
 
+    def count_gradients(self) -> None:
+        """Count gradients that are written to NVMe apart from now on, in `written`."""
+        parts = self.runtime._components
+        if self._gradients is not None or parts.gradients is None:
+            return
+        self._gradients = 0
+        homes = {id(page.home) for page in parts.gradients.pages.values()}
+        begin = parts.store._begin_write
+
+        def counting(home: Any, offset: int, source: torch.Tensor, *more: Any) -> Any:
+            if id(home) in homes and home.nvme_lease is not None:
+                self._gradients += source.nbytes  # type: ignore[operator]
+            return begin(home, offset, source, *more)
+
+        parts.store._begin_write = counting  # type: ignore[method-assign]
+
     def written(self) -> dict[str, int]:
-        """Bytes written so far to slabs and gradients on NVMe. "edge": as stats count them, when a write is
-        requested. "engine": as the I/O engines count them, when it has ended.
+        """Bytes written so far to NVMe, except by commits' files. "edge": as stats count them, when a write
+        is requested. "engine": as the I/O engines count them, when it has ended. "gradients": those of
+        gradients since `count_gradients`, which the others count, too.
         """
         nvme = self.runtime._components.store.nvme
         return {
             "edge": self.runtime.stats.edges[Edge.HOST_TO_NVME].bytes,
             "engine": 0 if nvme is None else sum(each.write_bytes for each in nvme.stats),
+            "gradients": self._gradients or 0,
         }
 
     def facts(self) -> dict[str, Any]:

@@ -34,26 +34,39 @@ class Committer(Saver, Protocol):
 
     def settle(self) -> None: ...
 
+    def count_gradients(self) -> None: ...
+
     def written(self) -> dict[str, int]: ...
 
 
 def commit_turn(
-    contender: Committer, batches: Batches, *, steps: int, every: int, checkpoint: str, wait: bool = False
+    contender: Committer,
+    batches: Batches,
+    *,
+    steps: int,
+    every: int,
+    checkpoint: str | None,
+    count: bool = False,
+    wait: bool = False,
 ) -> dict[str, Any]:
     """Train `steps` steps, with a save after each `every` of them; 0: with none. Return the reply.
 
-    wait: whether to wait after each save until the commit is durable, and to count bytes. checkpoint: the
-    directory of the commits.
+    checkpoint: the directory of the commits; None if they are off. count: whether to count gradients apart.
+    wait: whether to wait after each save until the commit is durable.
 
     The reply is a dict. "losses": of all steps. "seconds": for each step, the seconds from the end of the
-    step before to its end; those of the first step begin with the turn. "saves": for each save, "after" (the
-    number of steps done before it), "seconds" (of the call), "pending_steps" (the number of steps that ended
-    before the commit was durable) and, with `wait`, "edge", "engine" (bytes written to slabs from the call
-    until the commit is durable, by updates too) and "manifest" (bytes of the commit's two files). "edge",
-    "engine": bytes written to slabs in the turn, with the writes of its last updates.
+    step before to its end; those of the first step begin with the turn. "edge", "engine": bytes written to
+    slabs in the turn, with the writes of its last updates; "gradients": how many of them are of gradients.
+    "manifest": bytes of the files of the last commit.
+
+    "saves": for each save, "after" (the number of steps done before it), "seconds" (of the call),
+    "pending_steps" (the number of steps that ended before the commit was durable) and, with `wait`, "edge"
+    and "engine" (bytes written to slabs from the call until the commit is durable).
     """
     contender.settle()
     contender.landed()
+    if count:
+        contender.count_gradients()
     before = contender.written()
     losses: list[float] = []
     seconds: list[float] = []
@@ -67,26 +80,27 @@ def commit_turn(
         if saves and contender.pending:
             saves[-1]["pending_steps"] += 1
         if every and number % every == 0:
-            saves.append(_one_save(contender, checkpoint, number, wait=wait))
+            assert checkpoint is not None
+            saves.append({"after": number, "pending_steps": 0} | _one_save(contender, checkpoint, wait=wait))
     contender.settle()
     contender.landed()
-    after = contender.written()
-    moved = {name: after[name] - before[name] for name in after}
-    return {"losses": losses, "seconds": seconds, "saves": saves, "facts": contender.facts()} | moved
+    files = [] if checkpoint is None else [*Path(checkpoint).glob("commit-*")]
+    reply = {"losses": losses, "seconds": seconds, "saves": saves, "facts": contender.facts()}
+    reply["manifest"] = sum(each.stat().st_size for each in files)
+    return reply | _since(contender, before)
 
 
-def _one_save(contender: Committer, checkpoint: str, number: int, *, wait: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"after": number, "pending_steps": 0}
-    before = contender.written()
-    started = time.perf_counter()
+def _one_save(contender: Committer, checkpoint: str, *, wait: bool) -> dict[str, Any]:
+    before, started = contender.written(), time.perf_counter()
     contender.save(checkpoint)
-    found["seconds"] = time.perf_counter() - started
+    seconds = time.perf_counter() - started
     if wait:
         contender.landed()
-        after = contender.written()
-        found |= {name: after[name] - before[name] for name in after}
-        found["manifest"] = sum(each.stat().st_size for each in Path(checkpoint).glob("commit-*"))
-    return found
+    return {"seconds": seconds} | (_since(contender, before) if wait else {})
+
+
+def _since(contender: Committer, before: dict[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in contender.written().items()}
 
 
 def save_turn(

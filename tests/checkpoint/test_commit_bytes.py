@@ -3,8 +3,8 @@
 Pages at home on NVMe are written by updates, with commits and without. All other pages are written by each
 commit, as `Plan.commit_bytes` and `Plan.first_commit_bytes` say. Beside pages, a commit writes its two files
 and nothing else. Bytes are counted where they are requested (stats), where they end (the I/O engines) and, of
-files, by an observer of all operations. Those of gradients are subtracted: a gradient that stays in RAM until
-its update does not go to the disk, and how many do depends on the speed of the disk.
+files, by what their operations are given. Those of gradients are subtracted: a gradient that stays in RAM
+until its update does not go to the disk, and how many do depends on the speed of the disk.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from torch import nn
 from zoo import Entry, entry
 
 import infinity
-from infinity.aio import Faults
-from infinity.pages.store import injected
 from infinity.planning.placement import Kind
+from infinity.system.disk_files import DiskFiles
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
@@ -37,22 +36,18 @@ MOST_OF_STATES = 0.002
 """The most bytes of a commit's files, as a share of the bytes of the optimizer states."""
 
 
-class Written:
-    """Counts the bytes that are written to files other than slabs' pages, by the suffix of the file's name.
+@pytest.fixture
+def files_written(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The bytes that are written to files other than slabs' pages, by the suffix of the file's name."""
+    found: Counter[str] = Counter()
+    write = DiskFiles.write
 
-    It implements infinity.system.disk_files.Observer.
-    """
+    def counting(files: DiskFiles, descriptor: int, path: str, offset: int, data: bytes) -> None:
+        found[Path(path).suffix] += len(data)
+        write(files, descriptor, path, offset, data)
 
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-
-    def begins(self, operation: str, path: str, *, target: str, offset: int, data: bytes) -> int:
-        if operation == "write":
-            self.bytes[Path(path).suffix] += len(data)
-        return 0
-
-    def ended(self, ticket: int) -> None:
-        pass
+    monkeypatch.setattr(DiskFiles, "write", counting)
+    return found
 
 
 class Counted:
@@ -205,35 +200,32 @@ def test_pages_in_several_tiers(name: str, states: str, tmp_path: Path) -> None:
     assert losses == expected
 
 
-def test_a_commit_writes_two_small_files_beside_pages(tmp_path: Path) -> None:
+def test_a_commit_writes_two_small_files_beside_pages(files_written: Counter[str], tmp_path: Path) -> None:
     """Its manifest and its data file; after the first commit no header of a slab."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
     (tmp_path / "swap").mkdir()
     budget = infinity.Budget(host="48MiB", nvme={tmp_path / "swap": "256MiB"})
-    directory, seen = tmp_path / "commits", Written()
-    with (
-        injected(Faults(), seen),
-        infinity.offload(
-            model,
-            optimizer,
-            budget=budget,
-            precision=infinity.Precision(compute="bf16"),
-            device="cpu",
-            checkpoint=directory,
-        ) as runtime,
-    ):
+    directory = tmp_path / "commits"
+    with infinity.offload(
+        model,
+        optimizer,
+        budget=budget,
+        precision=infinity.Precision(compute="bf16"),
+        device="cpu",
+        checkpoint=directory,
+    ) as runtime:
         states = sum(runtime.plan.page_sizes[Kind.OPTIMIZER])
         for generation in range(1, 4):
             model(torch.ones(1, 1024, dtype=torch.bfloat16)).sum().backward()
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            before = dict(seen.bytes)
+            before = dict(files_written)
             runtime.save().wait()
             sizes = {each.suffix: each.stat().st_size for each in directory.glob("commit-*")}
             assert set(sizes) == {"", ".data"} and (directory / f"commit-{generation}").exists()
-            added = {kind: count - before.get(kind, 0) for kind, count in seen.bytes.items()}
+            added = {kind: count - before.get(kind, 0) for kind, count in files_written.items()}
             added = {kind: count for kind, count in added.items() if count}
             headers = added.pop(".slab", 0)
             # The manifest gets its name by a rename.
