@@ -2,9 +2,10 @@
 
 Only peers/process.py starts this program. Its argument is the number of the file descriptor to which it
 writes its replies, each a line of JSON. The first line of stdin is the task (peers/task.py). Each further
-line asks for a turn, which is a number of steps: {"lead": untimed steps, "steps": timed steps}. The first
-reply comes when the model is built, and then one reply after each turn. The process ends when stdin ends, or
-when its parent does.
+line asks for a turn, which is a number of steps: {"lead": untimed steps, "steps": timed steps}. A line with
+the key "do" asks for another kind of turn, by a name in WAYS, and has the arguments of its function. The
+first reply comes when the model is built, and then one reply after each turn. The process ends when stdin
+ends, or when its parent does.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import saving
 from peers.task import Batches, Contender, Task
 
 PR_SET_PDEATHSIG = 1
+WAYS = {"commit": saving.commit_turn, "save": saving.save_turn}
+"""Name -> function that runs a turn with saves: (contender, batches, **arguments) -> reply."""
 
 
 def main() -> int:
@@ -45,7 +49,12 @@ def main() -> int:
             torch.cuda.reset_peak_memory_stats()  # building may take more memory than training
         reply(torch=torch.__version__, threads=torch.get_num_threads(), rss_before=before, **usage())
         for line in sys.stdin:
-            reply(**turn(task, contender, batches, **json.loads(line)))
+            request = json.loads(line)
+            way = WAYS.get(request.pop("do", None))
+            if way is None:
+                reply(**turn(task, contender, batches, **request))
+            else:
+                reply(**way(contender, batches, **request))
         contender.close()
     return 0
 

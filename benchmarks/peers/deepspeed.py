@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from peers import single_rank
+from peers.saving import sync_tree
 from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
@@ -139,6 +140,14 @@ class DeepSpeed:
         self._engine.backward(loss)
         self._engine.step()
         return float(loss.detach())
+
+    def save(self, directory: str) -> None:
+        """Write a checkpoint into `directory`, and sync it to the disk."""
+        self._engine.save_checkpoint(directory)
+        sync_tree(directory)
+
+    def landed(self) -> None:
+        """Do nothing, for `save` waits until the checkpoint is on the disk."""
 
     def facts(self) -> dict[str, Any]:
         return self._facts

@@ -16,12 +16,17 @@ import torch
 import infinity
 from infinity.activations.heap import malloc_trim
 from infinity.build import carry_out
+from infinity.checkpoint.committer import Commit
+from infinity.checkpoint.directory import Checkpoint
 from infinity.planning.fake_step import run_fake_step
+from infinity.planning.placement import Kind
 from infinity.system import machine
+from infinity.system.disk_files import DiskFiles
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from peers.budgets import all_on_nvme, host_budget
 from peers.pattern import fill_by_pattern
+from peers.saving import sync_tree
 from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
@@ -50,8 +55,12 @@ class Ours:
         self._clip = task.clip
         self._plan = figures(plan) | {"rss_base": base, "rss_planning": planning_peak}
         started = time.perf_counter()
-        self.runtime = carry_out(plan, self.model, optimizer, budget=budget)
+        commits = None if task.checkpoint is None else Checkpoint(task.checkpoint, None, DiskFiles())
+        self.runtime = carry_out(plan, self.model, optimizer, budget=budget, checkpoint=commits)
         self._plan["filled_seconds"] = time.perf_counter() - started
+        self._commits = commits is not None
+        self._commit: Commit | None = None
+        self._gradients: int | None = None
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
         loss = self.model(tokens, targets)
@@ -61,6 +70,62 @@ class Ours:
         self.runtime.optimizer.step()
         self.runtime.optimizer.zero_grad()
         return float(loss.detach())
+
+    def save(self, directory: str) -> None:
+        """Begin a commit, which becomes durable in the background. Without commits: write a copy of the run
+        into `directory`, and wait until it is on the disk.
+        """
+        if self._commits:
+            self._commit = self.runtime.save()
+        else:
+            self.runtime.save(directory)
+            sync_tree(directory)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the last commit has not ended."""
+        return self._commit is not None and not self._commit.done
+
+    def landed(self) -> None:
+        """Wait until the last commit is durable."""
+        if self._commit is not None:
+            self._commit.wait()
+
+    def settle(self) -> None:
+        """Complete all updates and writes of the steps so far."""
+        parts = self.runtime._components
+        assert parts.updater is not None
+        with parts.pager.lock:
+            parts.updater.complete_all()
+            parts.store.settle()
+
+    def count_gradients(self) -> None:
+        """Count gradients that are written to NVMe apart from now on, in `written`."""
+        parts = self.runtime._components
+        if self._gradients is not None or parts.gradients is None:
+            return
+        self._gradients = 0
+        homes = {id(page.home) for page in parts.gradients.pages.values()}
+        begin = parts.store._begin_write
+
+        def counting(home: Any, offset: int, source: torch.Tensor, *more: Any) -> Any:
+            if id(home) in homes and home.nvme_lease is not None:
+                self._gradients += source.nbytes  # type: ignore[operator]
+            return begin(home, offset, source, *more)
+
+        parts.store._begin_write = counting  # type: ignore[method-assign]
+
+    def written(self) -> dict[str, int]:
+        """Bytes written so far to NVMe, except by commits' files. "edge": as stats count them, when a write
+        is requested. "engine": as the I/O engines count them, when it has ended. "gradients": those of
+        gradients since `count_gradients`, which the others count, too.
+        """
+        nvme = self.runtime._components.store.nvme
+        return {
+            "edge": self.runtime.stats.edges[Edge.HOST_TO_NVME].bytes,
+            "engine": 0 if nvme is None else sum(each.write_bytes for each in nvme.stats),
+            "gradients": self._gradients or 0,
+        }
 
     def facts(self) -> dict[str, Any]:
         stats = self.runtime.stats
@@ -101,7 +166,7 @@ def _planned(
     }
 
     def draft(budget: infinity.Budget, **more: Any) -> infinity.Plan:
-        return infinity.plan(model, optimizer, budget=budget, **fixed, **more)
+        return infinity.plan(model, optimizer, budget=budget, checkpoint=task.checkpoint, **fixed, **more)
 
     device, host = task.budgets["device"], task.budgets["host"]
     nvme = {task.directory: task.budgets["nvme"]} if task.budgets["nvme"] else None
@@ -148,6 +213,9 @@ def figures(plan: infinity.Plan) -> dict[str, Any]:
         "activations": plan.activations,
         "budgets": {tier.value: nbytes for tier, nbytes in plan.budgets.items()},
         "homes": {tier.value: plan.home_bytes[tier] for tier in Tier},
+        "state_bytes": sum(plan.page_sizes[Kind.OPTIMIZER]),
+        "commit_bytes": plan.commit_bytes,
+        "first_commit_bytes": plan.first_commit_bytes,
         "table": str(plan),
     }
 

@@ -78,6 +78,14 @@ class Process:
         self._send(json.dumps({"lead": lead, "steps": steps}))
         return self._reply()
 
+    def ask(self, way: str, **arguments: Any) -> dict[str, Any]:
+        """Have the contender run a turn of the kind `way`, a name in WAYS of contender.py; return its reply.
+
+        Raises ContenderFailed as `turn` does.
+        """
+        self._send(json.dumps({"do": way} | arguments))
+        return self._reply()
+
     def finish(self) -> None:
         """Ask the contender to close and end. Raises ContenderFailed if it fails or does not end in time."""
         assert self._process.stdin is not None

@@ -46,6 +46,8 @@ class Task:
     """Format of infinity's optimizer states: the argument `states` of infinity.Precision."""
     update: str
     """When infinity's updates run: the argument `update` of infinity.offload."""
+    checkpoint: str | None = None
+    """Directory of infinity's commits: the argument `checkpoint` of infinity.offload."""
 
     def to_json(self) -> str:
         """Encode the task as one line of JSON."""

@@ -74,9 +74,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    if len(text) > _DIGITS or abs(int(text)) > LARGEST:
+    if len(text) > _DIGITS or abs(found := int(text)) > LARGEST:
         raise ValueError("an integer is too long")
-    return int(text)
+    return found
 
 
 def _finite(text: str) -> float:
@@ -96,14 +96,34 @@ def _short(text: str) -> str:
 class Node:
     """A place in a tree that `parse` returned: its content, and its path for errors.
 
-    Every method raises CorruptState, naming the path, where the content is not what the method returns.
+    Every method raises CorruptState, naming the path, where the content is not what the method returns. A
+    place knows the place around it, and the text of its path is only made for an error.
     """
 
-    __slots__ = ("content", "where")
+    __slots__ = ("_around", "_key", "content")
 
-    def __init__(self, content: Any, where: str) -> None:
+    def __init__(self, content: Any, key: str | int | tuple[str], around: Node | None = None) -> None:
+        """around: the place in which this one lies; None for a root, whose name in errors is `key`.
+
+        key: of this place in the other: an index of a list, a known name, or a free key as a tuple of one.
+        """
         self.content = content
-        self.where = where
+        self._key = key
+        self._around = around
+
+    @property
+    def where(self) -> str:
+        """The path of the place, for errors."""
+        parts: list[str] = []
+        node: Node | None = self
+        while node is not None:
+            key = node._key
+            if isinstance(key, str):
+                parts.append(key if node._around is None else f".{key}")
+            else:
+                parts.append(f"[{key}]" if isinstance(key, int) else f"[{_short(ascii(key[0]))}]")
+            node = node._around
+        return "".join(reversed(parts))
 
     def fail(self, what: str) -> NoReturn:
         """Raise the CorruptState for this place. what: a clause, such as "is not a list"."""
@@ -144,14 +164,25 @@ class Node:
     def items(self) -> Iterator[Node]:
         """The places in a list of any length."""
         found: list[Any] = self.has(list)
-        return (Node(each, f"{self.where}[{index}]") for index, each in enumerate(found))
+        return (Node(each, index, self) for index, each in enumerate(found))
 
     def tuple_of(self, count: int) -> list[Node]:
         """The places in a list of `count` entries."""
         found: list[Any] = self.has(list)
         if len(found) != count:
             self.fail(f"has {len(found)} entries, not {count}")
-        return list(self.items())
+        return [Node(each, index, self) for index, each in enumerate(found)]
+
+    def integers(self, count: int) -> list[int]:
+        """The content, a list of `count` integers from 0 to LARGEST."""
+        found: list[int] = self.has(list)
+        if len(found) == count and all(type(each) is int and 0 <= each <= LARGEST for each in found):
+            return found
+        return [each.integer() for each in self.tuple_of(count)]
+
+    def entry(self, index: int) -> Node:
+        """The place at `index` of a list that has it."""
+        return Node(self.content[index], index, self)
 
     def fields(self, *names: str) -> list[Node]:
         """The places in an object that has exactly the keys `names`, in the order of `names`."""
@@ -162,15 +193,15 @@ class Node:
         if len(found) != len(names):
             more = next(key for key in found if key not in names)
             self.fail(f"has {_short(ascii(more))}, which this format does not know")
-        return [Node(found[name], f"{self.where}.{name}") for name in names]
+        return [Node(found[name], name, self) for name in names]
 
     def entries(self) -> Iterator[tuple[str, Node]]:
         """The keys, which are free, and places of an object."""
         found: dict[str, Any] = self.has(dict)
         for key, each in found.items():
-            place = Node(each, f"{self.where}[{_short(ascii(key))}]")
-            Node(key, f"a key of {self.where}").text()
-            yield key, place
+            if not key.isascii():
+                Node(key, f"a key of {self.where}").text()
+            yield key, Node(each, (key,), self)
 
     def unique(self, names: Sequence[str]) -> tuple[str, ...]:
         """`names` as a tuple. Raises CorruptState if a name is in it twice."""

@@ -7,6 +7,7 @@ in the volume and checksums in the table. What passes can be used without furthe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -55,10 +56,18 @@ def to_json(manifest: Manifest, data: Mapping[str, int]) -> bytes:
 
 
 def _tree(value: Any) -> Any:
-    """Dataclasses as objects, or as lists if they are in `_ROWS`; all else as it is."""
-    if dataclasses.is_dataclass(value):
-        found = {field.name: _tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return list(found.values()) if isinstance(value, _ROWS) else found
+    """Dataclasses as objects, or as lists if they are in `_ROWS`; all else as it is.
+
+    A commit makes thousands of calls beside the training thread, which waits for the interpreter meanwhile.
+    So what is most frequent comes first, and the fields of a class are looked up once.
+    """
+    kind: Any = type(value)
+    if kind is int or kind is str:
+        return value
+    names = _field_names(kind)
+    if names:
+        found = [_tree(getattr(value, name)) for name in names]
+        return found if kind in _ROWS else dict(zip(names, found, strict=True))
     if isinstance(value, tuple):
         return [_tree(each) for each in value]
     if isinstance(value, Mapping):
@@ -66,12 +75,18 @@ def _tree(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields; () for another class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
 def data_file(tree: Node) -> tuple[int, int]:
     """The length in bytes and the CRC-32C of the data file, from the tree of a manifest."""
     content = tree.has(dict)
     if "data" not in content:
         tree.fail("lacks 'data'")
-    nbytes, crc = Node(content["data"], f"{tree.where}.data").fields("nbytes", "crc32c")
+    nbytes, crc = Node(content["data"], "data", tree).fields("nbytes", "crc32c")
     return nbytes.integer(), crc.integer(0, 0xFFFFFFFF)
 
 
@@ -272,33 +287,34 @@ class _Parameters:
         found, end = [], 0
         for each in node.items():
             first, count, places = each.tuple_of(3)
-            if first.integer() != end or end % BLOCK:
+            start = first.integer()
+            if start != end or end % BLOCK:
                 first.fail(f"is not {end}, or not a multiple of {BLOCK}")
-            end += count.integer(1, numel - end) if numel > end else count.fail("is past the last element")
+            number = count.integer(1, numel - end) if numel > end else count.fail("is past the last element")
+            end += number
             if places.has(dict).keys() != arrays:
                 places.fail(f"has not exactly the arrays {', '.join(sorted(arrays))}")
-            number = count.integer()
             entries = {name: self._place(place, name, number, itemsize) for name, place in places.entries()}
-            found.append(Range(first.integer(), number, entries))
+            found.append(Range(start, number, entries))
         if end != numel:
             node.fail(f"ends at element {end} of {numel}")
         return tuple(found)
 
     def _place(self, node: Node, name: str, count: int, itemsize: int) -> Place:
-        offset, nbytes, block_bytes, checksum = node.tuple_of(4)
+        start, nbytes, block_bytes, index = node.integers(4)
         layout = array_layout(name, itemsize, self._rule)
         assert layout is not None, "only known arrays are looked for"
         entry_bytes, per = layout
-        length = -(-count // per) * entry_bytes
-        nbytes.integer(length, length)
-        block_bytes.integer(BLOCK // per * entry_bytes, BLOCK // per * entry_bytes)
-        start = offset.integer()
+        length, block = -(-count // per) * entry_bytes, BLOCK // per * entry_bytes
+        if nbytes != length:
+            node.entry(1).integer(length, length)
+        if block_bytes != block:
+            node.entry(2).integer(block, block)
         if start + length > self._volume_bytes:
-            offset.fail("goes past the end of the volume")
-        index = checksum.integer()
+            node.entry(0).fail("goes past the end of the volume")
         if index + blocks(count) > self._checksums:
-            checksum.fail("goes past the end of the table of checksums")
-        return Place(start, length, block_bytes.integer(), index)
+            node.entry(3).fail("goes past the end of the table of checksums")
+        return Place(start, length, block, index)
 
 
 def _groups(node: Node, parameters: tuple[ParameterEntry, ...], check: Decoder) -> tuple[ParamGroup, ...]:

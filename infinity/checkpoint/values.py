@@ -164,7 +164,7 @@ class Decoder:
         if len(node.content) != 1:
             node.fail("has not exactly one key, the kind of value")
         (tag,) = node.content
-        inside = Node(node.content[tag], f"{node.where}.{tag}" if tag in KINDS else node.where)
+        inside = Node(node.content[tag], tag, node) if tag in KINDS else node
         if tag in _MAPPINGS:
             self._deeper(node, depth)
             return self._mapping(_MAPPINGS[tag], inside, depth + 1)
