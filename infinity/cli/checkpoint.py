@@ -20,7 +20,7 @@ from infinity.checkpoint.verification import ListedCommit, Verification, list_co
 from infinity.cli.progress import format_seconds
 from infinity.config import format_size
 from infinity.errors import CorruptState
-from infinity.pages.store import injected_files
+from infinity.pages.open_tiers import injected_files
 from infinity.planning.budget_errors import format_count
 
 _MOST_LINES = 100

@@ -17,7 +17,7 @@ from infinity.checkpoint.values import decode
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.lm.language_model import LanguageModel
 from infinity.lm.text import Text
-from infinity.pages.store import injected_files
+from infinity.pages.open_tiers import injected_files
 
 _WORDS = "The quick brown fox, 0123456789: «größer» 世界\n\tdef f(x): return x ** 2\n"
 """Text whose tokens tell vocabularies apart."""

@@ -23,7 +23,7 @@ from infinity.checkpoint import commit_files
 from infinity.cli import training_run
 from infinity.lm.batches import Batches
 from infinity.lm.training import HeldOut
-from infinity.pages.store import injected
+from infinity.pages.open_tiers import injected
 
 ROOMY = ["--budget-host", "64MiB"]
 HALVES = ["--accumulate", 2]
