@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.record import Draft, Recorder, generators, twins_of
+from infinity.checkpoint.record import Draft, Recorder, twins_of
+from infinity.checkpoint.run_state import generators
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
@@ -83,6 +84,13 @@ class Commit:
         """Note that the commit has ended. Called once, by the commit's thread."""
         self._failure = failure
         self._ended.set()
+
+
+def landed() -> Commit:
+    """A Commit that is done, with the generation 0: what `Runtime.save` returns for a copy of the run."""
+    commit = Commit(0, lambda _: None)
+    commit.end(None)
+    return commit
 
 
 class Committer:
