@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,14 @@ def everything(model: nn.Module, runtime: Any) -> dict[str, Any]:
             for group in runtime.optimizer.param_groups
         ],
     }
+
+
+def copied(run: Run, root: Path) -> Run:
+    """Copy the files of a run, which may be running but moves nothing now, to the new directory `root`."""
+    for directory in (run.swap, run.directory):
+        ignored = shutil.ignore_patterns("*.lock")
+        shutil.copytree(directory, root / directory.name, ignore=ignored)
+    return replace(run, root=root)
 
 
 def names(directory: Path) -> list[str]:
