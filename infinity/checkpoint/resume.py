@@ -7,6 +7,7 @@ the old ones stay whole until the first commit of the new run.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import DTYPES_BY_NAME
+from infinity.checkpoint.manifest import BLOCK
 from infinity.checkpoint.record import CODECS, ranges_of, twins_of
 from infinity.checkpoint.run_state import RunState
 from infinity.errors import ConfigError, IncompatibleCheckpoint
@@ -118,6 +120,7 @@ def adopt(
     """
     assert store.durable is not None
     _note_parts(saved, layout, homes, states)
+    store.durable.name = functools.partial(_name, layout, homes, states)
     reads: deque[tuple[Part, Transfer]] = deque()
     for unit in range(len(layout.units)):
         for home in (homes[unit], states.pages[unit].home):
@@ -165,6 +168,23 @@ def _note_parts(saved: SavedCommit, layout: ModelLayout, homes: Sequence[Home], 
                         count = -(-array.nbytes // array.block_bytes)
                         found = table[place.checksum : place.checksum + count]
                         array.part.checksums[array.checksum : array.checksum + count] = found
+
+
+def _name(layout: ModelLayout, homes: Sequence[Home], states: States, part: Part, block: int) -> str:
+    """Say what lies in a block of a part: the array, the parameter, and the range of its elements."""
+    for unit, unit_layout in enumerate(layout.units):
+        page = states.pages[unit]
+        if part.home not in (homes[unit], page.home):
+            continue
+        for index, each in enumerate(unit_layout.parameters):
+            for stored in ranges_of(unit_layout, twins_of(homes[unit]), page, index):
+                for array in stored.arrays:
+                    number = block - array.checksum
+                    if array.part is part and 0 <= number < -(-array.nbytes // array.block_bytes):
+                        first = stored.first + number * BLOCK
+                        end = min(first + BLOCK, stored.first + stored.count)
+                        return f"{array.name} of {each.names[0]} for its elements {first} to {end}"
+    raise AssertionError(f"block {block} is in no part")
 
 
 def run_state(saved: SavedCommit) -> RunState:
