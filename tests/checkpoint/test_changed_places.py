@@ -109,7 +109,7 @@ def check_all(saved: SavedCommit, source: CommitSource) -> list[CorruptState]:
     ],
 )
 def test_every_flipped_bit_is_found(home: str, states: str, count: int, tmp_path: Path) -> None:
-    """The checks name the parameter and a range with the place. With -m slow 1,000 bits are flipped in all."""
+    """The checks name the parameter and a range with the place. With -m slow 1,000 bits are flipped."""
     run = Run(tmp_path, home=home, states=states)
     committed(run)
     saved, path = slab_of(run)
