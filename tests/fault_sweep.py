@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from committed_runs import Run, everything, names
 from faulty import places, start_torch_threads, watched
 from parity import differences, seeded_loss
 from process_resources import check_nothing_left, resources
 from recorded_run import Recording
+from runs_on_disk import Run, everything, names
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files

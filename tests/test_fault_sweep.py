@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from committed_runs import Run
 from fault_sweep import CASES, FILES, Fault, Session, outcome, story, sweep
 from faulty import start_torch_threads
+from runs_on_disk import Run
 
 REDUCED: dict[str, list[tuple[Fault, set[str]]]] = {
     "nvme, lazy": [

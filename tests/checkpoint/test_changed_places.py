@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from committed_runs import HOMES, Run, copied, everything
 from faulty import watchdog
 from parity import differences
+from runs_on_disk import HOMES, Run, copied, everything
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit

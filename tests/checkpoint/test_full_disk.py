@@ -7,14 +7,14 @@ from pathlib import Path
 
 import process_resources
 import pytest
-from committed_runs import Run, copied, everything, names
 from failing_disk import FailingDisk
 from faulty import start_torch_threads, watchdog
 from parity import differences
 from recorded_run import Recording
+from runs_on_disk import Run, copied, everything, names
 
 from infinity.aio import Faults
-from infinity.errors import StorageFull
+from infinity.errors import StorageError, StorageFull
 
 __all__ = ["watchdog"]
 
@@ -111,3 +111,32 @@ def test_a_full_disk_that_nobody_waits_for(tmp_path: Path) -> None:
         runtime.save(state="3 again").wait()
     with run.opened(resume=True) as (model, runtime):
         assert runtime.load() == "3 again"
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified", "mixed"])
+def test_a_commit_that_may_be_durable_keeps_its_places(home: str, tmp_path: Path) -> None:
+    """The sync of the directory fails after the rename: both commits are whole, whatever is written then."""
+    run, faults = Run(tmp_path, home=home), Faults()
+    files = Recording(faults)
+    with run.opened(observer=files, faults=faults) as (model, runtime):
+        run.train(model, runtime, range(1))
+        runtime.save(state=1).wait()
+        run.train(model, runtime, range(1, 2))
+        two = everything(model, runtime)
+        files.fail("sync directory", 1, errno.EIO)
+        commit = runtime.save(state=2)
+        with pytest.raises(StorageError, match="sync directory"):
+            commit.wait()
+        with pytest.raises(StorageError, match="sync directory"):
+            run.train(model, runtime, range(2, 3))
+        parts = [
+            part
+            for page in runtime._components.pages
+            for at in (page.home, runtime._components.states.pages[page.index].home)
+            for part in at.twins.parts
+        ]
+        assert len(parts) > 10
+        assert all(part.pending is not None and part.durable is not None for part in parts)
+    with run.opened(resume=True) as (model, runtime):
+        assert runtime.load() == 2
+        assert differences(everything(model, runtime), two) == []

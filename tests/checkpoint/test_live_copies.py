@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from committed_runs import HOMES, Run, everything, names
 from faulty import watchdog
 from parity import differences
+from runs_on_disk import HOMES, Run, everything, names
 from torch import nn
 from zoo import entry
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from committed_runs import Run, everything, names
 from faulty import watchdog
 from homes import ROOMY
 from parity import OPTIMIZERS, differences
+from runs_on_disk import Run, everything, names
 
 import infinity
 from infinity.errors import CorruptState, IncompatibleCheckpoint, InfinityError, StorageError

@@ -1,4 +1,4 @@
-"""Runs with commits: small runtimes that commit and resume, and what is in their directories."""
+"""Runs on disk: small runtimes that commit and resume, and what is in their directories."""
 
 from __future__ import annotations
 
