@@ -17,7 +17,7 @@ from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.restore import restore
 from infinity.checkpoint.resume import adopt as adopt_commit
-from infinity.checkpoint.resume import check_groups, restore_module_state
+from infinity.checkpoint.resume import run_state
 from infinity.checkpoint.safetensors_files import load, open_weights
 from infinity.components import Components
 from infinity.config import Budget
@@ -167,13 +167,13 @@ class _Builder:
         """
         saved, layout = checkpoint.saved, self.plan.layout
         assert saved is not None and self.states is not None and self.store.nvme is not None
-        check_groups(
-            saved,
+        run_state(saved).check_groups(
             [
                 [layout.units[unit].parameters[index].names[0] for unit, index in self._placed(group)]
                 for group in optimizer.param_groups
-            ],
+            ]
         )
+        run_state(saved).check_buffers(self.model)
         if streamed:
             source = checkpoint.open_source(budget, self.store.nvme.locks)
             restore(source, layout, self.homes, self.states, self.store)
@@ -218,7 +218,7 @@ class _Builder:
         plan, store, states = self.plan, self.store, self.states
         scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
         if checkpoint is not None and checkpoint.saved is not None:
-            restore_module_state(checkpoint.saved, self.model, scale, plan.device)
+            run_state(checkpoint.saved).set_module_state(self.model, scale, plan.device)
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()

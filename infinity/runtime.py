@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
-from infinity.checkpoint.committer import Commit
+from infinity.checkpoint.committer import Commit, landed
+from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
-from infinity.checkpoint.record import set_generators
-from infinity.checkpoint.resume import restore_groups, rng_states, user_state
+from infinity.checkpoint.resume import run_state
 from infinity.components import Components
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
@@ -194,7 +194,9 @@ class Runtime(Closing):
         with self._components.pager.whole(sorted(units)):
             yield
 
-    def save(self, path: str | os.PathLike[str] | None = None, *, state: Any = None) -> Commit:
+    def save(
+        self, path: str | os.PathLike[str] | None = None, *, state: Any = None, shard: Size = "4GiB"
+    ) -> Commit:
         """Begin a commit of the run as it is after its last step, and return it; training goes on meanwhile.
 
         The pages of the NVMe tier become the commit where they lie. What is not in pages is copied now:
@@ -203,11 +205,21 @@ class Runtime(Closing):
         `Commit.wait`, in `close`, or in the next call of `save`.
 
         state: numbers, texts, bytes, tensors, arrays and containers of them; the state_dict() of a scheduler
-        or of a data loader, for instance. path: None. Raises ConfigError if commits are off, inside of a
-        forward, a backward or full_parameters, between the first backward of a step and its step(), and for a
-        state that cannot be kept. Raises the error by which the commit before failed, once.
+        or of a data loader, for instance. Raises ConfigError if commits are off, inside of a forward, a
+        backward or full_parameters, between the first backward of a step and its step(), and for a state that
+        cannot be kept. Raises the error by which the commit before failed, once.
+
+        path: a directory, empty or not there yet, into which the run is written whole instead, as a model in
+        Hugging Face's layout with states beside it. This needs no commits, and has ended when the call
+        returns. shard: the most bytes of tensors in a file there. Raises StorageFull or StorageError if a
+        file cannot be written; nothing is left then, and the run goes on.
         """
-        return self._commit(state)
+        if path is None:
+            return self._commit(state)
+        with self._components.pager.lock:
+            self._check_between("save")
+            self._copies().save(path, self._groups(), state, shard)
+            return landed()
 
     def _commit(self, state: Any, *, rng: Mapping[str, Any] | None = None, identity: Any = None) -> Commit:
         """Do what `save` does. rng, identity: as in `Committer.save`."""
@@ -218,9 +230,7 @@ class Runtime(Closing):
                 raise ConfigError(
                     "save() was called and commits are off.", "Give infinity.offload checkpoint=DIRECTORY."
                 )
-            where = self._unfinished()
-            if where:
-                raise ConfigError(f"save() was called {where}.", "Call it after optimizer.step().")
+            self._check_between("save")
             return parts.committer.save(state, rng=rng, identity=identity)
 
     def _abandon(self) -> None:
@@ -233,9 +243,19 @@ class Runtime(Closing):
 
         Also sets the options of all param groups and the random number generators to what they were then. So
         call it after making schedulers, which change the options of groups, and before their load_state_dict.
-        path: None. Raises ConfigError if the run was not resumed, or has taken a step since.
+        Raises ConfigError if the run was not resumed, or has taken a step since.
+
+        path: a directory that `save(path)` has made, whose run takes the place of this one: parameters,
+        states, buffers, and all that `save` keeps. It may be called whenever `save` may. Homes, chunks and
+        budgets may differ. Raises ConfigError if there is no such run or a frozen parameter differs that a
+        commit holds, IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and
+        StorageError. After an error in the middle the runtime cannot be used any more.
         """
         parts = self._components
+        if path is not None:
+            with parts.pager.lock:
+                self._check_between("load")
+                return self._copies().load(path, self._groups())
         with parts.pager.lock:
             self._refuse()
             saved = None if parts.checkpoint is None else parts.checkpoint.saved
@@ -251,8 +271,8 @@ class Runtime(Closing):
                     "Close the runtime, build the model anew, and offload it with resume=DIRECTORY.",
                 )
             self.resumed()
-            set_generators(rng_states(saved))
-            return user_state(saved)
+            run_state(saved).set_generators()
+            return run_state(saved).user_state
 
     def resumed(self) -> None:
         """Set the options of param groups to those of the commit that the run continues, if there is one."""
@@ -260,7 +280,7 @@ class Runtime(Closing):
         if committer is not None:
             committer.set_groups(self.optimizer.param_groups)
         if checkpoint is not None and checkpoint.saved is not None:
-            restore_groups(checkpoint.saved, self.optimizer.param_groups)
+            run_state(checkpoint.saved).set_groups(self.optimizer.param_groups)
 
     def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
         """Write the model to the directory `path` as safetensors files in Hugging Face's layout.
@@ -269,14 +289,13 @@ class Runtime(Closing):
         values from which the optimizer updates the parameters. shard: the most bytes of tensors in a file.
         infinity.checkpoint.export.export describes files and errors.
         """
-        parts, compute = self._components, self._components.plan.precision.compute_dtype
+        parts = self._components
         with parts.pager.lock:
             self._refuse()
             if parts.updater is not None:
                 parts.updater.complete_all()
             parts.edits.sync_edits()
-            source = Source(parts.model, parts.pager, parts.store, parts.states, compute)
-            export(source, path, dtype=dtype, shard=shard)
+            export(self._source(), path, dtype=dtype, shard=shard)
 
     def close(self) -> None:
         """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.
@@ -329,11 +348,41 @@ class Runtime(Closing):
             return "inside of a forward or a backward"
         if any(page.holds for page in pager.pages):
             return "inside of full_parameters"
-        if self._training().open:
+        if self.training_step is not None and self.training_step.open:
             return "between the first backward of a step and its step()"
         return ""
 
     # --- helpers ---------------------------------------------------------------------------------------
+
+    def _check_between(self, call: str) -> None:
+        """Raise ConfigError if something is under way that a save cannot hold, nor a load undo, and the
+        failure of the runtime if there is one.
+        """
+        self._refuse()
+        where = self._unfinished()
+        if where:
+            raise ConfigError(f"{call}() was called {where}.", "Call it after optimizer.step().")
+
+    def _copies(self) -> Copies:
+        parts = self._components
+        return Copies(
+            self._source(),
+            pages=parts.pages,
+            edits=parts.edits,
+            prefetch_engine=parts.prefetch_engine,
+            updater=parts.updater,
+            committer=parts.committer,
+            scale=parts.scale,
+            health=parts.health,
+        )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.training_step is None else self.optimizer.param_groups
+
+    def _source(self) -> Source:
+        parts = self._components
+        compute = parts.plan.precision.compute_dtype
+        return Source(parts.model, parts.pager, parts.store, parts.states, compute)
 
     def _check_capacity(self, nbytes: int) -> None:
         """Check that a copy of `nbytes` bytes, to be made for user code, fits in free RAM. Raises

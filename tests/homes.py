@@ -81,6 +81,7 @@ def budget_for(
     *,
     device: str | torch.device = "cpu",
     accumulation: int | None = None,
+    checkpoint: Path | None = None,
 ) -> Any:
     """Return an infinity.Budget under which every page of the model rests at `home`.
 
@@ -88,7 +89,7 @@ def budget_for(
     "mixed" has room for half of the parameter pages on the device and half of the other pages in RAM, and
     the disk takes the rest. "mirrored" is the layout of ZeRO-Offload: parameters on the device and in RAM,
     gradients and states in RAM. accumulation: the number of backwards a step that will be declared to
-    `offload`, or None.
+    `offload`, or None. checkpoint: the directory of commits that `offload` will be given, or None.
     """
     nvme = {str(directory): ROOMY}
     if home == "unified":
@@ -96,7 +97,13 @@ def budget_for(
     apart = None if home == "unified-nvme" else room_on(device)
     roomy = infinity.Budget(device=apart, host=ROOMY, nvme=nvme)
     planned = functools.partial(
-        infinity.plan, model, optimizer, precision=precision, device=device, accumulation=accumulation
+        infinity.plan,
+        model,
+        optimizer,
+        precision=precision,
+        device=device,
+        accumulation=accumulation,
+        checkpoint=checkpoint,
     )
     smallest = planned(budget=roomy).smallest
     host = smallest[Tier.HOST]

@@ -53,6 +53,11 @@ class Recording:
         with self._lock:
             self._failing.append((operation, self.calls[operation] + nth, error))
 
+    def forget(self) -> None:
+        """Make no further operation fail."""
+        with self._lock:
+            self._failing.clear()
+
     def mark(self, text: str) -> None:
         """Record that the run has come to a point, of which a `Check` is then told."""
         self._faults.noted(self._faults.note("mark", text, "", 0, b""))

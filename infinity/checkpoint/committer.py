@@ -13,7 +13,8 @@
 A commit that fails before its manifest has its name leaves the commit before as it was. Its places are free
 again, and the run goes on. After a failed sync nobody knows what the disk holds: Linux reports the loss of
 written pages once and forgets them. So the runtime refuses further use then, and a new process resumes from
-the newest commit that is whole.
+the newest commit that is whole. If the manifest had its name already, that may be this commit or the one
+before, so the places of both stay held.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.record import Draft, Recorder, generators, twins_of
+from infinity.checkpoint.record import Draft, Recorder, twins_of
+from infinity.checkpoint.run_state import generators
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
@@ -83,6 +85,13 @@ class Commit:
         """Note that the commit has ended. Called once, by the commit's thread."""
         self._failure = failure
         self._ended.set()
+
+
+def landed() -> Commit:
+    """A Commit that is done, with the generation 0: what `Runtime.save` returns for a copy of the run."""
+    commit = Commit(0, lambda _: None)
+    commit.end(None)
+    return commit
 
 
 class Committer:
@@ -268,9 +277,17 @@ class Committer:
         try:
             commit_files.write(manifest, checksums, draft.blobs, self.directory, self._store.files)
         except InfinityError as error:
-            if manifest.generation in commit_files.generations(self.directory):
-                self._health.lose(error)  # it has its name, and nobody knows whether that is durable
+            pending.named = self._may_be_named(manifest.generation)
+            if pending.named:
+                self._health.lose(error)  # nobody knows whether the name is durable
             raise
+
+    def _may_be_named(self, generation: int) -> bool:
+        """Whether a commit's manifest has its name, as far as one can see."""
+        try:
+            return generation in commit_files.generations(self.directory)
+        except InfinityError:
+            return True
 
     def _flush(self) -> None:
         """Write all parts that are in memory to their places, a few at a time."""

@@ -51,11 +51,11 @@ _ROWS = (ChunkEntry, FrozenEntry, Place, Range)
 
 def to_json(manifest: Manifest, data: Mapping[str, int]) -> bytes:
     """The JSON text of a manifest, in ASCII. data: the fields "nbytes" and "crc32c" of its data file."""
-    tree = {"format": FORMAT, "data": dict(data), **_tree(manifest)}
+    tree = {"format": FORMAT, "data": dict(data), **tree_of(manifest)}
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _tree(value: Any) -> Any:
+def tree_of(value: Any) -> Any:
     """Dataclasses as objects, or as lists if they are in `_ROWS`; all else as it is.
 
     A commit makes thousands of calls beside the training thread, which waits for the interpreter meanwhile.
@@ -66,12 +66,12 @@ def _tree(value: Any) -> Any:
         return value
     names = _field_names(kind)
     if names:
-        found = [_tree(getattr(value, name)) for name in names]
+        found = [tree_of(getattr(value, name)) for name in names]
         return found if kind in _ROWS else dict(zip(names, found, strict=True))
     if isinstance(value, tuple):
-        return [_tree(each) for each in value]
+        return [tree_of(each) for each in value]
     if isinstance(value, Mapping):
-        return {key: _tree(each) for key, each in value.items()}
+        return {key: tree_of(each) for key, each in value.items()}
     return value
 
 
@@ -110,7 +110,7 @@ def from_json(tree: Node, checksums: int, blobs: Blobs) -> Manifest:
     units = tuple(_unit(each, volume) for each in top["units"].items())
     parameters = _Parameters(volume, rule, units, checksums).all(top["parameters"])
     world_size = top["world_size"].integer(1)
-    check = Decoder(blobs)
+    known = frozenset(each.names[0] for each in parameters)
     return Manifest(
         generation=top["generation"].integer(),
         created=top["created"].text(),
@@ -124,16 +124,27 @@ def from_json(tree: Node, checksums: int, blobs: Blobs) -> Manifest:
         precision=_precision(top["precision"]),
         units=units,
         parameters=parameters,
-        param_groups=_groups(top["param_groups"], parameters, check),
         rank=top["rank"].integer(0, world_size - 1),
         world_size=world_size,
-        buffers=_values(top["buffers"], check),
-        extra_state=_values(top["extra_state"], check),
-        loss_scale=_loss_scale(top["loss_scale"]),
-        rng=_values(top["rng"], check),
-        state=_value(top["state"], check),
-        identity=_value(top["identity"], check),
+        **run_fields(top, known, Decoder(blobs)),
     )
+
+
+def run_fields(top: Mapping[str, Node], parameters: frozenset[str], check: Decoder) -> dict[str, Any]:
+    """The fields of a manifest, by name, that describe what is in no page: those of `RunState`.
+
+    top: the places of these fields. parameters: canonical names of all parameters. check: decodes every value
+    once. Raises CorruptState as `from_json` does.
+    """
+    return {
+        "param_groups": _groups(top["param_groups"], parameters, check),
+        "buffers": _values(top["buffers"], check),
+        "extra_state": _values(top["extra_state"], check),
+        "loss_scale": _loss_scale(top["loss_scale"]),
+        "rng": _values(top["rng"], check),
+        "state": _value(top["state"], check),
+        "identity": _value(top["identity"], check),
+    }
 
 
 def _names(node: Node) -> tuple[str, ...]:
@@ -317,16 +328,15 @@ class _Parameters:
         return Place(start, length, block, index)
 
 
-def _groups(node: Node, parameters: tuple[ParameterEntry, ...], check: Decoder) -> tuple[ParamGroup, ...]:
-    known = {each.names[0] for each in parameters}
+def _groups(node: Node, parameters: frozenset[str], check: Decoder) -> tuple[ParamGroup, ...]:
     found = []
     for each in node.items():
         options, params = each.fields("options", "params")
         if type(check.value(options)) is not dict:
             options.fail("is not a dict of options")
         names = _names(params)
-        if not known.issuperset(names):
-            params.fail("names a parameter that the manifest lacks")
+        if not parameters.issuperset(names):
+            params.fail("names a parameter that the checkpoint lacks")
         found.append(ParamGroup(options.content, names))
     node.unique(list(itertools.chain.from_iterable(each.params for each in found)))
     return tuple(found)

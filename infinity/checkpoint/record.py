@@ -8,7 +8,6 @@ of parts come last, when the parts' bytes have reached the disk.
 from __future__ import annotations
 
 import platform
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -24,7 +23,7 @@ from infinity.checkpoint import manifest as form
 from infinity.checkpoint.array_values import DTYPES
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.manifest import Manifest
-from infinity.checkpoint.values import encode
+from infinity.checkpoint.run_state import capture
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import UnitLayout
 from infinity.pages.home import Home
@@ -65,31 +64,6 @@ class StoredRange:
     first: int
     count: int
     arrays: tuple[StoredArray, ...]
-
-
-def generators() -> dict[str, Any]:
-    """Copies of the states of all random number generators: torch's on the CPU and on each CUDA device, those
-    of numpy and of Python.
-    """
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": list(cuda),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-
-
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Set all random number generators to states that `generators` has returned.
-
-    The states of CUDA devices that are not here are left out.
-    """
-    torch.set_rng_state(states["torch"])
-    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, device)
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
 
 
 @dataclass(frozen=True)
@@ -137,9 +111,8 @@ class Recorder:
 
     def draft(self, generation: int, state: object, rng: Mapping[str, Any], identity: object) -> Draft:
         """Copy everything that is not in pages. Raises ConfigError for a value that cannot be kept."""
-        blobs = Blobs()
         plan, rule = self._plan, self._states.rule
-        scale = form.LossScale(self._scale.value, self._scale.good_steps) if self._scale.dynamic else None
+        run = capture(self._model, self.param_groups, self._scale, state=state, rng=rng, identity=identity)
         return Draft(
             Manifest(
                 generation=generation,
@@ -159,21 +132,9 @@ class Recorder:
                 ),
                 units=(),
                 parameters=tuple(self._parameters()),
-                param_groups=tuple(self._groups(blobs)),
-                buffers={
-                    name: encode(buffer.detach(), blobs, f"buffer {name!r}")
-                    for name, buffer in self._model.named_buffers()
-                },
-                extra_state={
-                    name: encode(module.get_extra_state(), blobs, f"extra state of {name!r}")
-                    for name, module in modules_with_extra_state(self._model)
-                },
-                loss_scale=scale,
-                rng={name: encode(each, blobs, f"rng[{name!r}]") for name, each in rng.items()},
-                state=encode(state, blobs, "state"),
-                identity=encode(identity, blobs, "identity"),
+                **run.encoded,
             ),
-            blobs,
+            run.blobs,
         )
 
     def finish(self, draft: Draft, pending: Pending) -> tuple[Manifest, npt.NDArray[np.uint32]]:
@@ -228,12 +189,6 @@ class Recorder:
                     ranges=(),
                 )
 
-    def _groups(self, blobs: Blobs) -> Iterator[form.ParamGroup]:
-        for number, group in enumerate(self.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            names = tuple(each._place.name for each in group["params"])
-            yield form.ParamGroup(encode(options, blobs, f"param_groups[{number}]"), names)
-
     def _unit(self, page: ParameterPage, pending: Pending) -> form.UnitEntry:
         layout, states = page.layout, self._states.pages[page.index]
         places, state_places = self._places.parameters[page.index], self._places.states[page.index]
@@ -260,13 +215,6 @@ class Recorder:
                 if not part.trained
             ),
         )
-
-
-def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of the modules that define `get_extra_state`."""
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield name, module
 
 
 def _versions() -> dict[str, str]:

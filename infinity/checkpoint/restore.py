@@ -11,13 +11,13 @@ are permuted, and int8 moments, whose exponents belong to blocks of the old orde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from infinity.checkpoint.array_source import VALUES, ArraySource, SavedOptimizer, SavedParameter
-from infinity.errors import CorruptState, IncompatibleCheckpoint
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
 from infinity.formats import moments
 from infinity.formats.optimizer_rules import StateArray, scale_of, state_arrays
 from infinity.layout.chunks import ModelLayout, ParameterLayout
@@ -91,8 +91,44 @@ def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Ma
     return found
 
 
-def restore(
+def check_held(
     source: ArraySource, layout: ModelLayout, homes: Sequence[Home], states: States | None, store: Store
+) -> set[tuple[int, int]]:
+    """Find the parameters that cannot be restored because a commit holds their only place on disk: frozen
+    ones. The parameters are those of `restore`, and the result is its `besides`.
+
+    Raises ConfigError if such a parameter has other values in the checkpoint, and the errors of `match`.
+    """
+    held = set()
+    for (unit, index), saved in match(source, layout, states).items():
+        each, home = layout.units[unit].parameters[index], homes[unit]
+        start = layout.units[unit].start(index)
+        if home.twins is None or each.trainable or not each.numel:
+            continue
+        (part,) = home.twins.over(start, start + 1)
+        if part.target() is not None:
+            continue
+        held.add((unit, index))
+        copier, size = _Copier(source, saved, each, states), each.dtype.itemsize
+        for first, values in copier.parts(VALUES, each.dtype, each.numel):
+            here = store.fetch(home, start + first * size, values.nbytes)
+            if not torch.equal(here, values.view(torch.uint8)):
+                raise ConfigError(
+                    f"The frozen parameter {each.names[0]} has other values in the checkpoint, and a commit "
+                    "holds its only place on disk.",
+                    "Load before the first commit, or offload it with requires_grad=True.",
+                )
+    return held
+
+
+def restore(
+    source: ArraySource,
+    layout: ModelLayout,
+    homes: Sequence[Home],
+    states: States | None,
+    store: Store,
+    *,
+    besides: Collection[tuple[int, int]] = (),
 ) -> Restored:
     """Write the parameters and states of a checkpoint to the homes of their pages.
 
@@ -100,8 +136,9 @@ def restore(
     no update or write is due or under way, and no page on its way. There `show` must follow.
 
     source: the checkpoint. layout, states, store: of the model; states is None for inference, and then no
-    states are restored. homes: unit -> home of its parameter page. [Note: what may differ] says what is
-    taken over of a checkpoint of other pages, strides, or frozen parameters, and what the result says.
+    states are restored. homes: unit -> home of its parameter page. besides: (unit, index of a parameter in
+    the unit) of the parameters that are left as they are. [Note: what may differ] says what is taken over of
+    a checkpoint of other pages, strides, or frozen parameters, and what the result says.
 
     RAM holds some MiB, or three times a parameter whose strides differ. Raises the errors of `match` before
     anything is written. Raises StorageError, StorageFull, or CorruptState if an array cannot be read or
@@ -115,7 +152,8 @@ def restore(
         for index, each in enumerate(unit_layout.parameters):
             saved = found[unit, index]
             copier = _Copier(source, saved, each, states)
-            for first, values in copier.parts(VALUES, each.dtype, each.numel):
+            count = 0 if (unit, index) in besides else each.numel
+            for first, values in copier.parts(VALUES, each.dtype, count):
                 at = unit_layout.start(index) + first * each.dtype.itemsize
                 store.patch(homes[unit], at, values)
             held = saved.state_arrays(source.optimizer) if states is not None else ()

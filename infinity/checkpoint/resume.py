@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import DTYPES_BY_NAME
-from infinity.checkpoint.record import CODECS, modules_with_extra_state, ranges_of, twins_of
-from infinity.checkpoint.values import decode
+from infinity.checkpoint.record import CODECS, ranges_of, twins_of
+from infinity.checkpoint.run_state import RunState
 from infinity.errors import ConfigError, IncompatibleCheckpoint
-from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import ModelLayout
 from infinity.layout.division import Division
 from infinity.pages.home import Home
@@ -36,7 +33,6 @@ from infinity.system.disk_files import DiskFiles
 from infinity.tiers.link import Transfer
 from infinity.tiers.slab_header import slab_name
 
-_SAME = "Load it into the model, the optimizer and the precision with which it was saved."
 _READS = 8
 """Number of parts that are read to their homes in memory at a time."""
 
@@ -171,72 +167,6 @@ def _note_parts(saved: SavedCommit, layout: ModelLayout, homes: Sequence[Home], 
                         array.part.checksums[array.checksum : array.checksum + count] = found
 
 
-def restore_module_state(
-    saved: SavedCommit, model: nn.Module, scale: LossScale, device: torch.device
-) -> None:
-    """Set buffers, extra states and the loss scale to what a commit has.
-
-    Raises IncompatibleCheckpoint, before anything is set, if buffers are missing on either side or differ in
-    shape or dtype.
-    """
-    manifest = saved.manifest
-    buffers = {name: decode(each, saved.blobs, name) for name, each in manifest.buffers.items()}
-    here = dict(model.named_buffers())
-    if here.keys() != buffers.keys():
-        raise IncompatibleCheckpoint(
-            f"The model's buffers differ from the commit's: {sorted(here.keys() ^ buffers.keys())}.", _SAME
-        )
-    for name, buffer in here.items():
-        theirs = buffers[name]
-        if not isinstance(theirs, torch.Tensor) or (buffer.shape, buffer.dtype) != (
-            theirs.shape,
-            theirs.dtype,
-        ):
-            raise IncompatibleCheckpoint(
-                f"The buffer {name} has another shape or dtype in the commit.", _SAME
-            )
-    for name, buffer in here.items():
-        if buffer.is_meta:
-            owner, _, last = name.rpartition(".")
-            model.get_submodule(owner)._buffers[last] = buffers[name].to(device)
-        else:
-            with torch.no_grad():
-                buffer.copy_(buffers[name])
-    extra = dict(modules_with_extra_state(model))
-    for name, value in manifest.extra_state.items():
-        if name in extra:
-            extra[name].set_extra_state(decode(value, saved.blobs, name))
-    if manifest.loss_scale is not None and scale.dynamic:
-        scale.value, scale.good_steps = manifest.loss_scale.value, manifest.loss_scale.good_steps
-
-
-def check_groups(saved: SavedCommit, names: Sequence[Sequence[str]]) -> None:
-    """Raise IncompatibleCheckpoint if an optimizer's param groups have other parameters than the commit's.
-
-    names: for each group, the canonical names of its parameters.
-    """
-    theirs = [tuple(group.params) for group in saved.manifest.param_groups]
-    if [tuple(each) for each in names] != theirs:
-        raise IncompatibleCheckpoint(
-            f"The optimizer's {len(names)} param groups have other parameters than the commit's.",
-            "Build the optimizer with the same groups, in the same order.",
-        )
-
-
-def restore_groups(saved: SavedCommit, groups: Sequence[dict[str, Any]]) -> None:
-    """Set the options of param groups, in place, to those of a commit, which `check_groups` has compared."""
-    for group, saved_group in zip(groups, saved.manifest.param_groups, strict=True):
-        options = decode(saved_group.options, saved.blobs, "param_groups")
-        parameters = group["params"]
-        group.clear()
-        group.update({**options, "params": parameters})
-
-
-def user_state(saved: SavedCommit) -> Any:
-    """The state that the user gave to `save`."""
-    return decode(saved.manifest.state, saved.blobs, "state")
-
-
-def rng_states(saved: SavedCommit) -> Mapping[str, Any]:
-    """The states of the random number generators at the commit, as `set_generators` takes them."""
-    return {name: decode(each, saved.blobs, name) for name, each in saved.manifest.rng.items()}
+def run_state(saved: SavedCommit) -> RunState:
+    """What a commit says of the run that is in no page."""
+    return RunState.of(saved.manifest, saved.blobs)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from infinity import __version__
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import Damage
-from infinity.checkpoint.resume import user_state
+from infinity.checkpoint.resume import run_state
 from infinity.checkpoint.verification import ListedCommit, Verification, list_commits
 from infinity.cli.progress import format_seconds
 from infinity.config import format_size
@@ -137,7 +137,7 @@ def _described(saved: SavedCommit) -> dict[str, Any]:
 def _step(saved: SavedCommit) -> int | None:
     """The number of steps in the user's state, if it is a dict that has one."""
     try:
-        state = user_state(saved)
+        state = run_state(saved).user_state
     except CorruptState:
         return None
     step = state.get("step") if isinstance(state, dict) else None

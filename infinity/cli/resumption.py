@@ -12,7 +12,7 @@ from typing import Any
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.resume import read_newest, user_state
+from infinity.checkpoint.resume import read_newest, run_state
 from infinity.checkpoint.values import decode
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.lm.language_model import LanguageModel
@@ -80,7 +80,7 @@ def progress_of(saved: SavedCommit, identity: Mapping[str, Any], steps: int) -> 
     """
     name = f"commit-{saved.manifest.generation}"
     theirs = decode(saved.manifest.identity, saved.blobs, "identity")
-    state = user_state(saved)
+    state = run_state(saved).user_state
     if not isinstance(theirs, dict) or not isinstance(state, dict) or "step" not in state:
         raise IncompatibleCheckpoint(
             f"{name} was not made by infinity train.", "Continue it with infinity.offload(resume=DIR)."

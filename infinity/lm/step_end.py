@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.record import generators, set_generators
+from infinity.checkpoint.run_state import generators, set_generators
 
 
 class StepEnd:

@@ -163,6 +163,8 @@ class DurableIO:
         if side is None and part.trained:
             self.ledger.land()
             side = part.target()
+        if side is None and self.ledger.lost is not None:
+            raise self.ledger.lost.again()
         if side is None:
             raise ConfigError(
                 "A frozen parameter was edited after a commit, which holds its only place on disk.",

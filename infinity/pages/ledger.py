@@ -62,6 +62,8 @@ class Pending:
     failure: InfinityError | None = None
     """The error by which the commit cannot land any more."""
     ended: bool = False
+    named: bool = False
+    """Whether the manifest has its name, so that a crash may resume this commit even if it fails now."""
 
 
 class Ledger:
@@ -69,6 +71,10 @@ class Ledger:
 
     def __init__(self) -> None:
         self.pending: Pending | None = None
+        self.lost: InfinityError | None = None
+        """The error of a commit that failed after its manifest had its name. Its places stay held for good,
+        and so do those of the commit before.
+        """
         self._changed = threading.Condition()
         self._parts: dict[Chunk, Sequence[Part]] = {}
 
@@ -198,11 +204,19 @@ class Ledger:
             self._changed.notify_all()
 
     def end(self, failure: InfinityError | None) -> None:
-        """Note that the pending commit has ended. Its places are durable if `failure` is None, else free."""
+        """Note that the pending commit has ended. Its places are durable if `failure` is None, else free.
+
+        They stay held if it failed when its manifest had its name: that commit, the one before, or both are
+        on the disk, and nobody knows.
+        """
         pending = self.pending
         assert pending is not None
         with self._changed:
+            if failure is not None and pending.named:
+                self.lost = failure
             for part, (side, _, _) in pending.captured.items():
+                if self.lost is not None:
+                    continue
                 part.pending = None
                 if failure is None:
                     part.durable = side

@@ -6,15 +6,14 @@ import errno
 import os
 import stat
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiofiles
 import process_resources
 import pytest
 import torch
 from exports import persistent, read, seen
+from failing_disk import FailingDisk
 from faulty import start_torch_threads, watchdog
 from living_tensors import Living
 from parity import differences
@@ -158,45 +157,6 @@ def test_less_than_two_parts_are_in_ram(tmp_path: Path, swap: Path, monkeypatch:
 
 
 # --- what fails while it is written ------------------------------------------------------------------------
-
-
-class FailingDisk:
-    """Makes the nth operation that puts bytes or names on the disk fail: a write, fsync, mkdir or rename."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        self.failing: tuple[int, int] | None = None
-        """(which call fails, counted from 1; its errno)."""
-        open_file, sync, mkdir, rename = aiofiles.open, os.fsync, Path.mkdir, Path.rename
-
-        async def opened(path: Path, mode: str) -> Any:
-            self.count()
-            file = await open_file(path, mode)
-            write = file.write
-
-            async def counted(data: Any) -> int:
-                self.count()
-                return int(await write(data))
-
-            file.write = counted
-            return file
-
-        def counting(real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                self.count()
-                return real(*arguments, **options)
-
-            return call
-
-        patch.setattr(aiofiles, "open", opened)
-        patch.setattr(os, "fsync", counting(sync))
-        patch.setattr(Path, "mkdir", counting(mkdir))
-        patch.setattr(Path, "rename", counting(rename))
-
-    def count(self) -> None:
-        self.calls += 1
-        if self.failing is not None and self.calls == self.failing[0]:
-            raise OSError(self.failing[1], os.strerror(self.failing[1]))
 
 
 @pytest.mark.parametrize("home", ["nvme", "unified"])

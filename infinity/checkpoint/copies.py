@@ -1,0 +1,130 @@
+"""Copies: writes the run of a live runtime into a directory, and sets a runtime to a run written before.
+
+The files are those of infinity/checkpoint/run_copy.py. Their record is a RunState, and the bytes beside it
+are its blobs. Commits may be on or off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.committer import Committer
+from infinity.checkpoint.copy_source import CopySource
+from infinity.checkpoint.export import Source
+from infinity.checkpoint.json_nodes import Node
+from infinity.checkpoint.restore import check_held, match, restore, show
+from infinity.checkpoint.run_copy import RECORD, write_copy
+from infinity.checkpoint.run_state import RunState, capture, generators, group_names
+from infinity.config import Size
+from infinity.errors import ConfigError, InfinityError
+from infinity.gradients.loss_scale import LossScale
+from infinity.optim.updater import Updater
+from infinity.pages.edits import EditTracker
+from infinity.pages.health import Health
+from infinity.pages.parameter_page import ParameterPage
+from infinity.prefetch.engine import PrefetchEngine
+
+
+class Copies:
+    """Saves and loads copies of one runtime's run. All methods are called under the runtime's lock."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        pages: Sequence[ParameterPage],
+        edits: EditTracker,
+        prefetch_engine: PrefetchEngine,
+        updater: Updater | None,
+        committer: Committer | None,
+        scale: LossScale,
+        health: Health,
+    ) -> None:
+        """source: the model with its pages. updater: None for inference. committer: None if commits are off.
+        The others: parts of the runtime.
+        """
+        self._source = source
+        self._pages = pages
+        self._edits = edits
+        self._prefetch_engine = prefetch_engine
+        self._updater = updater
+        self._committer = committer
+        self._scale = scale
+        self._health = health
+
+    def save(
+        self, path: str | os.PathLike[str], groups: Sequence[Mapping[str, Any]], state: object, shard: Size
+    ) -> None:
+        """Write the run into the directory `path`, as `Runtime.save` says. groups: the optimizer's param
+        groups, none for inference. state: the user's. shard: as in `write_copy`.
+        """
+        run = capture(self._source.model, groups, self._scale, state=state, rng=generators())
+        self.complete()
+        data = bytes(run.blobs.content())
+        write_copy(self._source, path, record=run.to_json(), shard=shard, data=data)
+
+    def load(self, path: str | os.PathLike[str], groups: Sequence[dict[str, Any]]) -> Any:
+        """Set the run to the one in the directory `path`, as `Runtime.load` says. Returns the user's state.
+
+        groups: the optimizer's param groups, whose options are set in place; none for inference.
+        """
+        source, store = self._source, self._source.store
+        copy = CopySource(path, store.files)
+        run = _run_state(copy, Path(path))
+        layout, homes = store.plan.layout, [page.home for page in self._pages]
+        match(copy, layout, source.states)
+        with_groups = copy.optimizer is not None and source.states is not None
+        if with_groups:
+            run.check_groups([group_names(group) for group in groups])
+        run.check_buffers(source.model)
+        user_state = run.user_state
+        self.complete()
+        held = check_held(copy, layout, homes, source.states, store)
+        if self._committer is not None:
+            self._committer.land()
+        with self._poisoning():
+            restore(copy, layout, homes, source.states, store, besides=held)
+            show(self._pages, self._edits, store)
+            if with_groups:
+                run.set_groups(groups)
+            run.set_module_state(source.model, self._scale, store.plan.device)
+            run.set_generators()
+        return user_state
+
+    def complete(self) -> None:
+        """Complete all updates, reads ahead and writes, and write the user's edits home. Raises StorageError
+        if one of them fails.
+        """
+        if self._updater is not None:
+            self._updater.complete_all()
+        self._prefetch_engine.land_all()
+        self._edits.sync_edits()
+        self._source.store.settle()
+
+    @contextmanager
+    def _poisoning(self) -> Iterator[None]:
+        """Context after an error in which the runtime is lost: its pages are a mixture of two runs."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, InfinityError):
+                self._health.lose(
+                    ConfigError(
+                        f"A load ended half way ({type(error).__name__}).",
+                        "Offload the model anew, and load again.",
+                    )
+                )
+            else:
+                self._health.lose(error)
+            raise
+
+
+def _run_state(copy: CopySource, path: Path) -> RunState:
+    """Read the record of a copy and the bytes beside it. Raises CorruptState if they are wrong."""
+    tree = Node(copy.record, f"record in {path / RECORD}")
+    return RunState.from_json(tree, frozenset(copy.parameters()), Blobs(copy.data() or b""))

@@ -1,0 +1,220 @@
+"""Run state: what belongs to a run and is in no page, as it is kept in commits and in copies of runs.
+
+It consists of the options of param groups, buffers, extra states of modules, the loss scale, the random
+number generators, and the user's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity.checkpoint import manifest as form
+from infinity.checkpoint.array_values import Json
+from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.json_nodes import Node
+from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.manifest_json import run_fields, tree_of
+from infinity.checkpoint.values import Decoder, decode, encode
+from infinity.errors import CorruptState, IncompatibleCheckpoint
+from infinity.gradients.loss_scale import LossScale
+
+_SAME = "Load it into the model, the optimizer and the precision with which it was saved."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The state of a run, encoded. The fields are those of Manifest with the same names."""
+
+    param_groups: tuple[form.ParamGroup, ...]
+    buffers: Mapping[str, Json]
+    extra_state: Mapping[str, Json]
+    loss_scale: form.LossScale | None
+    rng: Mapping[str, Json]
+    state: Json
+    identity: Json
+    blobs: Blobs = field(repr=False)
+    """Holds the bytes to which the encoded values refer."""
+
+    @property
+    def encoded(self) -> dict[str, Any]:
+        """The fields by name, without the blobs."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as json.dumps takes them. `from_json` reads them."""
+        return {name: tree_of(value) for name, value in self.encoded.items()}
+
+    @classmethod
+    def from_json(cls, tree: Node, parameters: frozenset[str], blobs: Blobs) -> RunState:
+        """Read what `to_json` wrote. Every value is decoded once, as a check.
+
+        parameters: canonical names of all parameters. Raises CorruptState, naming the place, for anything
+        that `to_json` does not write.
+        """
+        fields = dict(zip(_FIELDS, tree.fields(*_FIELDS), strict=True))
+        return cls(**run_fields(fields, parameters, Decoder(blobs)), blobs=blobs)
+
+    @classmethod
+    def of(cls, manifest: Manifest, blobs: Blobs) -> RunState:
+        """The part of a manifest that is in no page. blobs: of the manifest's commit."""
+        return cls(**{name: getattr(manifest, name) for name in _FIELDS}, blobs=blobs)
+
+    @property
+    def user_state(self) -> Any:
+        """The state that the user gave to `save`, decoded."""
+        return decode(self.state, self.blobs, "state")
+
+    def check_groups(self, names: Sequence[Sequence[str]]) -> None:
+        """Raise IncompatibleCheckpoint if an optimizer's param groups have other parameters.
+
+        names: for each group, the canonical names of its parameters.
+        """
+        if [tuple(each) for each in names] != [tuple(group.params) for group in self.param_groups]:
+            raise IncompatibleCheckpoint(
+                f"The optimizer's {len(names)} param groups have other parameters than the checkpoint's.",
+                "Build the optimizer with the same groups, in the same order.",
+            )
+
+    def check_buffers(self, model: nn.Module) -> None:
+        """Raise IncompatibleCheckpoint if buffers are missing on either side or differ in shape or dtype."""
+        here = dict(model.named_buffers())
+        if here.keys() != self.buffers.keys():
+            differing = sorted(here.keys() ^ self.buffers.keys())
+            raise IncompatibleCheckpoint(
+                f"The model's buffers differ from the checkpoint's: {differing}.", _SAME
+            )
+        for name, theirs in self._buffers().items():
+            found = (theirs.shape, theirs.dtype) if isinstance(theirs, torch.Tensor) else None
+            if found != (here[name].shape, here[name].dtype):
+                raise IncompatibleCheckpoint(
+                    f"The buffer {name} has another shape or dtype in the checkpoint.", _SAME
+                )
+
+    def set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Set the options of param groups, in place. `check_groups` has compared them."""
+        for group, saved in zip(groups, self.param_groups, strict=True):
+            options = decode(saved.options, self.blobs, "param_groups")
+            parameters = group["params"]
+            group.clear()
+            group.update({**options, "params": parameters})
+
+    def set_module_state(self, model: nn.Module, scale: LossScale, device: torch.device) -> None:
+        """Set buffers, extra states and the loss scale. `check_buffers` has compared the buffers.
+
+        device: where buffers go that are on the meta device.
+        """
+        buffers = self._buffers()
+        for name, buffer in list(model.named_buffers()):
+            if buffer.is_meta:
+                owner, _, last = name.rpartition(".")
+                model.get_submodule(owner)._buffers[last] = buffers[name].to(device)
+            else:
+                with torch.no_grad():
+                    buffer.copy_(buffers[name])
+        extra = dict(modules_with_extra_state(model))
+        for name, value in self.extra_state.items():
+            if name in extra:
+                extra[name].set_extra_state(decode(value, self.blobs, name))
+        if self.loss_scale is not None and scale.dynamic:
+            scale.value, scale.good_steps = self.loss_scale.value, self.loss_scale.good_steps
+
+    def set_generators(self) -> None:
+        """Set all random number generators. Raises CorruptState for a state that is none of a generator."""
+        try:
+            set_generators({name: decode(each, self.blobs, name) for name, each in self.rng.items()})
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            if isinstance(error, CorruptState):
+                raise
+            raise CorruptState(
+                f"A random number generator's state cannot be used ({error}).", "Load another checkpoint."
+            ) from error
+
+    def _buffers(self) -> dict[str, Any]:
+        return {name: decode(each, self.blobs, name) for name, each in self.buffers.items()}
+
+
+_FIELDS = tuple(each.name for each in dataclasses.fields(RunState) if each.name != "blobs")
+
+
+def capture(
+    model: nn.Module,
+    param_groups: Sequence[Mapping[str, Any]],
+    scale: LossScale,
+    *,
+    state: object,
+    rng: Mapping[str, Any],
+    identity: object = None,
+) -> RunState:
+    """Copy all that belongs to a run and is in no page. Called under the runtime's lock.
+
+    param_groups: of the user's optimizer, over paged parameters. state: the user's. rng: states of the random
+    number generators, from `generators`. identity: says which job this is. Raises ConfigError for a value
+    that cannot be kept.
+    """
+    blobs = Blobs()
+    return RunState(
+        param_groups=tuple(_groups(param_groups, blobs)),
+        buffers={
+            name: encode(buffer.detach(), blobs, f"buffer {name!r}") for name, buffer in model.named_buffers()
+        },
+        extra_state={
+            name: encode(module.get_extra_state(), blobs, f"extra state of {name!r}")
+            for name, module in modules_with_extra_state(model)
+        },
+        loss_scale=form.LossScale(scale.value, scale.good_steps) if scale.dynamic else None,
+        rng={name: encode(each, blobs, f"rng[{name!r}]") for name, each in rng.items()},
+        state=encode(state, blobs, "state"),
+        identity=encode(identity, blobs, "identity"),
+        blobs=blobs,
+    )
+
+
+def _groups(param_groups: Sequence[Mapping[str, Any]], blobs: Blobs) -> Iterator[form.ParamGroup]:
+    for number, group in enumerate(param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        yield form.ParamGroup(encode(options, blobs, f"param_groups[{number}]"), group_names(group))
+
+
+def group_names(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The canonical names of a param group's paged parameters."""
+    return tuple(each._place.name for each in group["params"])
+
+
+def generators() -> dict[str, Any]:
+    """Copies of the states of all random number generators: torch's on the CPU and on each CUDA device, those
+    of numpy and of Python.
+    """
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": list(cuda),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Set all random number generators to states that `generators` has returned.
+
+    The states of CUDA devices that are not here are left out.
+    """
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+
+
+def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of the modules that define `get_extra_state`."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module

@@ -1,0 +1,70 @@
+"""Tests of runs with commits in which one call to the disk fails; with -m slow every call does, in turn.
+
+`python tests/fault_sweep.py` prints what came of each call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fault_sweep import CASES, FILES, Fault, Session, outcome, story, sweep
+from faulty import start_torch_threads
+from runs_on_disk import Run
+
+REDUCED: dict[str, list[tuple[Fault, set[str]]]] = {
+    "nvme, lazy": [
+        (Fault("engine", "read", "train", 25), {"repeated", "unnoticed"}),
+        (Fault("engine", "write", "train", 14), {"lost", "repeated", "unnoticed"}),
+        (Fault("engine", "write", "save", 20), {"lost", "repeated", "unnoticed"}),
+        (Fault("engine", "read", "copy", 9), {"repeated"}),
+        (Fault("engine", "write", "load", 30), {"lost"}),
+        (Fault("engine", "read", "resume", 12), {"repeated", "refused", "unnoticed"}),
+    ],
+    "mixed, eager": [
+        (Fault("engine", "sync", "save", 2), {"lost"}),
+        (Fault("files", "sync directory", "save", 2), {"lost", "unnoticed"}),
+        (Fault("engine", "write", "end", 1), {"lost", "repeated", "unnoticed"}),
+    ],
+    "unified, lazy": [
+        (Fault("engine", "write", "save", 5), {"repeated"}),
+        (Fault("files", "rename", "save", 2), {"repeated"}),
+        (Fault("files", "remove", "save", 6), {"unnoticed"}),
+        (Fault("files", "read", "load", 40), {"lost"}),
+        (Fault("engine", "read", "resume", 8), {"refused"}),
+    ],
+}
+"""Calls that the default run makes fail, with what may come of each. Threads decide in part what does."""
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_a_call_fails(case: str, tmp_path: Path) -> None:
+    start_torch_threads()
+    (tmp_path / "expected").mkdir()
+    expected = Session(Run(tmp_path / "expected", **CASES[case]))
+    story(expected)
+    expected.verify()
+    for number, (fault, outcomes) in enumerate(REDUCED[case]):
+        root = tmp_path / str(number)
+        root.mkdir()
+        assert outcome(Run(root, **CASES[case]), fault, expected) in outcomes, fault
+
+
+def test_a_wrong_loss_would_be_seen(tmp_path: Path) -> None:
+    for name in ("expected", "other"):
+        (tmp_path / name).mkdir()
+    expected = Session(Run(tmp_path / "expected", **CASES["unified, lazy"]))
+    story(expected)
+    expected.verify()
+    expected.losses[3] += 1
+    with pytest.raises(AssertionError, match="the loss of step 3"):
+        story(Session(Run(tmp_path / "other", **CASES["unified, lazy"]), expected=expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_call_fails(case: str) -> None:
+    table = sweep(lambda root: Run(root, **CASES[case]))
+    assert {kind for where, kind, _, _ in table if where == "files"} == set(FILES)
+    assert {kind for where, kind, _, _ in table if where == "engine"} == {"read", "write", "sync"}
+    assert {found for *_, found in table} == {"refused", "repeated", "lost", "unnoticed"}
