@@ -85,6 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="seed of initial weights and of the order of the text (default: %(default)s)",
     )
     _add_memory_options(parser.add_argument_group("memory"))
+    _add_commit_options(parser.add_argument_group("commits"))
     output = parser.add_argument_group("output")
     output.add_argument("--log", metavar="FILE", help="write one JSON object a step to this file")
     output.add_argument(
@@ -94,21 +95,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE", help="write a timeline for https://ui.perfetto.dev to this file"
     )
     output.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line of stdout"
+    )
+
+
+def _add_commit_options(commits: Any) -> None:
+    commits.add_argument(
         "--checkpoint", metavar="DIR", help="keep commits of the run in this directory, also after a signal"
     )
-    output.add_argument(
+    commits.add_argument(
         "--every",
         type=int,
         metavar="N",
         help=f"steps between commits (default: {EVERY}); there is one at the end in any case",
     )
-    output.add_argument(
+    commits.add_argument(
         "--resume",
         action="store_true",
         help="continue from the last commit in --checkpoint, or begin anew if there is none",
-    )
-    output.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line of stdout"
     )
 
 
@@ -207,9 +211,8 @@ def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) 
     torch.manual_seed(options.seed)
     model = language_model(options.model)
     precision = Precision(compute=options.compute, states=options.states)
-    budget = Budget(
-        device=options.budget_device, host=options.budget_host, nvme=_directories(options.budget_nvme)
-    )
+    directories = _directories(options.budget_nvme)
+    budget = Budget(device=options.budget_device, host=options.budget_host, nvme=directories)
     device = usable_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     text = find_text(options.data)
     batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)

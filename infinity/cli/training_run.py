@@ -92,9 +92,7 @@ def carry_out_job(
             checkpoint=job.checkpoint,
         )
     with runtime:
-        if (
-            options.export is not None
-        ):  # checked again before the long run: the log or pages may lie there now
+        if options.export is not None:  # again, before the long run: the log or pages may lie there now
             check_destination(options.export)
         commits = None
         if job.checkpoint is not None:
