@@ -196,8 +196,8 @@ class DurableIO:
         wrong = np.flatnonzero((found != known) & (known != UNKNOWN))
         if len(wrong):
             raise CorruptState(
-                f"The bytes on disk of {part.named(int(wrong[0]))} are not those that were committed: "
-                f"{len(wrong)} of {len(found)} checksums of the part differ.",
+                f"The bytes of {part.named(int(wrong[0]))} are not those that were committed; "
+                f"{len(wrong)} of {len(found)} checksums of its chunk differ.",
                 "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
             )
         part.verified = True

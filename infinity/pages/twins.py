@@ -144,8 +144,10 @@ class Part:
         for (_, nbytes, size), label in zip(self.segments.tolist(), self.labels, strict=True):
             blocks = -(-nbytes // size)
             if block < blocks:
+                elements = label.first + nbytes * BLOCK // size
                 first = label.first + block * BLOCK
-                return f"{label.array} of {label.parameter}, elements {first} to {first + BLOCK},"
+                end = min(first + BLOCK, elements)
+                return f"{label.array} of {label.parameter} for its elements {first} to {end}"
             block -= blocks
         raise IndexError(block)
 

@@ -17,7 +17,7 @@ from runs_on_disk import HOMES, Run, copied, everything
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, volume_record
+from infinity.checkpoint.commit_source import CommitSource, Damage, volume_record
 from infinity.errors import CorruptState
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
@@ -87,16 +87,14 @@ def opened(saved: SavedCommit, path: Path) -> Iterator[CommitSource]:
         yield CommitSource(saved, tier)
 
 
-def check_all(saved: SavedCommit, source: CommitSource) -> list[CorruptState]:
-    """Compare all places of a commit with their checksums; returns an error for each wrong parameter."""
-    errors = []
-    for entry in saved.manifest.parameters:
-        try:
-            for _ in source.check(entry, 1 << 16):
-                pass
-        except CorruptState as error:
-            errors.append(error)
-    return errors
+def check_all(saved: SavedCommit, source: CommitSource) -> list[Damage]:
+    """Compare all places of a commit with their checksums; returns what differs."""
+    return [
+        damage
+        for entry in saved.manifest.parameters
+        for checked in source.check(entry, 1 << 16)
+        for damage in checked.damage
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +127,8 @@ def test_every_flipped_bit_is_found(home: str, states: str, count: int, tmp_path
                 assert errors == [], "a place that the commit does not hold"
                 continue
             noticed += 1
-            (error,) = errors
-            check_named(error, places[owners[offset] - 1], offset)
+            (damage,) = errors
+            check_range(damage.parameter, damage.first, damage.end, places[owners[offset] - 1], offset)
         assert noticed >= count // 2
         assert check_all(saved, source) == []
 
@@ -140,12 +138,20 @@ def check_named(error: CorruptState, array: tuple[Any, Any, Any], offset: int) -
 
     array: an item of `arrays`, in which the byte lies.
     """
-    entry, within, place = array
-    element = within.first + (offset - place.offset) * within.count // place.nbytes
     said = SAID.search(error.cause)
     assert said is not None, error.cause
-    assert said["name"] == entry.names[0]
-    assert int(said["first"]) <= element < int(said["end"]), (error.cause, element)
+    check_range(said["name"], int(said["first"]), int(said["end"]), array, offset)
+
+
+def check_range(name: str, first: int, end: int, array: tuple[Any, Any, Any], offset: int) -> None:
+    """Assert that elements [first, end) of parameter `name` have the byte of the volume at `offset`.
+
+    array: an item of `arrays`, in which the byte lies.
+    """
+    entry, within, place = array
+    element = within.first + (offset - place.offset) * within.count // place.nbytes
+    assert name == entry.names[0]
+    assert first <= element < end
 
 
 @pytest.mark.parametrize("home", HOMES)
