@@ -89,6 +89,10 @@ class Store:
         self.plan = plan
         self.meter = meter
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
+        self._besides: deque[Transfer] = deque()
+        """Writes under way, for a commit, of bytes whose home is device memory. A failure is the commit's.
+        They keep staging until they have ended, so a caller that needs room waits for them, too.
+        """
         self._opened: list[Home] = []
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
@@ -312,7 +316,7 @@ class Store:
             there.copy_(source)
             return ARRIVED
         if self.durable is not None and home.twins is not None:
-            self.durable.write_besides(home, offset, source)
+            self._besides.extend(self.durable.write_besides(home, offset, source))
         if home.computed:
             self.link.follow_compute()
         return self.copy_up(home.view(offset, source.nbytes), source)
@@ -434,10 +438,13 @@ class Store:
 
         Returns True, or False if no write is in flight.
         """
-        if not self._writes:
+        if not self._writes and not self._besides:
             return False
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
-            self._finish_write(self._writes[0])
+            if self._besides:
+                self._finish_besides()
+            else:
+                self._finish_write(self._writes[0])
         return True
 
     def poll(self) -> None:
@@ -445,12 +452,16 @@ class Store:
 
         Raises the error of the first write that failed.
         """
+        while self._besides and self._besides[0].done():
+            self._finish_besides()
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write(self._writes[0])
 
     def settle(self) -> None:
         """Wait until all writes in flight have ended. Then raise the first error, if any write failed."""
         failure: InfinityError | None = None
+        while self._besides:
+            self._finish_besides()
         while self._writes:
             try:
                 self._finish_write(self._writes[0])
@@ -471,6 +482,11 @@ class Store:
                 home.memory = None  # the model's Parameters know their homes, and outlive the tiers
             self.workspace = self.kernels = self.ring = self.landing = None
             self._cleanup.close()
+
+    def _finish_besides(self) -> None:
+        with contextlib.suppress(InfinityError):  # the commit, which waits for the same write, fails by it
+            self._besides[0].wait()
+        self._besides.popleft()
 
     def _finish_write(self, write: tuple[Home, InFlightRequest]) -> None:
         home, request = write
