@@ -278,7 +278,7 @@ class Updater:
         """Do what `complete` does for all units with an update for which the pending commit waits."""
         ledger = self._store.ledger
         if ledger is not None and ledger.pending is not None:
-            for unit in dict.fromkeys(unit for unit, _ in list(ledger.pending.awaited)):
+            for unit in ledger.awaited_units():
                 self.complete(unit)
 
     def _held_up(self, chain: Chain) -> bool:

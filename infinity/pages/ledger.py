@@ -53,8 +53,12 @@ class Pending:
     """Parts whose flush has not ended: those in `to_flush`, and those whose write is under way."""
     writes: list[Transfer] = field(default_factory=list)
     """Writes under way of bytes that the commit holds."""
+    begun: dict[Part, bool] = field(default_factory=dict)
+    """`Part.begun`, at the time of `save`, of the parts whose bytes are those of that time."""
     failure: InfinityError | None = None
     """The error by which the commit cannot land any more."""
+    taken: bool = False
+    """Whether somebody will call `Ledger.end` for this commit."""
     ended: bool = False
 
 
@@ -85,13 +89,14 @@ class Ledger:
         frozen parameters. writes: the writes of pages that are under way. Returns the pending commit, and the
         parts in device memory that the caller has to write to their places now, with `written`.
         """
-        pending = Pending(writes=list(writes))
+        pending = self.pending = Pending(writes=list(writes))
         late = set(outstanding)
         apart: list[Part] = []
         pending.awaited = {chunk: self._parts[chunk] for chunk in late}
         pending.late = {part for parts in pending.awaited.values() for part in parts}
         ready = [part for chunk, parts in self._parts.items() if chunk not in late for part in parts]
         for part in (*ready, *frozen):
+            pending.begun[part] = part.begun  # the next step may begin it before its bytes are flushed
             if part.home.nvme_lease is not None or (not part.trained and part.durable is not None):
                 _capture(pending, part)
             elif part.home.in_place:
@@ -99,23 +104,24 @@ class Ledger:
             else:
                 apart.append(part)
         pending.unflushed.update(pending.to_flush)
-        self.pending = pending
         return pending, apart
 
     def wants(self, part: Part) -> bool:
         """Whether the pending commit waits for the update that brings the part's next bytes."""
-        return self.pending is not None and part in self.pending.late
+        pending = self.pending  # the commit's thread sets the attribute to None
+        return pending is not None and part in pending.late
 
     def written(self, part: Part, transfer: Transfer) -> None:
         """Note that a write of a whole part to its place `side` has begun, with bytes that the pending commit
         holds.
         """
-        pending = self.pending
-        assert pending is not None
         with self._changed:
+            pending = self.pending
+            if pending is None:
+                return  # the commit has failed meanwhile
             pending.writes.append(watcher_of(transfer))
-            pending.late.discard(part)
             _capture(pending, part)
+            pending.late.discard(part)
 
     def updated(self, chunk: Chunk) -> None:
         """Note that an awaited update of a chunk has been computed, and that its writes have begun."""
@@ -123,7 +129,7 @@ class Ledger:
         if pending is None or chunk not in pending.awaited:
             return
         with self._changed:
-            for part in pending.awaited.pop(chunk):
+            for part in pending.awaited.pop(chunk, ()):  # none if the commit has failed meanwhile
                 if part in pending.late:
                     pending.late.discard(part)
                     pending.to_flush.append(part)
@@ -148,7 +154,8 @@ class Ledger:
 
     def settle_chunk(self, chunk: Chunk) -> None:
         """Do what `settle` does for the parts of a chunk."""
-        if self.pending is not None and self.pending.unflushed:
+        pending = self.pending
+        if pending is not None and pending.unflushed:
             self.settle(self._parts[chunk])
 
     def blocks(self, chunk: Chunk) -> bool:
@@ -159,7 +166,19 @@ class Ledger:
             return False
         return any(part.home.nvme_lease is not None and part.target() is None for part in self._parts[chunk])
 
+    def awaited_units(self) -> list[int]:
+        """The units with an update for which the pending commit waits."""
+        with self._changed:
+            awaited = () if self.pending is None else self.pending.awaited
+            return list(dict.fromkeys(unit for unit, _ in awaited))
+
     # --- the thread of the commit -----------------------------------------------------------------------
+
+    def take(self, pending: Pending) -> bool:
+        """Become the one who ends a commit. Returns False if somebody else is that already."""
+        with self._changed:
+            taken, pending.taken = pending.taken, True
+        return not taken
 
     def next_flush(self, *, block: bool) -> Part | None:
         """Take the next part to flush; None if there is none now.
@@ -184,10 +203,8 @@ class Ledger:
             pending.unflushed.discard(part)
             self._changed.notify_all()
 
-    def end(self, failure: InfinityError | None) -> None:
-        """Note that the pending commit has ended. Its places are durable if `failure` is None, else free."""
-        pending = self.pending
-        assert pending is not None
+    def end(self, pending: Pending, failure: InfinityError | None) -> None:
+        """Note that a commit has ended. Its places are durable if `failure` is None, else free."""
         with self._changed:
             for part, (side, _, _) in pending.captured.items():
                 part.pending = None
@@ -196,6 +213,7 @@ class Ledger:
             pending.failure = failure
             pending.ended = True
             pending.awaited.clear()
+            pending.late.clear()
             pending.unflushed.clear()
             self.pending = None
             self._changed.notify_all()
@@ -210,8 +228,8 @@ class Ledger:
 
 
 def _capture(pending: Pending, part: Part) -> None:
-    part.pending = part.side
-    pending.captured[part] = part.side, part.checksums, part.begun
+    pending.captured[part] = part.side, part.checksums, pending.begun.get(part, part.begun)
+    part.pending = part.side  # last: `end` frees the places of what was captured
 
 
 def _nothing() -> None:
