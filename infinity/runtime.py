@@ -326,6 +326,7 @@ class Runtime(Closing):
                 ends.callback(self._hooks.remove)
                 ends.callback(parts.pager.forwards.prune)
                 if parts.committer is not None:
+                    ends.callback(parts.committer.end)  # even if the line below is interrupted
                     ends.callback(parts.committer.close)
 
     # --- called by hooks -------------------------------------------------------------------------------

@@ -72,17 +72,22 @@ class Commit:
     def wait(self) -> None:
         """Complete the updates that the commit needs, and wait until the commit is durable.
 
-        Raises the error by which the commit failed: StorageFull or StorageError.
+        Raises the error by which the commit failed: StorageFull or StorageError. Also raises StorageError if
+        a read of an update failed; the commit is pending still then, and a second call repeats the read.
         """
         self._drive(self)
-        while not self._ended.wait(_SLICE):
-            pass
+        self.join()
         if self._failure is not None:
             self.told = True
             raise self._failure.again()
 
+    def join(self) -> None:
+        """Wait until the commit has ended, without completing updates for it."""
+        while not self._ended.wait(_SLICE):
+            pass
+
     def end(self, failure: InfinityError | None) -> None:
-        """Note that the commit has ended. Called once, by the commit's thread."""
+        """Note that the commit has ended. Called once, as a rule by the commit's thread."""
         self._failure = failure
         self._ended.set()
 
@@ -122,6 +127,8 @@ class Committer:
         """Number of the newest commit in the directory that is durable or may be."""
         self.last: Commit | None = None
         """The latest commit of this runtime."""
+        self._thread: threading.Thread | None = None
+        """The thread of the latest commit."""
         self._pages = pages
         self._store = store
         self._durable = store.durable
@@ -163,19 +170,15 @@ class Committer:
             self.generation + 1, state, generators() if rng is None else rng, identity
         )
         ledger = self._durable.ledger
-        pending, apart = ledger.begin(outstanding, self._frozen, self._store.writes_under_way())
         commit = Commit(self.generation + 1, self._drive)
-        self.last = commit
-        thread = threading.Thread(
-            target=self._land, args=(commit, pending, draft), name="infinity-commit", daemon=True
-        )
         try:
+            pending, apart = ledger.begin(outstanding, self._frozen, self._store.writes_under_way())
             for part in apart:
                 self._write_apart(part)
-            thread.start()
+            self.last, self._thread = commit, _thread(self._land, commit, pending, draft)
+            self._thread.start()
         except BaseException:
-            ledger.end(ConfigError("A commit was given up before it began.", "Call save() again."))
-            self.last = None
+            self._give_up(commit)
             raise
         lent = [page for page in self._pages if self._edits.lent(page.index)]
         if lent:  # user code may change these pages at any time from now on
@@ -191,18 +194,13 @@ class Committer:
     def land(self) -> None:
         """Drive the pending commit to its end, whether it becomes durable or fails.
 
-        It fails if an update fails that it waits for, whose error is then that of the commit.
+        Raises StorageError if a read of an update failed, which the next call repeats. The commit is pending
+        still.
         """
         commit = self.last
         if commit is not None and not commit.done:
-            try:
-                self._updater.complete_awaited()
-            except InfinityError as error:
-                self._durable.ledger.abandon(error)
-            if self._health.failure is not None:
-                self._durable.ledger.abandon()
-            while not commit._ended.wait(_SLICE):
-                pass
+            self._drive(commit)
+            commit.join()
 
     def abandon(self) -> None:
         """Give up the pending commit, if its manifest is not being written yet; nobody is told of it.
@@ -220,14 +218,35 @@ class Committer:
             self.last.told = True
             raise self.last.failure.again()
 
+    def end(self) -> None:
+        """Give up the commit if it is pending, and wait until its thread uses no memory any more."""
+        self._durable.ledger.abandon()
+        if self._thread is not None and self._thread.ident is not None:
+            while self._thread.is_alive():
+                self._thread.join(_SLICE)
+
     # --- inside -----------------------------------------------------------------------------------------
+
+    def _give_up(self, commit: Commit) -> None:
+        """End a commit that `save` could not begin, unless its thread has begun and ends it."""
+        pending = self._durable.ledger.pending
+        if pending is not None and self._durable.ledger.take(pending):
+            failure = ConfigError("A commit was given up before it began.", "Call save() again.")
+            self._durable.ledger.end(pending, failure)
+            commit.told = True
+            commit.end(failure)
 
     def _drive(self, commit: Commit) -> None:
         with self._lock:
             if commit is self.last and not commit.done:
-                self._updater.complete_awaited()
+                try:
+                    if self._health.failure is None:
+                        self._updater.complete_awaited()
+                except InfinityError:
+                    if self._health.failure is None:
+                        raise  # a read failed, and the next call repeats it
                 if self._health.failure is not None:
-                    self._durable.ledger.abandon()
+                    self._durable.ledger.abandon(self._health.failure)  # nobody completes the updates now
 
     def _learn(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -244,6 +263,8 @@ class Committer:
     # --- the commit's thread ----------------------------------------------------------------------------
 
     def _land(self, commit: Commit, pending: Pending, draft: Draft) -> None:
+        if not self._durable.ledger.take(pending):
+            return  # `save` was interrupted, and has given the commit up
         failure: InfinityError | None = None
         try:
             self._make_durable(pending, draft)
@@ -253,11 +274,13 @@ class Committer:
             failure = ConfigError(f"A commit failed by {error!r}.", "Report it, with the traceback.")
             raise
         finally:
-            self._durable.ledger.end(failure)
-            if failure is None:
-                before, self.generation = self.generation, commit.generation
-                self._remove_old(before)
-            commit.end(failure)
+            try:
+                self._durable.ledger.end(pending, failure)
+                if failure is None:
+                    before, self.generation = self.generation, commit.generation
+                    self._remove_old(before)
+            finally:
+                commit.end(failure)
 
     def _make_durable(self, pending: Pending, draft: Draft) -> None:
         self._flush()
@@ -323,3 +346,7 @@ class Committer:
             if self._superseded is not None:
                 self._superseded()
                 self._superseded = None
+
+
+def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
+    return threading.Thread(target=target, args=args, name="infinity-commit", daemon=True)

@@ -280,8 +280,8 @@ class Updater:
         Does nothing if the commit was given up.
         """
         ledger = self._store.ledger
-        if ledger is not None and ledger.pending is not None and not ledger.pending.ended:
-            for unit in dict.fromkeys(unit for unit, _ in list(ledger.pending.awaited)):
+        if ledger is not None and ledger.pending is not None:
+            for unit in ledger.awaited_units():
                 self.complete(unit)
 
     def _held_up(self, chain: Chain) -> bool:

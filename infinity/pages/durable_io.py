@@ -85,6 +85,8 @@ class DurableIO:
                 if self.ledger.wants(part):
                     self.ledger.written(part, transfer)
             else:
+                if not part.verified:
+                    self.verify(part)  # else its bytes could not be told from those whose checksums follow
                 self._make_writable(part)
                 _forget(part, low - part.start, high - part.start)
                 transfer = self._write(part.place + low - part.start, piece)

@@ -46,8 +46,8 @@ class Pending:
     there have values).
     """
     begun: dict[Part, bool] = field(default_factory=dict)
-    """Part -> `Part.begun` when the commit began. A later step may decide the first update of a chunk before
-    the commit has the chunk's bytes.
+    """`Part.begun`, at the time of `save`, of the parts whose bytes are those of that time. A later step may
+    decide the first update of a chunk before the commit has the chunk's bytes.
     """
     awaited: dict[Chunk, Sequence[Part]] = field(default_factory=dict)
     """Chunks whose update was decided and has not been computed -> their parts."""
@@ -61,6 +61,8 @@ class Pending:
     """Writes under way of bytes that the commit holds."""
     failure: InfinityError | None = None
     """The error by which the commit cannot land any more."""
+    taken: bool = False
+    """Whether somebody will call `Ledger.end` for this commit."""
     ended: bool = False
     named: bool = False
     """Whether the manifest has its name, so that a crash may resume this commit even if it fails now."""
@@ -93,14 +95,14 @@ class Ledger:
         frozen parameters. writes: the writes of pages that are under way. Returns the pending commit, and the
         parts in device memory that the caller has to write to their places now, with `written`.
         """
-        pending = Pending(writes=list(writes))
+        pending = self.pending = Pending(writes=list(writes))
         late = set(outstanding)
         apart: list[Part] = []
         pending.awaited = {chunk: self._parts[chunk] for chunk in late}
         pending.late = {part for parts in pending.awaited.values() for part in parts}
         ready = [part for chunk, parts in self._parts.items() if chunk not in late for part in parts]
-        pending.begun = {part: part.begun for parts in self._parts.values() for part in parts}
         for part in (*ready, *frozen):
+            pending.begun[part] = part.begun
             if part.home.nvme_lease is not None or (not part.trained and part.durable is not None):
                 _capture(pending, part)
             elif part.home.in_place:
@@ -108,23 +110,24 @@ class Ledger:
             else:
                 apart.append(part)
         pending.unflushed.update(pending.to_flush)
-        self.pending = pending
         return pending, apart
 
     def wants(self, part: Part) -> bool:
         """Whether the pending commit waits for the update that brings the part's next bytes."""
-        return self.pending is not None and part in self.pending.late
+        pending = self.pending  # the commit's thread sets the attribute to None
+        return pending is not None and part in pending.late
 
     def written(self, part: Part, transfer: Transfer) -> None:
         """Note that a write of a whole part to its place `side` has begun, with bytes that the pending commit
         holds.
         """
-        pending = self.pending
-        assert pending is not None
         with self._changed:
+            pending = self.pending
+            if pending is None:
+                return  # the commit has failed meanwhile
             pending.writes.append(watcher_of(transfer))
-            pending.late.discard(part)
             _capture(pending, part)
+            pending.late.discard(part)
 
     def updated(self, chunk: Chunk) -> None:
         """Note that an awaited update of a chunk has been computed, and that its writes have begun."""
@@ -132,7 +135,7 @@ class Ledger:
         if pending is None or chunk not in pending.awaited:
             return
         with self._changed:
-            for part in pending.awaited.pop(chunk):
+            for part in pending.awaited.pop(chunk, ()):  # none if the commit has failed meanwhile
                 if part in pending.late:
                     pending.late.discard(part)
                     pending.to_flush.append(part)
@@ -157,7 +160,8 @@ class Ledger:
 
     def settle_chunk(self, chunk: Chunk) -> None:
         """Do what `settle` does for the parts of a chunk."""
-        if self.pending is not None and self.pending.unflushed:
+        pending = self.pending
+        if pending is not None and pending.unflushed:
             self.settle(self._parts[chunk])
 
     def blocks(self, chunk: Chunk) -> bool:
@@ -167,6 +171,13 @@ class Ledger:
         if self.pending is None:
             return False
         return any(part.home.nvme_lease is not None and part.target() is None for part in self._parts[chunk])
+
+    def awaited_units(self) -> list[int]:
+        """The units with an update for which the pending commit waits, unless the commit was given up."""
+        with self._changed:
+            pending = self.pending
+            awaited = () if pending is None or pending.ended else pending.awaited
+            return list(dict.fromkeys(unit for unit, _ in awaited))
 
     def land(self) -> None:
         """Wait until the pending commit has ended, whether it is durable or has failed.
@@ -179,6 +190,12 @@ class Ledger:
                 self._changed.wait(_SLICE)
 
     # --- the thread of the commit -----------------------------------------------------------------------
+
+    def take(self, pending: Pending) -> bool:
+        """Become the one who ends a commit. Returns False if somebody else is that already."""
+        with self._changed:
+            taken, pending.taken = pending.taken, True
+        return not taken
 
     def next_flush(self, *, block: bool) -> Part | None:
         """Take the next part to flush; None if there is none now.
@@ -203,14 +220,12 @@ class Ledger:
             pending.unflushed.discard(part)
             self._changed.notify_all()
 
-    def end(self, failure: InfinityError | None) -> None:
-        """Note that the pending commit has ended. Its places are durable if `failure` is None, else free.
+    def end(self, pending: Pending, failure: InfinityError | None) -> None:
+        """Note that a commit has ended. Its places are durable if `failure` is None, else free.
 
         They stay held if it failed when its manifest had its name: that commit, the one before, or both are
         on the disk, and nobody knows.
         """
-        pending = self.pending
-        assert pending is not None
         with self._changed:
             if failure is not None and pending.named:
                 self.lost = failure
@@ -223,6 +238,7 @@ class Ledger:
             pending.failure = failure
             pending.ended = True
             pending.awaited.clear()
+            pending.late.clear()
             pending.unflushed.clear()
             self.pending = None
             self._changed.notify_all()
@@ -238,5 +254,5 @@ class Ledger:
 
 
 def _capture(pending: Pending, part: Part) -> None:
-    part.pending = part.side
-    pending.captured[part] = part.side, part.checksums, pending.begun.get(part, True)
+    pending.captured[part] = part.side, part.checksums, pending.begun.get(part, part.begun)
+    part.pending = part.side  # last: `end` frees the places of what was captured
