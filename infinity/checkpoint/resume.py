@@ -7,6 +7,7 @@ the old ones stay whole until the first commit of the new run.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import ModelLayout
 from infinity.layout.division import Division
+from infinity.model.materialize import listed
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States
 from infinity.pages.store import Store
@@ -215,12 +217,24 @@ def check_groups(saved: SavedCommit, names: Sequence[Sequence[str]]) -> None:
 
     names: for each group, the canonical names of its parameters.
     """
+    ours = [tuple(each) for each in names]
     theirs = [tuple(group.params) for group in saved.manifest.param_groups]
-    if [tuple(each) for each in names] != theirs:
-        raise IncompatibleCheckpoint(
-            f"The optimizer's {len(names)} param groups have other parameters than the commit's.",
-            "Build the optimizer with the same groups, in the same order.",
+    if ours == theirs:
+        return
+    apart = set(itertools.chain(*ours)) ^ set(itertools.chain(*theirs))
+    if apart:
+        cause = (
+            f"Only the optimizer or only the commit has {listed(sorted(apart))} in its param groups, and not "
+            "both."
         )
+    else:
+        cause = (
+            f"The parameters lie in the optimizer's {len(ours)} param groups in another way than in the "
+            f"commit's {len(theirs)}."
+        )
+    raise IncompatibleCheckpoint(
+        cause, "Build the model and the optimizer with the same parameters and groups, in the same order."
+    )
 
 
 def restore_groups(saved: SavedCommit, groups: Sequence[dict[str, Any]]) -> None:
