@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cover import drawn, each_value
+from emulated_device import EmulatedDevice
 from parity import differences
 from resume_matrix import FACTORS, Case, fits, resumed, undisturbed
 
@@ -67,6 +68,30 @@ def test_a_special_case(what: str, tmp_path: Path) -> None:
     found = resumed(case, tmp_path / "resumed")
     assert differences(vars(replace(found, adopted=[])), vars(wanted)) == []
     assert found.adopted == [True] * case.commits
+
+
+LATE = [("device", "mixed"), ("apart", "device"), ("mixed", "apart"), ("ram", "device"), ("device", "nvme")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [LATE[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in LATE[1:])]
+)
+def test_a_device_whose_streams_are_late(before: str, after: str, tmp_path: Path) -> None:
+    """Every access to the device's memory has an order, and the bits are those of a run without a break."""
+    case = replace(
+        PLAIN,
+        model="unusual",
+        before=before,
+        after=after,
+        disks_before="one",
+        disks_after="two",
+        commits=2,
+    )
+    with EmulatedDevice(1).in_use():
+        wanted = undisturbed(case, tmp_path / "undisturbed")
+    with EmulatedDevice(2).in_use():
+        found = resumed(case, tmp_path / "resumed")
+    assert differences(vars(replace(found, adopted=[])), vars(wanted)) == []
 
 
 @pytest.mark.parametrize("case", parameters())
