@@ -242,8 +242,10 @@ class Runtime(Closing):
         """Return the state that was given to `save` at the commit from which this run was resumed.
 
         Also sets the options of all param groups and the random number generators to what they were then. So
-        call it after making schedulers, which change the options of groups, and before their load_state_dict.
-        Raises ConfigError if the run was not resumed, or has taken a step since.
+        call it after making schedulers, whose constructors change the options of groups, and before their
+        load_state_dict. It may be called several times before the first step, which warns if a scheduler that
+        was made after the last call has changed a learning rate. Raises ConfigError if the run was not
+        resumed, or has taken a step since.
 
         path: a directory that `save(path)` has made, whose run takes the place of this one: parameters,
         states, buffers, and all that `save` keeps. It may be called whenever `save` may. Homes, chunks and
@@ -271,6 +273,7 @@ class Runtime(Closing):
                     "Close the runtime, build the model anew, and offload it with resume=DIRECTORY.",
                 )
             self.resumed()
+            self.optimizer.restored()
             run_state(saved).set_generators()
             return run_state(saved).user_state
 

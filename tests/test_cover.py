@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from cover import covered, pairwise, product
+from cover import covered, drawn, each_value, pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +46,52 @@ def test_a_cover_is_hardly_larger_than_its_two_largest_factors_need(
     cases = pairwise(factors)
     check_every_pair(factors, cases)
     assert len(cases) <= most
+
+
+@given(FACTORS, st.integers(0, 3), st.integers(0, 12))
+def test_drawn_combinations_have_every_pair(factors: dict[str, list[int]], seed: int, least: int) -> None:
+    least = min(least, len(product(factors)))
+    cases = drawn(factors, lambda case: True, seed=seed, least=least)
+    if len(factors) > 1:
+        check_every_pair(factors, cases)
+    assert len(cases) >= least
+    assert all(list(case) == list(factors) for case in cases)
+    assert len({tuple(case.items()) for case in cases}) == len(cases)
+    assert drawn(factors, lambda case: True, seed=seed, least=least) == cases
+
+
+def test_a_large_product_is_drawn_from() -> None:
+    factors: dict[str, Sequence[Any]] = {f"factor {at}": range(3 + at % 6) for at in range(16)}
+    cases = drawn(factors, lambda case: True, seed=1)
+    check_every_pair(factors, cases)
+    assert len(cases) <= 2 * 8 * 7
+
+
+def test_drawn_combinations_fit() -> None:
+    """Pairs of values that occur together in an allowed combination are there, and no others."""
+
+    def fits(case: dict[str, Any]) -> bool:
+        return case.get("a", 9) >= case.get("b", 1) and not (case.get("b") == 3 and case.get("c") == 2)
+
+    factors: dict[str, Sequence[Any]] = {"a": (1, 2, 3), "b": (1, 2, 3), "c": (1, 2)}
+    allowed = [case for case in product(factors) if fits(case)]
+    cases = drawn(factors, fits, seed=0)
+    assert all(case in allowed for case in cases)
+    for pair in itertools.combinations(factors, 2):
+        assert {tuple(case[name] for name in pair) for case in cases} == {
+            tuple(case[name] for name in pair) for case in allowed
+        }
+
+
+def test_a_few_combinations_with_every_value() -> None:
+    cases = drawn({"a": range(7), "b": range(5), "c": range(3)}, lambda case: True, seed=2, least=40)
+    chosen = each_value(cases, 9)
+    assert len(chosen) == 9 and all(case in cases for case in chosen)
+    assert {item for case in chosen for item in case.items()} == {
+        item for case in cases for item in case.items()
+    }
+    with pytest.raises(AssertionError, match="6 combinations lack"):
+        each_value(cases, 6)
 
 
 def test_pairs_that_nothing_allowed_has_are_left_out() -> None:

@@ -7,6 +7,7 @@ number generators, and the user's state.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from infinity.checkpoint.manifest_json import run_fields, tree_of
 from infinity.checkpoint.values import Decoder, decode, encode
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
+from infinity.model.materialize import listed
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
 
@@ -77,11 +79,25 @@ class RunState:
 
         names: for each group, the canonical names of its parameters.
         """
-        if [tuple(each) for each in names] != [tuple(group.params) for group in self.param_groups]:
-            raise IncompatibleCheckpoint(
-                f"The optimizer's {len(names)} param groups have other parameters than the checkpoint's.",
-                "Build the optimizer with the same groups, in the same order.",
+        ours = [tuple(each) for each in names]
+        theirs = [tuple(group.params) for group in self.param_groups]
+        if ours == theirs:
+            return
+        apart = set(itertools.chain(*ours)) ^ set(itertools.chain(*theirs))
+        if apart:
+            cause = (
+                f"Only the optimizer or only the commit has {listed(sorted(apart))} in its param groups, and "
+                "not both."
             )
+        else:
+            cause = (
+                f"The parameters lie in the optimizer's {len(ours)} param groups in another way than in the "
+                f"commit's {len(theirs)}."
+            )
+        raise IncompatibleCheckpoint(
+            cause,
+            "Build the model and the optimizer with the same parameters and groups, in the same order.",
+        )
 
     def check_buffers(self, model: nn.Module) -> None:
         """Raise IncompatibleCheckpoint if buffers are missing on either side or differ in shape or dtype."""

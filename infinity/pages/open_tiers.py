@@ -138,7 +138,9 @@ class OpenTiers:
         plan = self.plan
         paths: Mapping[str, int] = {os.fspath(path): size for path, size in budget.nvme_bytes.items()}
         if plan.slab_directory is not None:
-            paths = {plan.slab_directory: plan.nvme_bytes + SLAB_HEADER_BYTES}
+            # It has no budget, and slabs that are adopted there may be larger than the plan's.
+            limit = plan.nvme_bytes + SLAB_HEADER_BYTES if adopted is None else 1 << 62
+            paths = {plan.slab_directory: limit}
         return NvmeTier(
             paths,
             plan.nvme_bytes,
