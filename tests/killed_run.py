@@ -90,12 +90,12 @@ def main(root: str, job: dict[str, Any], point: str, nth: int, last: int) -> Non
     resume = bool(commit_files.generations(directories[0]))
     with injected(Faults(), killer), opened(made, directories, resume=resume) as (model, runtime):
         begun = runtime.load()["step"] if resume else 0
-        print("begins", begun, flush=True)
+        _say("begins", begun)
         if begun:
             after(model, runtime, begun)
         pending = None
         for step in range(begun + 1, last + 1):
-            print("step", step, take_step(model, runtime, step).hex(), flush=True)
+            _say("step", step, take_step(model, runtime, step).hex())
             if pending is not None:
                 _wait(*pending)
             pending = runtime.save(state=user_state(step)), step
@@ -106,7 +106,12 @@ def main(root: str, job: dict[str, Any], point: str, nth: int, last: int) -> Non
 
 def _wait(commit: Any, step: int) -> None:
     commit.wait()
-    print("durable", commit.generation, step, flush=True)
+    _say("durable", commit.generation, step)
+
+
+def _say(*words: object) -> None:
+    """Write a line to stdout at once, so that a kill leaves the whole line or nothing."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from warm_python import Popen
 import infinity
 from infinity.checkpoint import commit_files
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers.slab_header import read_header, slab_name
+from infinity.tiers.slab_header import left_by_a_crash, slab_name
 
 LAST = 80
 """Steps of the undisturbed run."""
@@ -123,7 +123,7 @@ class Killed:
             # A process that is killed between the mark in its slabs and the first manifest that names them
             # leaves slabs that no other process may take for leftovers.
             old = {path for path in slabs if path.name not in named}
-            self.orphans |= {path for path in old if read_header(path, DiskFiles()).committed}
+            self.orphans |= {path for path in old if not left_by_a_crash(path, DiskFiles())}
             return
         assert saved is not None
         generation = saved.manifest.generation
