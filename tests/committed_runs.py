@@ -128,7 +128,7 @@ def arguments(job: Job, directories: Sequence[Path], *, resume: bool) -> dict[st
     apart = ROOMY if job.home == "device" else None
     return {
         "budget": infinity.Budget(
-            device=apart, host=ROOMY if job.home == "ram" else smallest_host(job), nvme=room
+            device=apart, host=ROOMY if job.home == "ram" else smallest_host(job, commits), nvme=room
         ),
         "precision": infinity.Precision(compute=job.compute),
         "device": "cpu",
@@ -138,22 +138,27 @@ def arguments(job: Job, directories: Sequence[Path], *, resume: bool) -> dict[st
     }
 
 
-@functools.cache
-def smallest_host(job: Job) -> int:
-    """Bytes of host RAM in which no page can rest."""
-    model, optimizer = make()
-    apart = ROOMY if job.home == "device" else None
-    plan = infinity.plan(
-        model,
-        optimizer,
-        budget=infinity.Budget(device=apart, host=ROOMY, nvme={"/tmp": ROOMY}),
-        precision=infinity.Precision(compute=job.compute),
-        device="cpu",
-        update=job.update,
-        accumulation=1 if job.update == "eager" else None,
-        checkpoint="/tmp",
-    )
-    return int(plan.smallest[Tier.HOST])
+_SMALLEST: dict[Job, int] = {}
+
+
+def smallest_host(job: Job, directory: Path) -> int:
+    """Bytes of host RAM in which no page can rest. directory: any on a disk; nothing is written there."""
+    if job not in _SMALLEST:
+        model, optimizer = make()
+        plan = infinity.plan(
+            model,
+            optimizer,
+            budget=infinity.Budget(
+                device=ROOMY if job.home == "device" else None, host=ROOMY, nvme={str(directory): ROOMY}
+            ),
+            precision=infinity.Precision(compute=job.compute),
+            device="cpu",
+            update=job.update,
+            accumulation=1 if job.update == "eager" else None,
+            checkpoint=directory,
+        )
+        _SMALLEST[job] = int(plan.smallest[Tier.HOST])
+    return _SMALLEST[job]
 
 
 def take_step(model: Small, runtime: Any, step: int) -> float:
