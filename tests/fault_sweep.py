@@ -245,7 +245,8 @@ class Session:
             self.runtime.optimizer.step()
         except InfinityError as error:
             eager = self.runtime.training_step._eager
-            if eager is not None and eager._updated:
+            lost = self.runtime._components.health.failure is not None
+            if eager is not None and eager._updated and not lost:
                 self.check(error)
                 raise HalfDone from error
             raise

@@ -25,7 +25,7 @@ REDUCED: dict[str, list[tuple[Fault, set[str]]]] = {
         (Fault("engine", "sync", "save", 2), {"lost"}),
         (Fault("files", "sync directory", "save", 2), {"lost", "unnoticed"}),
         (Fault("engine", "write", "end", 1), {"lost", "repeated", "unnoticed"}),
-        (Fault("engine", "read", "train", 40), {"half", "repeated", "lost", "unnoticed"}),
+        (Fault("engine", "read", "train", 18), {"half", "repeated", "lost", "unnoticed"}),
     ],
     "unified, lazy": [
         (Fault("engine", "write", "save", 5), {"repeated"}),
