@@ -254,11 +254,10 @@ class Runtime(Closing):
         StorageError. After an error in the middle the runtime cannot be used any more.
         """
         parts = self._components
-        if path is not None:
-            with parts.pager.lock:
+        with parts.pager.lock:
+            if path is not None:
                 self._check_between("load")
                 return self._copies().load(path, self._groups())
-        with parts.pager.lock:
             self._refuse()
             saved = None if parts.checkpoint is None else parts.checkpoint.saved
             if saved is None:

@@ -5,6 +5,8 @@ every phase, the 1st, 2nd, 3rd... call is made to fail until the phase needs no 
 
 - "refused": the runtime could not be made. Nothing is left, and the next attempt succeeds.
 - "repeated": a call raised a typed error, and succeeded when it was repeated.
+- "half": an eager step raised a typed error when some units had been updated, which cannot be undone. The
+  newest commit is resumed, with the right bits.
 - "lost": the runtime refuses all further use. The newest commit is resumed, with the right bits.
 - "unnoticed": no error was raised, for the call was not needed or its failure was made good.
 
@@ -44,7 +46,7 @@ ENGINE = ("read", "write", "sync")
 FILES = ("create", "open", "lock", "write", "sync", "rename", "sync directory", "remove", "read")
 """Kinds of operations of DiskFiles."""
 PHASES = ("offload", "train", "save", "copy", "load", "end", "resume")
-OUTCOMES = ("refused", "repeated", "lost", "unnoticed")
+OUTCOMES = ("refused", "repeated", "half", "lost", "unnoticed")
 
 
 class Fault(NamedTuple):
@@ -65,6 +67,10 @@ class Fault(NamedTuple):
 
 class Lost(Exception):
     """The runtime refuses all further use."""
+
+
+class HalfDone(Exception):
+    """A step ended when some units had been updated, and cannot be repeated."""
 
 
 class Refused(Exception):
@@ -233,9 +239,17 @@ class Session:
 
     def _step(self) -> float:
         of, step = self.run.of, self.steps
-        loss = seeded_loss(of, self.model, of.batch(step, 0), step, 0)
-        loss.backward()
-        self.runtime.optimizer.step()
+        try:
+            loss = seeded_loss(of, self.model, of.batch(step, 0), step, 0)
+            loss.backward()
+            self.runtime.optimizer.step()
+        except InfinityError as error:
+            eager = self.runtime.training_step._eager
+            lost = self.runtime._components.health.failure is not None
+            if eager is not None and eager._updated and not lost:
+                self.check(error)
+                raise HalfDone from error
+            raise
         return loss.item()
 
     def _counts(self) -> dict[tuple[str, str], int]:
@@ -245,7 +259,7 @@ class Session:
 
 
 def story(session: Session) -> None:
-    """The run. Raises Lost or Refused where it ends early."""
+    """The run. Raises Lost, HalfDone or Refused where it ends early."""
     with session.phase("offload"):
         session.open()
     with session.phase("train"):
@@ -292,6 +306,8 @@ def outcome(run: Run, fault: Fault, expected: Session) -> str | None:
             story(session)
         except Lost:
             found = "lost"
+        except HalfDone:
+            found = "half"
         except Refused:
             found = "refused"
         if found == "unnoticed" and session.errors:

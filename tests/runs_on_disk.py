@@ -132,5 +132,5 @@ def copied(run: Run, root: Path) -> Run:
 
 
 def names(directory: Path) -> list[str]:
-    """The names of the files in a directory, sorted; none if it is not there."""
-    return sorted(each.name for each in directory.iterdir()) if directory.exists() else []
+    """The names of the files in a directory, sorted, without the list of slabs that its runs have used."""
+    return sorted(each.name for each in directory.iterdir() if each.name != "slabs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ from infinity.tiers.slab_header import SLAB_HEADER_BYTES, slab_name
 
 __all__ = ["watchdog"]
 
-SAID = re.compile(r"(?P<array>[\w.]+) of (?P<name>[\w.]+) for its elements (?P<first>\d+) to (?P<end>\d+)")
+SAID = re.compile(
+    r"(?P<array>[\w.]+) of (?P<name>[\w.]+)(?:,| for its) elements (?P<first>\d+) to (?P<end>\d+)"
+)
 """Matches what an error says of a changed place: the parameter, and its range of elements."""
 
 
@@ -77,6 +80,8 @@ def flip(path: Path, offset: int, bit: int) -> None:
         (byte,) = file.read(1)
         file.seek(SLAB_HEADER_BYTES + offset)
         file.write(bytes([byte ^ 1 << bit]))
+        file.flush()
+        os.fsync(file.fileno())  # direct I/O reads what is on the disk
 
 
 @contextlib.contextmanager
