@@ -49,6 +49,7 @@ FIGURES = {
     "step_s": ("step without a save s", 1.0, 3),
 }
 """Figures of a save -> (heading of the table, factor, number of decimals)."""
+COMPARED = ("lost_s", "written_bytes", "extra_rss")
 
 
 def measure(options: argparse.Namespace, top: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
@@ -95,21 +96,28 @@ def medians(saves: list[dict[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in saves) for name in FIGURES}
 
 
-def show(results: dict[str, dict[str, Any]]) -> None:
-    """Print the table in Markdown, and the ratios of each peer to infinity's commits."""
+def show(results: dict[str, dict[str, float]]) -> None:
+    """Print the table in Markdown, and in which figures infinity's commits are lower than each peer."""
     print("\n| contender | " + " | ".join(title for title, _, _ in FIGURES.values()) + " |")
     print("|---" * (len(FIGURES) + 1) + "|")
     for name, each in results.items():
         cells = (f"{each[key] * factor:.{digits}f}" for key, (_, factor, digits) in FIGURES.items())
         print(f"| {name} | " + " | ".join(cells) + " |")
-    for name, each in results.items():
-        if "ours" in results and name != "ours":
-            compared = ", ".join(
-                f"{FIGURES[key][0]} {each[key] / results['ours'][key]:.2f} x"
-                for key in ("lost_s", "written_bytes", "extra_rss")
-                if results["ours"][key] > 0
-            )
-            print(f"{name} beside ours: {compared}")
+    for name, each in lower(results).items():
+        words = ", ".join(f"{FIGURES[key][0]}: {'yes' if found else 'NO'}" for key, found in each.items())
+        print(f"ours lower than {name}: {words}")
+
+
+def lower(results: dict[str, dict[str, float]]) -> dict[str, dict[str, bool]]:
+    """For each other contender: whether infinity's commits are lower, in each of the figures COMPARED."""
+    ours = results.get("ours")
+    if ours is None:
+        return {}
+    return {
+        name: {key: ours[key] < each[key] for key in COMPARED}
+        for name, each in results.items()
+        if name != "ours"
+    }
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -118,7 +126,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contender", choices=CONTENDERS, nargs="+", default=tuple(CONTENDERS))
     parser.add_argument("--peer-python", default=sys.executable, help="the peers' interpreter")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--saves", type=int, default=3, help="saves of a process; the first is not counted")
+    parser.add_argument("--saves", type=int, default=5, help="saves of a process; the first is not counted")
     parser.add_argument("--steps", type=int, default=4, help="steps without a save, and steps after one")
     options = parser.parse_args(argv)
     if min(options.rounds, options.saves, options.steps) < 1:
@@ -141,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         "settings": settings,
         "parameters": decoder_of(options).parameters,
         "medians": results,
+        "lower": lower(results),
         "saves": saves,
         "failures": failures,
     }

@@ -101,6 +101,15 @@ def test_saves_beside_a_peer_that_does_not_start(
     assert save["blocked_s"] > 0 and save["disk_bytes"] >= save["written_bytes"] / 2 > 0
 
 
+def test_where_ours_is_lower(benchmarks: None) -> None:
+    peers = importlib.import_module("checkpoint_peers")
+    ours, other = ({"lost_s": a, "written_bytes": 5.0, "extra_rss": b} for a, b in ((-0.1, 3.0), (1.0, 2.0)))
+    assert peers.lower({"ours": ours, "deepspeed:cpu": other}) == {
+        "deepspeed:cpu": {"lost_s": True, "written_bytes": False, "extra_rss": False}
+    }
+    assert peers.lower({"deepspeed:cpu": other}) == {}
+
+
 @pytest.mark.parametrize(
     ("module", "wrong"), [("commits", ["--every", "3"]), ("checkpoint_peers", ["--saves", "0"])]
 )
