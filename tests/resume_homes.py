@@ -11,9 +11,12 @@ from homes import ROOMY
 from torch import nn
 
 import infinity
-from infinity import api
+from infinity.formats.optimizer_rules import Rule
 from infinity.planning.placement import Kind
+from infinity.planning.planner import Available, make_plan
 from infinity.tiers import Tier
+
+CPU = torch.device("cpu")
 
 HOMES = ("no disk", "ram", "nvme", "half", "gradients", "apart", "device", "mixed")
 """Where pages rest. "no disk": in RAM, without an nvme budget. "ram": in RAM, and the images of commits in
@@ -34,9 +37,10 @@ def budget_of(
     disks: Sequence[Path],
     planning: dict[str, Any],
 ) -> infinity.Budget:
-    """The budget under which pages rest at `home`. disks: the directories of the nvme budget. planning: the
-    other arguments of `api._plan`.
+    """The budget under which pages rest at `home`. disks: the directories of the nvme budget. planning: other
+    arguments of `make_plan`.
     """
+    rule = Rule.of(optimizer, planning["precision"].states)
     room = dict.fromkeys(map(str, disks), ROOMY)
     if home == "no disk":
         return infinity.Budget(host=ROOMY)
@@ -46,7 +50,9 @@ def budget_of(
 
     def planned(host: int, device: int | None) -> Any:
         budget = infinity.Budget(device=device, host=host, nvme=room)
-        return api._plan(model, optimizer, budget=budget, **planning)
+        return make_plan(
+            model, rule, budget=budget, device=CPU, available=Available.now(CPU), commits=True, **planning
+        )
 
     smallest = planned(ROOMY, device).smallest
     host, near = smallest[Tier.HOST], smallest.get(Tier.DEVICE)

@@ -19,14 +19,13 @@ import numpy as np
 import torch
 from parity import OPTIMIZERS
 from resume_homes import HOMES, budget_of, check_homes
-from resume_models import NAMES, UNINITIALISED, model_entry, scrambled
+from resume_models import NAMES, UNINITIALISED, Counting, model_entry, scrambled
 from run_copies import raw
 from torch import nn
 
 import infinity
 from infinity import api
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.record import generators, modules_with_extra_state
 from infinity.checkpoint.resume import division_of
 from infinity.config import Precision
 from infinity.layout.division import Division
@@ -255,8 +254,14 @@ def _offloaded(case: Case, setting: Setting, place: Place, *, resume: bool) -> I
             assert saved is not None
             prefer = _division(division_of(saved), setting.cut, model, precision)
             inside.enter_context(mock.patch.object(api, "division_of", lambda _: prefer))
-        planning = {"example_inputs": None, "slab_directory": str(place.commits), "prefer": prefer}
-        budget = budget_of(setting.home, model, optimizer, place.disks(setting.disks), options | planning)
+        planning = {
+            "precision": precision,
+            "update": case.update,
+            "accumulation": options["accumulation"],
+            "slab_directory": str(place.commits),
+            "prefer": prefer,
+        }
+        budget = budget_of(setting.home, model, optimizer, place.disks(setting.disks), planning)
         options |= {"checkpoint": place.commits, "resume": place.commits if resume else None}
         runtime = inside.enter_context(infinity.offload(model, optimizer, budget=budget, **options))
         check_homes(setting.home, runtime.plan)
@@ -336,16 +341,24 @@ def _train(case: Case, model: nn.Module, runtime: Any, steps: range) -> list[flo
 
 
 def _end(losses: list[float], model: nn.Module, runtime: Any) -> End:
-    random_states = generators()
+    generators = {
+        "torch": torch.get_rng_state(),
+        "numpy": [*map(str, np.random.get_state())],
+        "python": random.getstate(),
+    }
     scale = runtime._components.scale
     names = {id(each): name for name, each in model.named_parameters()}
     return End(
         losses=losses,
         pages=raw(runtime, model),
         buffers={name: each.detach().clone() for name, each in model.named_buffers()},
-        extra_states={name: module.get_extra_state() for name, module in modules_with_extra_state(model)},
+        extra_states={
+            name: module.get_extra_state()
+            for name, module in model.named_modules()
+            if isinstance(module, Counting)
+        },
         loss_scale=(scale.value, scale.good_steps),
-        generators={**random_states, "numpy": [*map(str, random_states["numpy"])]},
+        generators=generators,
         groups=[
             {**group, "params": [names[id(each)] for each in group["params"]]}
             for group in runtime.optimizer.param_groups
