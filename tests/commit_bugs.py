@@ -18,9 +18,10 @@ from recorded_commits import Record, killed, streamed, whole
 
 from infinity import build
 from infinity.aio import Faults
-from infinity.checkpoint import commit_files, directory
+from infinity.checkpoint import commit_files, directory, run_state
 from infinity.checkpoint.committer import Commit, Committer
-from infinity.checkpoint.record import Recorder, generators
+from infinity.checkpoint.record import Recorder
+from infinity.checkpoint.run_state import generators
 from infinity.checkpoint.values import encode
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.ledger import Ledger
@@ -181,7 +182,7 @@ def read_late(field: str) -> Bug:
             blobs = draft.blobs
             now: dict[str, Callable[[], Any]] = {
                 "parameters": lambda: tuple(self._parameters()),
-                "param_groups": lambda: tuple(self._groups(blobs)),
+                "param_groups": lambda: tuple(run_state._groups(self.param_groups, blobs)),
                 "rng": lambda: {name: encode(each, blobs) for name, each in generators().items()},
                 "buffers": lambda: {n: encode(each, blobs) for n, each in self._model.named_buffers()},
             }

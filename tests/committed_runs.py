@@ -21,7 +21,7 @@ from parity import copied, tensors_copied
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint.record import generators
+from infinity.checkpoint.run_state import generators
 from infinity.tiers import NvmeTier, Tier, nvme
 
 STEPS = 6

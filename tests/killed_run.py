@@ -24,7 +24,8 @@ from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.optim.chain import Chain
 from infinity.pages.durable_io import DurableIO
-from infinity.pages.store import Store, injected
+from infinity.pages.open_tiers import injected
+from infinity.pages.store import Store
 from infinity.tiers import NvmeTier
 
 OPERATIONS = {

@@ -212,8 +212,17 @@ class Committer:
             self._durable.ledger.abandon()
 
     def close(self) -> None:
-        """Drive the pending commit to its end, and raise its error if nobody has seen it."""
-        self.land()
+        """Drive the pending commit to its end, and raise its error if nobody has seen it.
+
+        If an update that it waits for cannot be read, the commit fails by this error, which is raised.
+        """
+        try:
+            self.land()
+        except InfinityError as error:
+            assert self.last is not None
+            self.last.told = True
+            self._durable.ledger.abandon(error.again())
+            raise
         if self.last is not None and self.last.failure is not None and not self.last.told:
             self.last.told = True
             raise self.last.failure.again()

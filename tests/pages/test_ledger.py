@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from infinity.errors import ConfigError
 from infinity.pages.home import Home
 from infinity.pages.ledger import Ledger
-from infinity.pages.twins import Part, Twins
+from infinity.pages.twins import Label, Part, Twins
 from infinity.tiers import Tier
 from infinity.tiers.link import ARRIVED
 
@@ -17,9 +16,9 @@ FAILURE = ConfigError("A cause.", "A cure.")
 
 def part_in_ram(begun: list[bool] | None = None) -> Part:
     home = Home(Tier.HOST, 4096, torch.zeros(4096, dtype=torch.uint8), True)
-    rows = np.array([(0, 4096, 4096)], dtype=np.int64)
-    part = Part(0, 4096, (0, 8192), rows, chunk_index=0, begun=begun)
-    home.set_twins(Twins([part]))
+    rows = [((0, 4096, 4096), Label("weight", "values", 0))]
+    part = Part(0, 4096, (0, 8192), rows, home, chunk_index=0, begun=begun)
+    home.twins = Twins([part])
     return part
 
 
