@@ -86,6 +86,7 @@ def carry_out(
             others=_kept_by_others(model, plan.device),
             adopted=adopted,
             locks=None if checkpoint is None else checkpoint.locks,
+            spared=frozenset() if checkpoint is None else checkpoint.slabs,
         )
         cleanup.callback(store.close)
         if checkpoint is not None:

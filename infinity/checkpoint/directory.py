@@ -27,7 +27,7 @@ from infinity.system.directory import check_directory
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.slab_directory import lock_directory
+from infinity.tiers.slab_directory import reclaim
 from infinity.tiers.volume_record import VolumeRecord
 
 _SLABS = "slabs"
@@ -71,6 +71,9 @@ class Checkpoint(Closing):
                 if source not in self.locks:
                     self._lock(source, cleanup)
                 self.saved = read_newest(source, files)
+            for lock in self.locks.values():
+                reclaim(lock, files, spared=self.slabs)
+            if resume is not None:
                 # A process that was killed may not have synced the name of this commit. The run is going to
                 # write to places of the commit before, to which a power cut must not lead back.
                 files.sync_directory(source)
@@ -93,6 +96,14 @@ class Checkpoint(Closing):
         run has adopted them or continues none.
         """
         return self._old
+
+    @property
+    def slabs(self) -> frozenset[str]:
+        """UUIDs of the slabs of the commit that the run continues. They stay, even if they look like what a
+        crash has left.
+        """
+        slabs = () if self.saved is None else self.saved.manifest.volume.slabs
+        return frozenset(slab.uuid for slab in slabs)
 
     def adopted(self, plan: Plan, budget: Budget) -> VolumeRecord | None:
         """The slabs that a run by `plan` adopts from the commit that it continues; None: new ones."""
@@ -166,4 +177,4 @@ class Checkpoint(Closing):
         self._cleanup.close()
 
     def _lock(self, directory: Path, cleanup: ExitStack) -> None:
-        self.locks[directory] = cleanup.enter_context(lock_directory(directory, 0, self.files))
+        self.locks[directory] = cleanup.enter_context(PathLock(directory, files=self.files))

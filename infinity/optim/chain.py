@@ -273,8 +273,10 @@ class Chain:
         if self.rests:
             self._take_at_home()
         ledger = self._store.ledger
-        if ledger is not None:
+        if ledger is not None and ledger.pending is not None:
             ledger.settle_chunk((self.unit, self.chunk_index))
+            # A write of the values before may still read the memory that the update changes.
+            self.page.home.settle(self._start, self._start + self.parameter_bytes, writing=False)
         link = self._store.link
         if link.checked:
             link.uses(User.HOST, self._gradient, writes=False, label="update")

@@ -319,6 +319,9 @@ class Updater:
             self._update_on_device(self._on_device, unit, decision)
         else:
             chosen = group.changed_by(decision)
+            for chain in chosen:
+                if chain.is_ahead and self._held_up(chain):
+                    self._queue.revoke(chain)  # it must not hold staging until the commit has ended
             if group.rests and self._queue.shares_cpu:
                 for chain in chosen:
                     chain.open(decision)

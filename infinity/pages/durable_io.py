@@ -143,6 +143,16 @@ class DurableIO:
         transfer = self._read(part.place, into, None)
         return Joined([transfer], lambda: self._check([(part, into)]))
 
+    def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
+        """Read bytes of a page from their places on disk, wherever its home is, and return a copy in ordinary
+        RAM: uint8 (nbytes,). offset: from the start of the page.
+        """
+        low = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        memory = _scratch(round_up(offset + nbytes, PAGE_ALIGNMENT) - low)
+        for place, start, stop in _twins(home).extents(low, low + memory.nbytes):
+            self._read(place, memory[start - low : stop - low], None).wait()
+        return memory[offset - low : offset - low + nbytes].clone()
+
     def learn(self, part: Part) -> None:
         """Compute the checksums of a part's newest bytes that are not known yet, by reading them.
 

@@ -8,6 +8,10 @@ loans before the page leaves device memory, before an update, and when memory is
 version counter has moved, the parameter was edited: the new value is written home and becomes the fp32
 master. If no code but the runtime refers to the page's storage any more, the loans are forgotten and the
 page's bytes are free again.
+
+[Note: frozen parameters]
+A commit holds the only place on disk of a frozen parameter. After the first commit, an edit of such a
+parameter is undone when it is noticed: the parameter gets its committed values back, and ConfigError says so.
 """
 
 from __future__ import annotations
@@ -153,13 +157,23 @@ class EditTracker:
         if not edited:
             return
         memory = page.living()
-        if memory is not None:
-            for index in edited:
+        undone = []
+        for index in edited if memory is not None else ():
+            assert memory is not None
+            if not self._is_held(page, index):
                 self._write_back(page, index, memory)
+            elif self._undo(page, index, memory):
+                undone.append(page.layout.parameters[index].names[0])
         page.acknowledge()
         self._replaced.pop(page.index, None)
         for loan, version in moved:
-            loan.version = version
+            loan.version = loan.alias._version if undone else version
+        if undone:
+            raise ConfigError(
+                f"The frozen parameter {undone[0]} was edited after a commit, which holds its only place on "
+                "disk; it has its committed values again.",
+                "Edit it before the first commit, or offload it with requires_grad=True.",
+            )
         if memory is None:
             names = ", ".join(page.layout.parameters[index].names[0] for index in sorted(edited))
             raise ConfigError(
@@ -173,6 +187,29 @@ class EditTracker:
             self._store.patch(page.home, page.start(index), brought)
         if self._states is not None:
             self._states.edited(page.index, index)
+
+    def _is_held(self, page: ParameterPage, index: int) -> bool:
+        """Whether a commit holds the values of a frozen parameter; see [Note: frozen parameters]."""
+        layout, twins = page.layout.parameters[index], page.home.twins
+        if twins is None or layout.trainable or not layout.numel:
+            return False
+        start = page.start(index)
+        return any(
+            part.durable is not None or part.pending is not None for part in twins.over(start, start + 1)
+        )
+
+    def _undo(self, page: ParameterPage, index: int, memory: torch.Tensor) -> bool:
+        """Give a parameter its committed values back. Returns False if it had them."""
+        assert self._store.durable is not None
+        layout, present = page.layout.parameters[index], page.flat(index, memory)
+        nbytes = layout.numel * layout.dtype.itemsize
+        committed = self._store.durable.fetch(page.home, page.start(index), nbytes)
+        now = self._store.copied_to_host(present).view(torch.uint8)
+        if torch.equal(now, committed):
+            return False
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            present.copy_(committed.view(layout.dtype))
+        return True
 
     def _forget_loans(self, page: ParameterPage, besides: int = 0) -> None:
         """Drop a page's loans (aliases of views that user code got) if only the runtime refers to the

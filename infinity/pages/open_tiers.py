@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -72,11 +72,13 @@ class OpenTiers:
         others: int = 0,
         adopted: VolumeRecord | None = None,
         locks: Mapping[Path, PathLock] | None = None,
+        spared: Collection[str] = (),
     ) -> None:
         """plan, budget: give the bytes of every tier and pool, and the directories on NVMe. meter: counts the
         bytes moved and the waits. others: bytes on the device that this process uses outside the budget.
         adopted: the slabs of a commit, which become the slabs of this run; None: new slabs. locks: of
-        directories that the caller has locked, which the NVMe tier shares.
+        directories that the caller has locked, which the NVMe tier shares. spared: UUIDs of slabs that stay
+        in the directories, whatever their headers say.
         """
         self.plan = plan
         self.meter = meter
@@ -112,7 +114,7 @@ class OpenTiers:
             """Reads and writes the places of durable pages; None if commits are off."""
             self.files = injected_files()
             if plan.nvme_bytes:
-                self.nvme = cleanup.enter_context(self._open_nvme(budget, adopted, locks))
+                self.nvme = cleanup.enter_context(self._open_nvme(budget, adopted, locks, spared))
                 self.nvme.register(self.host)
             if plan.commits:
                 assert self.nvme is not None
@@ -133,7 +135,11 @@ class OpenTiers:
         return None if self.durable is None else self.durable.ledger
 
     def _open_nvme(
-        self, budget: Budget, adopted: VolumeRecord | None, locks: Mapping[Path, PathLock] | None
+        self,
+        budget: Budget,
+        adopted: VolumeRecord | None,
+        locks: Mapping[Path, PathLock] | None,
+        spared: Collection[str],
     ) -> NvmeTier:
         plan = self.plan
         paths: Mapping[str, int] = {os.fspath(path): size for path, size in budget.nvme_bytes.items()}
@@ -148,6 +154,7 @@ class OpenTiers:
             adopt=adopted,
             files=self.files,
             shared=locks,
+            spared=spared,
             faults=getattr(_injection, "faults", None),
         )
 

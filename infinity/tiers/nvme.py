@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -108,7 +108,8 @@ class NvmeTier(Closing):
     locked.
 
     files: reaches the disk for headers, locks and removals. shared: locks of directories that the caller
-    holds, by the directory without symbolic links, which this tier shares.
+    holds, by the directory without symbolic links, which this tier shares. spared: UUIDs of slabs that are
+    not removed from the directories, whatever their headers say.
 
     A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
     the files, unless `keep` says that they stay.
@@ -136,6 +137,7 @@ class NvmeTier(Closing):
         adopt: VolumeRecord | None = None,
         files: DiskFiles | None = None,
         shared: Mapping[Path, PathLock] | None = None,
+        spared: Collection[str] = (),
     ) -> None:
         if not budgets:
             raise ConfigError("The nvme tier was given no path.", 'Give {"/mnt/nvme0": bytes}.')
@@ -158,7 +160,9 @@ class NvmeTier(Closing):
                 )
                 sizes = self.striping.path_bytes(wanted)
                 used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
-                self.locks = lock_directories([path for path, _ in used], rank, files, shared, cleanup)
+                self.locks = lock_directories(
+                    [path for path, _ in used], rank, files, shared, cleanup, spared=spared
+                )
                 made = (
                     Slab(path, size, rank=rank, durable=durable, lock=self.locks[path], files=files)
                     for path, size in used
@@ -166,7 +170,7 @@ class NvmeTier(Closing):
                 self.slabs = [cleanup.enter_context(slab) for slab in made]
             else:
                 self.striping = adopt.striping
-                spared = {slab.uuid for slab in adopt.slabs}
+                spared = {*spared, *(slab.uuid for slab in adopt.slabs)}
                 self.locks = lock_directories(paths, rank, files, shared, cleanup, spared=spared)
                 budget = dict(zip(self.locks.values(), limits, strict=True))
                 self.slabs = adopt_slabs(adopt, budget, wanted, files=files, cleanup=cleanup, undo=undo)

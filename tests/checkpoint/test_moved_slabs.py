@@ -269,7 +269,6 @@ DAMAGES: dict[Callable[[Moved], None], Any] = {
         )
         for damage, error in DAMAGES.items()
         for streamed in (False, True)
-        if not (streamed and damage is empty)  # it looks like a leftover to the tier of the new slabs
     ],
 )
 def test_slabs_that_cannot_be_used(

@@ -1,0 +1,53 @@
+"""Tests of edits of frozen parameters, before the first commit and after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from commits import committed
+from emulated_device import EmulatedDevice
+from faulty import watchdog
+from parity import differences
+from run_copies import raw, train
+from torch import nn
+from zoo import entry
+
+from infinity.errors import ConfigError
+
+__all__ = ["watchdog"]
+
+FROZEN = entry("frozen")
+
+
+def first_frozen(model: nn.Module) -> nn.Parameter:
+    return next(each for each in model.parameters() if not each.requires_grad and each.numel() > 1)
+
+
+@pytest.mark.parametrize("home", ["unified", "nvme", "mirrored", "mixed"])
+def test_after_a_commit_the_edit_is_undone_and_refused_once(home: str, tmp_path: Path) -> None:
+    model = FROZEN.make()
+    with EmulatedDevice().in_use(), committed(model, tmp_path, home=home) as runtime:
+        parameter = first_frozen(model)
+        with torch.no_grad():
+            parameter.mul_(2)  # before the first commit
+        train(model, runtime, FROZEN, range(1))
+        runtime.save().wait()
+        before = raw(runtime, model)
+        with torch.no_grad():
+            parameter.copy_(parameter.clone())  # the same values are no edit
+        runtime.save().wait()
+        with torch.no_grad():
+            parameter.add_(1)
+        with pytest.raises(ConfigError, match=r"frozen parameter .* was edited after a commit"):
+            runtime.save()
+        assert differences(raw(runtime, model), before) == []
+        losses = train(model, runtime, FROZEN, range(1, 3))
+        runtime.save().wait()
+        end = raw(runtime, model)
+    model = FROZEN.make()
+    with EmulatedDevice().in_use(), committed(model, tmp_path, home=home, resume=True) as runtime:
+        runtime.load()
+        assert differences(raw(runtime, model), end) == []
+    assert len(losses) == 2
