@@ -22,7 +22,7 @@ from infinity.checkpoint import commit_files
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.slab_header import left_by_a_crash, slab_name
 
-LAST = 80
+LAST = 240
 """Steps of the undisturbed run."""
 RAM, NVME = Job(home="ram"), Job()
 EAGER = Job(update="eager")
