@@ -76,4 +76,4 @@ def check_budgets(runtime: Any, sizes: dict[Tier, int], directory: Path) -> None
         assert sum(pool.nbytes for pool in device.pools.values()) <= device.budget <= sizes[Tier.DEVICE]
         assert device.region.resident_bytes() <= sizes[Tier.DEVICE]
     # Not st_blocks, in which ext4 also counts a block of its own for the tree of a file's extents.
-    assert sum(path.stat().st_size for path in directory.iterdir()) <= sizes.get(Tier.NVME, 0)
+    assert sum(path.stat().st_size for path in directory.glob("*.slab")) <= sizes.get(Tier.NVME, 0)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commits import committed, names
 from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import differences
 from run_copies import raw, train
+from small_commits import committed, names
 from zoo import entry
 
 import infinity

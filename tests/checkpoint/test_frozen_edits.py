@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commits import committed
 from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import differences
 from run_copies import raw, train
+from small_commits import committed
 from torch import nn
 from zoo import entry
 
