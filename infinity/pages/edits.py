@@ -90,11 +90,11 @@ class EditTracker:
         return self._held_outside(page, page.residency)
 
     def lent(self, unit: int) -> bool:
-        """Whether user code may hold views of the unit's page, through which it can write at any time."""
-        page = self._pages[unit]
-        if page.permanent:  # updates in place keep views, too, so that references say nothing
-            return bool(page.holds or self._loans.get(unit))
-        return self.exposed(unit)
+        """Whether user code may hold views of the unit's page that it got outside of forwards.
+
+        `exposed` would not do where updates are under way: they keep views of pages, too.
+        """
+        return bool(self._pages[unit].holds or self._loans.get(unit))
 
     def sync_edits(self) -> None:
         """Write user code's edits of all parameters to the homes of their pages, as `write_back` does."""

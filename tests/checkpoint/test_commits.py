@@ -150,3 +150,18 @@ def test_a_state_that_cannot_be_kept_is_named_and_costs_no_commit(tmp_path: Path
         with pytest.raises(infinity.errors.ConfigError, match=r"state\['model'\]"):
             runtime.save(state={"model": torch.nn.Linear(2, 2)})
         assert runtime.save(state={"step": 1}).generation == 1
+
+
+def test_save_waits_for_no_update(tmp_path: Path) -> None:
+    """The updates that a lazy step has left for the next forward are left for it by save(), too."""
+    model = TIED.make()
+    with committed(model, tmp_path) as runtime:
+        train(model, runtime, TIED, range(2))
+        updater = runtime._components.updater
+        before = list(updater.outstanding())
+        assert len(before) > 1
+        commit = runtime.save()
+        assert list(updater.outstanding()) == before
+        assert not commit.done
+        commit.wait()
+        assert list(updater.outstanding()) == []
