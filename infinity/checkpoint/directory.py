@@ -3,8 +3,9 @@
 [Note: slabs of no commit]
 A crash can leave slabs that say they are committed and belong to no commit: after their headers were written
 and before the first manifest has its name, or after a run with new slabs has made its first commit and before
-the old slabs are gone. Nobody may remove committed slabs whose commit they do not know. So the file `slabs`
-in the directory lists the slabs that its runs have used. Of these, a later run removes what no commit needs.
+the old slabs are gone. Nobody may remove committed slabs whose commit they do not know. So until its first
+commit a run with new slabs has a file `slabs` in the directory, which lists them and the old ones. Of those
+that a crash leaves listed, the next run removes what the newest commit does not need.
 """
 
 from __future__ import annotations
@@ -131,25 +132,23 @@ class Checkpoint(Closing):
         return CommitSource(self.saved, self._old)
 
     def note_slabs(self, tier: NvmeTier) -> None:
-        """List the slabs of this run durably, and remove those of earlier runs that no commit needs.
+        """List the slabs of this run durably, and remove those that a crash left to no commit.
 
         tier: the run's, before its first commit; slabs are removed from the directories that it has locked.
         Raises StorageError. See [Note: slabs of no commit].
         """
-        used = {slab.uuid for slab in tier.record.slabs}
-        if self.saved is not None and self.continues:
-            used |= {slab.uuid for slab in self.saved.manifest.volume.slabs}
-        listed = self._listed()
+        kept = self.slabs if self.continues else frozenset()
         if self.saved is None or not self.saved.skipped:  # else a damaged manifest may need them
-            for uuid in sorted(listed - used):
+            for uuid in sorted(self._listed() - kept):
                 for path, lock in {**self.locks, **tier.locks}.items():
                     remove_slab(path, uuid, files=self.files, lock=lock)
-            listed = set()
-        if listed | used == self._listed():
+        new = {slab.uuid for slab in tier.record.slabs} - kept
+        if not new:
+            self.files.remove(self.directory / _SLABS)
             return
         temporary = self.directory / f".{_SLABS}.tmp"
         self.files.remove(temporary)
-        self.files.create(temporary, "".join(f"{each}\n" for each in sorted(listed | used)).encode())
+        self.files.create(temporary, "".join(f"{each}\n" for each in sorted(new | kept)).encode())
         self.files.rename(temporary, self.directory / _SLABS)
         self.files.sync_directory(self.directory)
 
@@ -162,12 +161,16 @@ class Checkpoint(Closing):
         return {line for line in text.splitlines() if _UUID.fullmatch(line)}
 
     def superseded(self) -> None:
-        """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs."""
+        """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs.
+
+        No slab is without a commit from then on. Raises StorageError.
+        """
         old, self._old = self._old, None
         if old is not None:
             if self.continues:
                 old.forget()
             old.close()
+        self.files.remove(self.directory / _SLABS)
 
     def close(self) -> None:
         """Release the locks. Slabs that the run was streamed from stay. A second call does nothing."""
