@@ -138,7 +138,7 @@ def places_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
     def early(self: Recorder, draft: Any, pending: Any) -> Any:
         for part, (side, _, _) in pending.captured.items():
             part.durable, part.pending = side, None
-        deadline, enough = time.monotonic() + 4 * _A_STEP, len(written) + 6
+        deadline, enough = time.monotonic() + 20 * _A_STEP, len(written) + 6
         while len(written) < enough and time.monotonic() < deadline:
             time.sleep(0.005)
         return finish(self, draft, pending)
