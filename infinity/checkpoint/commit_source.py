@@ -16,7 +16,7 @@ from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import CorruptState, StorageError
 from infinity.formats.optimizer_rules import StateArray, state_arrays
-from infinity.tiers import PAGE_ALIGNMENT, NvmeTier
+from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.nvme import NvmeLease
 from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
@@ -133,7 +133,7 @@ class CommitSource:
                 f"The commit has no {array} of {entry.names[0]} for its elements {first} to {end}.",
                 "Load another commit.",
             )
-        layout = array_layout(array, DTYPES_BY_NAME[entry.dtype].itemsize, self._saved.manifest.rule)
+        layout = array_layout(array, DTYPES[entry.dtype].itemsize, self._saved.manifest.rule)
         assert layout is not None  # the manifest was checked when it was read
         size, per = layout
         block = (first - within.first) // BLOCK
@@ -141,9 +141,7 @@ class CommitSource:
         high = min(place.nbytes, -(-(end - within.first) // per) * size)
         start = (place.offset + low) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         stop = round_up(place.offset + high, PAGE_ALIGNMENT)
-        memory = torch.empty(stop - start + PAGE_ALIGNMENT, dtype=torch.uint8, device="cpu")
-        shift = -memory.data_ptr() % PAGE_ALIGNMENT  # direct I/O takes aligned addresses only
-        memory = memory[shift : shift + stop - start]
+        memory = aligned_ram(stop - start)
         self._tier.read(self._lease, memory, offset=start).wait()
         found = memory[place.offset + low - start : place.offset + high - start]
         checksums = crc32c_blocks(found, np.array([(0, high - low, place.block_bytes)], dtype=np.int64))
@@ -161,7 +159,7 @@ def saved_parameter(entry: ParameterEntry) -> SavedParameter:
         names=entry.names,
         shape=entry.shape,
         stride=entry.stride,
-        dtype=DTYPES_BY_NAME[entry.dtype],
+        dtype=DTYPES[entry.dtype],
         trainable=entry.trainable,
         step=entry.step,
         has_moments=entry.moments,
@@ -180,11 +178,8 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-DTYPES_BY_NAME: Mapping[str, torch.dtype] = DTYPES
-
-
 def _arrays(saved: SavedCommit, entry: ParameterEntry) -> tuple[StateArray, ...]:
-    dtype = DTYPES_BY_NAME[entry.dtype]
+    dtype = DTYPES[entry.dtype]
     values = (StateArray(VALUES, dtype),)
     if not entry.trainable:
         return values

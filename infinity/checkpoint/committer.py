@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.record import Draft, Recorder, twins_of
+from infinity.checkpoint.record import Draft, Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
+from infinity.pages.home import twins_of
 from infinity.pages.ledger import Pending
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage

@@ -20,13 +20,13 @@ from torch import nn
 
 from infinity import cpu_adam
 from infinity.checkpoint import manifest as form
-from infinity.checkpoint.array_values import DTYPES
+from infinity.checkpoint.array_values import DTYPE_NAMES
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.run_state import capture
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import UnitLayout
-from infinity.pages.home import Home
+from infinity.pages.home import twins_of
 from infinity.pages.ledger import Pending
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
@@ -39,7 +39,6 @@ from infinity.tiers import VolumeRecord
 CODECS = {"moments": 1, "rounding": 1}
 """Versions of what bytes of pages mean: the codes of int8 moments, and the tables of stochastic rounding."""
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MASTERS = {torch.float16: "whole", torch.bfloat16: "split", torch.float32: "itself"}
 
 
@@ -178,7 +177,7 @@ class Recorder:
                     names=layout.names,
                     shape=tuple(layout.shape),
                     stride=tuple(layout.stride),
-                    dtype=_DTYPE_NAMES[layout.dtype],
+                    dtype=DTYPE_NAMES[layout.dtype],
                     trainable=layout.trainable,
                     numel=layout.numel,
                     master=_MASTERS[layout.dtype] if layout.trainable else "none",
@@ -219,12 +218,6 @@ class Recorder:
 
 def _versions() -> dict[str, str]:
     return {"infinity": VERSION, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def twins_of(home: Home) -> Twins:
-    """The parts of a durable page's home."""
-    assert home.twins is not None
-    return home.twins
 
 
 def _range(each: StoredRange, moments: bool, pending: Pending, base: Mapping[Part, int]) -> form.Range:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from infinity.checkpoint import commit_files
+from infinity.checkpoint.array_values import DTYPES
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import DTYPES_BY_NAME
-from infinity.checkpoint.record import CODECS, ranges_of, twins_of
+from infinity.checkpoint.manifest import ParameterEntry
+from infinity.checkpoint.record import CODECS, ranges_of
 from infinity.checkpoint.run_state import RunState
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.chunks import ModelLayout
 from infinity.layout.division import Division
-from infinity.pages.home import Home
+from infinity.pages.home import Home, twins_of
 from infinity.pages.optimizer_page import States
 from infinity.pages.store import Store
 from infinity.pages.twins import UNKNOWN, Part, block_count
@@ -31,7 +32,7 @@ from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.link import Transfer
-from infinity.tiers.slab_header import slab_name
+from infinity.tiers.slab_directory import slab_paths
 
 _READS = 8
 """Number of parts that are read to their homes in memory at a time."""
@@ -78,10 +79,12 @@ def is_cut_alike(saved: SavedCommit, plan: Plan) -> bool:
         return False
     if manifest.chunk_elements != plan.layout.chunk_elements or len(manifest.units) != len(plan.layout.units):
         return False
-    return all(_is_unit_alike(saved, plan, unit) for unit in range(len(plan.layout.units)))
+    entries = {each.names[0]: each for each in manifest.parameters}
+    return all(_is_unit_alike(saved, entries, plan, unit) for unit in range(len(plan.layout.units)))
 
 
-def _is_unit_alike(saved: SavedCommit, plan: Plan, unit: int) -> bool:
+def _is_unit_alike(saved: SavedCommit, entries: Mapping[str, ParameterEntry], plan: Plan, unit: int) -> bool:
+    """Do what `is_cut_alike` does for one unit. entries: the commit's parameters by canonical name."""
     entry, layout, places = saved.manifest.units[unit], plan.layout.units[unit], plan.slab_layout
     assert places is not None
     sizes = layout.nbytes, plan.page_bytes(unit, Kind.OPTIMIZER), len(layout.chunks)
@@ -91,20 +94,17 @@ def _is_unit_alike(saved: SavedCommit, plan: Plan, unit: int) -> bool:
         return False
     if entry.state_bytes and places.states[unit].first != entry.state_places[0]:
         return False
-    entries = {each.names[0]: each for each in saved.manifest.parameters}
     if entry.parameters != tuple(each.names[0] for each in layout.parameters):
         return False
     here = [(tuple(each.shape), tuple(each.stride), each.dtype, each.trainable) for each in layout.parameters]
     there = [entries[name] for name in entry.parameters]
-    return here == [(each.shape, each.stride, DTYPES_BY_NAME[each.dtype], each.trainable) for each in there]
+    return here == [(each.shape, each.stride, DTYPES[each.dtype], each.trainable) for each in there]
 
 
 def lie_in(saved: SavedCommit, directories: Sequence[str | os.PathLike[str]], rank: int = 0) -> bool:
     """Whether all slabs of a commit lie in the directories."""
-    return all(
-        any((Path(each) / slab_name(rank, slab.uuid)).exists() for each in directories)
-        for slab in saved.manifest.volume.slabs
-    )
+    paths = [Path(each) for each in directories]
+    return all(slab_paths(paths, rank, slab.uuid) for slab in saved.manifest.volume.slabs)
 
 
 def adopt(

@@ -18,6 +18,7 @@ from infinity.system.directory import check_directory
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
 from infinity.tiers.path_lock import PathLock
+from infinity.tiers.slab_directory import slab_paths
 from infinity.tiers.slab_header import read_header, slab_name
 
 _WINDOW = 4 << 20
@@ -82,8 +83,7 @@ def find_slabs(saved: SavedCommit, directories: Sequence[Path], files: DiskFiles
     volume, rank = saved.manifest.volume, saved.manifest.rank
     for slab in volume.slabs:
         nbytes = volume.header_bytes + slab.nbytes
-        paths = [each / slab_name(rank, slab.uuid) for each in directories]
-        there = [path for path in paths if os.path.lexists(path)]
+        there = slab_paths(directories, rank, slab.uuid)
         if len(there) != 1:
             yield FoundSlab(slab.uuid, nbytes, None, "missing" if not there else f"found {len(there)} times")
             continue

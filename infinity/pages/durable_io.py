@@ -15,12 +15,12 @@ import torch
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import ConfigError, CorruptState
-from infinity.pages.home import Home
+from infinity.pages.home import Home, twins_of
 from infinity.pages.ledger import Ledger
-from infinity.pages.twins import UNKNOWN, Part, Twins, block_count
+from infinity.pages.twins import UNKNOWN, Part, block_count
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge
-from infinity.tiers import PAGE_ALIGNMENT, NvmeTier
+from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.link import Joined, Transfer
 
 _SCRATCH = 1 << 20
@@ -28,8 +28,8 @@ _SCRATCH = 1 << 20
 
 
 class DurableIO:
-    """Reads and writes the durable range of one runtime's slabs. Called under the runtime's lock, except
-    `flush`.
+    """Reads and writes the durable range of one runtime's slabs. Called under the runtime's lock, except for
+    `copy_out`, which the thread of a commit calls, too.
     """
 
     def __init__(self, nvme: NvmeTier, nbytes: int, meter: Meter) -> None:
@@ -49,7 +49,7 @@ class DurableIO:
         """
         end = offset + into.nbytes
         unchecked: list[tuple[Part, torch.Tensor]] = []
-        twins = _twins(home)
+        twins = twins_of(home)
         for part in twins.over(offset, end):
             if part.verified:
                 continue
@@ -74,14 +74,11 @@ class DurableIO:
         """
         end = offset + source.nbytes
         transfers = []
-        for part in _twins(home).over(offset, end):
+        for part in twins_of(home).over(offset, end):
             low, high = max(offset, part.start), min(end, part.end)
             piece = source[low - offset : high - offset]
             if (low, high) == (part.start, part.end):
-                side = self._target(part)
-                checksums = crc32c_blocks(piece, part.segments).astype(np.int64)
-                transfer = self._write(part.places[side], piece)
-                part.side, part.checksums, part.verified = side, checksums, True
+                transfer = self.copy_out(part, piece)
                 if self.ledger.wants(part):
                     self.ledger.written(part, transfer)
             else:
@@ -98,26 +95,28 @@ class DurableIO:
         commit waits for them. Returns the writes. The parameters are those of `Store.write`.
         """
         begun = []
-        for part in _twins(home).over(offset, offset + source.nbytes):
+        for part in twins_of(home).over(offset, offset + source.nbytes):
             if self.ledger.wants(part) and (part.start, part.nbytes) == (offset, source.nbytes):
                 begun.append(self.copy_out(part, source))
                 self.ledger.written(part, begun[-1])
         return begun
 
     def patched(self, home: Home, offset: int, data: torch.Tensor) -> None:
-        """Note the checksums of blocks that were just written by `write`, in pieces that cut them.
+        """Note the checksums of blocks that were just written by `write`, in pieces that cut them, so that it
+        does not know their checksums.
 
         data: the bytes that were written, flat uint8. offset: from the start of the page.
         """
         end = offset + data.nbytes
-        for part in _twins(home).over(offset, end):
+        for part in twins_of(home).over(offset, end):
             rows = part.segments
             if not len(rows):
                 continue
             index = 0
             for start, nbytes, block in rows.tolist():
                 begin, blocks = part.start + start, -(-nbytes // block)
-                if offset <= begin and begin + nbytes <= end and nbytes:
+                unknown = (part.checksums[index : index + blocks] == UNKNOWN).any()
+                if unknown and offset <= begin and begin + nbytes <= end:
                     inside = data[begin - offset : begin - offset + nbytes]
                     found = crc32c_blocks(inside, np.array([(0, nbytes, block)], dtype=np.int64))
                     part.checksums[index : index + blocks] = found
@@ -126,8 +125,7 @@ class DurableIO:
     def copy_out(self, part: Part, memory: torch.Tensor) -> Transfer:
         """Begin to write a whole part from host memory to the place that no commit holds.
 
-        memory: uint8 (part.nbytes,); it must not change until the transfer has ended. Also called by the
-        thread of a commit.
+        memory: uint8 (part.nbytes,); it must not change until the transfer has ended.
         """
         side = self._target(part)
         checksums = crc32c_blocks(memory, part.segments).astype(np.int64)
@@ -148,8 +146,8 @@ class DurableIO:
         RAM: uint8 (nbytes,). offset: from the start of the page.
         """
         low = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
-        memory = _scratch(round_up(offset + nbytes, PAGE_ALIGNMENT) - low)
-        for place, start, stop in _twins(home).extents(low, low + memory.nbytes):
+        memory = aligned_ram(round_up(offset + nbytes, PAGE_ALIGNMENT) - low)
+        for place, start, stop in twins_of(home).extents(low, low + memory.nbytes):
             self._read(place, memory[start - low : stop - low], None).wait()
         return memory[offset - low : offset - low + nbytes].clone()
 
@@ -191,7 +189,7 @@ class DurableIO:
             return
         part.home.settle(part.start, part.end, writing=True)
         for offset in range(0, part.nbytes, _SCRATCH):
-            piece = _scratch(min(_SCRATCH, part.nbytes - offset))
+            piece = aligned_ram(min(_SCRATCH, part.nbytes - offset))
             self._read(part.place + offset, piece, None).wait()
             self._write(part.places[side] + offset, piece).wait()
         part.checksums = part.checksums.copy()
@@ -222,7 +220,7 @@ class DurableIO:
             for done in range(0, nbytes, step):
                 first, count = start + done, min(step, nbytes - done)
                 low = first // PAGE_ALIGNMENT * PAGE_ALIGNMENT
-                piece = _scratch(min(part.nbytes, round_up(first + count, PAGE_ALIGNMENT)) - low)
+                piece = aligned_ram(min(part.nbytes, round_up(first + count, PAGE_ALIGNMENT)) - low)
                 self._read(part.place + low, piece, None).wait()
                 row = np.array([(first - low, count, block)], dtype=np.int64)
                 found.append(crc32c_blocks(piece, row).astype(np.int64))
@@ -237,11 +235,6 @@ class DurableIO:
         transfer = self.nvme.write(self.lease, source, offset=place)
         self._meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
         return transfer
-
-
-def _twins(home: Home) -> Twins:
-    assert home.twins is not None
-    return home.twins
 
 
 def _last(part: Part) -> int:
@@ -259,10 +252,3 @@ def _forget(part: Part, start: int, end: int) -> None:
     low = np.repeat(rows[:, 0], counts) + number * block
     high = np.minimum(low + block, np.repeat(rows[:, 0] + rows[:, 1], counts))
     part.checksums[(low < end) & (start < high)] = UNKNOWN
-
-
-def _scratch(nbytes: int) -> torch.Tensor:
-    """New ordinary RAM, uint8 (nbytes,), at an address that direct I/O takes."""
-    memory = torch.empty(nbytes + PAGE_ALIGNMENT, dtype=torch.uint8, device="cpu")
-    start = -memory.data_ptr() % PAGE_ALIGNMENT
-    return memory[start : start + nbytes]

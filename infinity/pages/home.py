@@ -38,6 +38,12 @@ class InFlightRequest:
     """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
 
 
+def twins_of(home: Home) -> Twins:
+    """The parts of a durable page's home."""
+    assert home.twins is not None
+    return home.twins
+
+
 @dataclass(slots=True, eq=False)
 class Home:
     """The place where a page rests: a range of bytes in one tier, and the requests in flight over it."""

@@ -23,7 +23,7 @@ from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import StateFormat
 from infinity.layout.chunks import UnitLayout
-from infinity.planning.slab_layout import PageImages
+from infinity.planning.slab_layout import PageImages, region_bytes
 from infinity.tiers import PAGE_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def parameter_twins(layout: UnitLayout, images: PageImages, home: Home) -> Twins
     for number, region in enumerate(layout.regions):
         size = region.dtype.itemsize
         start = region.byte_offset
-        end = start + round_up(region.elements * size, PAGE_ALIGNMENT)
+        end = start + region_bytes(region)
         if not region.trainable and start < end:
             inside = [each for each in layout.parameters if each.region == number and each.numel]
             frozen: list[Row] = [

@@ -9,7 +9,7 @@ from infinity.tiers.pool import Lease, Pool, PoolCounters
 from infinity.tiers.slab import Slab
 from infinity.tiers.slab_directory import remove_slab
 from infinity.tiers.slab_header import SLAB_HEADER_BYTES
-from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier
+from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, aligned_ram
 from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Tier",
     "UnifiedTier",
     "VolumeRecord",
+    "aligned_ram",
     "open_device",
     "remove_slab",
 ]

@@ -80,13 +80,19 @@ def reclaim(lock: PathLock, files: DiskFiles, *, spared: Collection[str] = ()) -
                 files.remove(path)
 
 
+def slab_paths(directories: Sequence[Path], rank: int, uuid: str) -> list[Path]:
+    """The paths in the directories that have the name of the slab with this uuid."""
+    paths = (directory / slab_name(rank, uuid) for directory in directories)
+    return [path for path in paths if os.path.lexists(path)]
+
+
 def find_slab(directories: Sequence[Path], rank: int, uuid: str) -> Path:
     """Return the path of the slab with this uuid, which must lie in exactly one of the directories.
 
     Raises IncompatibleCheckpoint if it lies in none of them or in several.
     """
     name = slab_name(rank, uuid)
-    found = [directory / name for directory in directories if os.path.lexists(directory / name)]
+    found = slab_paths(directories, rank, uuid)
     if not found:
         raise IncompatibleCheckpoint(
             f"The slab {name} (uuid {uuid}) of the commit is in none of the directories "

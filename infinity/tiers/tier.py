@@ -44,6 +44,13 @@ def less_margin(free: int, margin: int) -> int:
     return max(0, free - margin) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
+def aligned_ram(nbytes: int) -> torch.Tensor:
+    """New ordinary RAM outside of all budgets, uint8 (nbytes,), at an address that direct I/O takes."""
+    memory = torch.empty(nbytes + PAGE_ALIGNMENT, dtype=torch.uint8, device="cpu")
+    start = -memory.data_ptr() % PAGE_ALIGNMENT
+    return memory[start : start + nbytes]
+
+
 def map_ram(
     tier: Tier, nbytes: int, *, huge_pages: bool = False, numa_node: int = -1, populate: bool = False
 ) -> _tiers.Region:
