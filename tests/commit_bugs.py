@@ -7,6 +7,7 @@ would otherwise show only if a race is lost.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,21 +130,37 @@ def place_free(*held: str) -> Bug:
 
 
 def places_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
-    finish, write, written = Recorder.finish, DurableIO.write, []
+    """Writes that wait for the commit's end go on when its places are free. The manifest waits for them."""
+    finish, write, join = Recorder.finish, DurableIO.write, Commit.join
+    freed: list[Any] = []
+    written: list[bool] = []
+    waiting = threading.Event()
+
+    def released(self: Ledger) -> None:
+        while self.pending is not None and self.pending not in freed:
+            time.sleep(0.001)
 
     def count(self: DurableIO, *arguments: Any) -> Any:
         written.append(True)
         return write(self, *arguments)
 
+    def joining(self: Commit) -> None:
+        waiting.set()
+        join(self)
+        waiting.clear()
+
     def early(self: Recorder, draft: Any, pending: Any) -> Any:
         for part, (side, _, _) in pending.captured.items():
             part.durable, part.pending = side, None
-        deadline, enough = time.monotonic() + 20 * _A_STEP, len(written) + 6
-        while len(written) < enough and time.monotonic() < deadline:
-            time.sleep(0.005)
+        freed.append(pending)
+        enough = len(written) + 6
+        while len(written) < enough and not waiting.is_set() and not pending.ended:
+            time.sleep(0.001)
         return finish(self, draft, pending)
 
     patch.setattr(DurableIO, "write", count)
+    patch.setattr(Ledger, "land", released)
+    patch.setattr(Commit, "join", joining)
     patch.setattr(Recorder, "finish", early)
 
 

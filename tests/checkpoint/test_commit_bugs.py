@@ -15,13 +15,7 @@ STATES = 400
 """Crash states within which each bug must show."""
 
 
-RACES = ("places freed before the manifest",)
-"""Bugs that show only if the thread that trains comes far enough in time, as on an idle machine."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in RACES else []) for name in BUGS]
-)
+@pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_caught(name: str, tmp_path: Path) -> None:
     bug, record = BUGS[name]
     with pytest.MonkeyPatch.context() as patch:
