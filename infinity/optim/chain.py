@@ -240,9 +240,9 @@ class Chain:
             try:
                 read.wait()
             except InfinityError as error:
-                failure = failure or error
+                failure = failure or error.again()
         if failure is not None:
-            raise failure
+            raise failure.again()  # a variable that holds what is raised keeps the frames alive
         self._reads.clear()
 
     def put_back(self) -> None:

@@ -288,9 +288,9 @@ class Store(OpenTiers):
             try:
                 self._finish_write(self._writes[0])
             except InfinityError as error:
-                failure = failure or error
+                failure = failure or error.again()
         if failure is not None:
-            raise failure
+            raise failure.again()  # a variable that holds what is raised keeps the frames alive
 
     def close(self) -> None:
         """Wait for all writes in flight, ignoring their errors, and release all tiers."""

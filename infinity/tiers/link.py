@@ -112,9 +112,9 @@ class Joined:
             try:
                 each.wait()
             except InfinityError as error:
-                failure = failure or error
+                failure = failure or error.again()
         if failure is not None:
-            raise failure
+            raise failure.again()  # a variable that holds what is raised keeps the frames alive
         if self._then is not None:
             self._then()
             self._then = None

@@ -7,16 +7,19 @@ that were queued before and use the same memory.
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice, compute_uses
 from kernel_machine import SIZE
 
+from infinity.errors import ConfigError
 from infinity.tiers.copy_streams import CopyStreams, open_link
 from infinity.tiers.driver import emulated
-from infinity.tiers.link import CpuLink, DeviceLink, User
+from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Joined, User
 
 
 def test_between_ram_and_ram_copies_are_done_at_once() -> None:
@@ -33,6 +36,34 @@ def test_between_ram_and_ram_copies_are_done_at_once() -> None:
         transfer.wait()
     assert back.tolist() == [0, 1, 2, 3]
     link.close()
+
+
+class Failing:
+    """A transfer that fails, and whose error keeps alive what the frames above it refer to."""
+
+    timing = None
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> object:
+        raise ConfigError("The device is gone.", "Look for it.")
+
+
+def test_a_joined_transfer_that_failed_keeps_no_memory() -> None:
+    def read() -> weakref.ref[torch.Tensor]:
+        memory = torch.zeros(8)
+        try:
+            Joined([ARRIVED, Failing(), Failing()]).wait()
+        except ConfigError as error:
+            assert error.cause == "The device is gone."
+        return weakref.ref(memory)
+
+    gc.disable()  # else a collection may free the memory in time
+    try:
+        assert read()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_device_is_emulated_inside_only_and_for_this_thread() -> None:
