@@ -56,7 +56,7 @@ class Rig:
             page.home.tier, page.home.in_place = Tier.HOST, True
             page.home.memory = aligned_ram(page.home.nbytes).zero_()
         self.newest = [bytearray(page.home.nbytes) for page in self.pages]
-        """The newest bytes of each page; those of a slab that nobody wrote to are zero."""
+        """The newest bytes of each page."""
         self.chunks: dict[tuple[int, int], list[Part]] = {}
         for units in (made.parameters, made.states):
             for unit, page in enumerate(units):
@@ -72,6 +72,8 @@ class Rig:
         self.taken: dict[Part, Holding] = {}
         """What the pending commit has to hold, as far as updates have brought it; no places yet."""
         self.durable: dict[Part, Holding] = {}
+        for seed, page in enumerate(self.pages):  # so that no two places have the same bytes by chance
+            self.write(page, 0, content(seed, page.home.nbytes))
 
     def bytes_of(self, page: DurablePage) -> bytearray:
         return next(each for at, each in zip(self.pages, self.newest, strict=True) if at is page)
@@ -173,6 +175,10 @@ class Rig:
     def close(self) -> None:
         self.end(FAILURE)
         self.tier.close()
+
+
+def content(seed: int, nbytes: int) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
 
 
 def memory_of(data: bytes) -> torch.Tensor:
