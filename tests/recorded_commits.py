@@ -48,6 +48,25 @@ def whole(job: Job) -> Record:
     return record
 
 
+def refused(job: Job) -> Record:
+    """A run of STEPS steps that begins with a commit whose slab's header a full disk does not take."""
+
+    def record(root: Path, faults: Faults) -> Recorded:
+        recording = Recording(faults)
+        directories = job.directories(root)
+        with injected(faults, recording), opened(job, directories) as (model, runtime):
+            base = images(*directories)
+            before = len(recording.events())
+            take_step(model, runtime, 1)
+            recording.fail("write", 1, errno.ENOSPC)
+            with pytest.raises(StorageError, match=r"\.slab"):
+                runtime.save(state=user_state(1)).wait()
+            train(model, runtime, Marks(recording.mark), range(2, STEPS + 1))
+        return Recorded(job, recording.events()[before:], base, directories)
+
+    return record
+
+
 def streamed(first: Job, second: Job) -> Record:
     """A run that is resumed with other homes, so that pages are streamed to new slabs; from the resume on.
 

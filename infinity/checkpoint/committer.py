@@ -305,7 +305,12 @@ class Committer:
         nvme = self._durable.nvme
         with self._poisoning():
             nvme.sync().wait()
+        try:
             nvme.mark_committed()
+        except InfinityError as error:
+            if nvme.sync_failed:
+                self._health.lose(error)
+            raise  # a header that was not written is written by the next commit
         manifest, checksums = self._recorder.finish(draft, pending)
         try:
             commit_files.write(manifest, checksums, draft.blobs, self.directory, self._store.files)

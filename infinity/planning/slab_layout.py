@@ -25,8 +25,8 @@ class PageImages:
     """Start of the first image, which holds the whole page."""
     second: int
     """Start of the second image. That of a parameter page holds only the trainable regions, in the order of
-    the page and without the frozen regions between them; see `second_offset`. That of an optimizer page holds
-    the whole page.
+    the page and without the frozen regions between them; chunks have the places of `parameter_twins`
+    (infinity/pages/twins.py). That of an optimizer page holds the whole page.
     """
 
 
@@ -72,13 +72,3 @@ def frozen_bytes(unit: UnitLayout) -> int:
 def region_bytes(region: Region) -> int:
     """Bytes that a region takes in its page; a multiple of 4096."""
     return round_up(region.elements * region.dtype.itemsize, PAGE_ALIGNMENT)
-
-
-def second_offset(unit: UnitLayout, chunk_index: int) -> int:
-    """Distance in bytes from the start of the second image of a unit's parameter page to the parameters of
-    the chunk `unit.chunks[chunk_index]`; a multiple of 4096. In the first image, the distance is
-    `unit.chunk_start(chunk_index)`.
-    """
-    of_chunk = unit.chunks[chunk_index].region
-    frozen_before = sum(region_bytes(region) for region in unit.regions[:of_chunk] if not region.trainable)
-    return unit.chunk_start(chunk_index) - frozen_before

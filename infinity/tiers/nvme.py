@@ -213,14 +213,20 @@ class NvmeTier(Closing):
     def mark_committed(self) -> None:
         """Say durably in every slab's header that a commit holds its pages, and keep the files from now on.
 
-        A call after the first does nothing. Raises StorageError if a header cannot be written; the files
-        are then still removed on close. Raises ConfigError if the tier is not durable.
+        Does nothing once this succeeded. Raises StorageError if a header cannot be written or synced; the
+        files are then still removed on close. A later call tries again, unless `sync_failed`. Raises
+        ConfigError if the tier is not durable.
         """
         self._check_durable()
         for slab in self.slabs:
             slab.mark_committed()
         for slab in self.slabs:
             slab.keep = True
+
+    @property
+    def sync_failed(self) -> bool:
+        """Whether a sync of a header has failed. Later calls of `mark_committed` raise its error then."""
+        return any(slab.sync_failed for slab in self.slabs)
 
     def forget(self) -> None:
         """Have the files removed on close although they were committed: no commit needs them any more."""

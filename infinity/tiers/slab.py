@@ -137,6 +137,11 @@ class Slab(Closing):
         return self._committed
 
     @property
+    def sync_failed(self) -> bool:
+        """Whether a sync of the header has failed, so that nobody knows what the disk holds of the file."""
+        return self._broken is not None
+
+    @property
     def keep(self) -> bool:
         """Whether the file stays when the slab is closed, garbage-collected, or still open at exit."""
         return self._open.keep
@@ -146,10 +151,10 @@ class Slab(Closing):
         self._open.keep = stays
 
     def mark_committed(self) -> None:
-        """Say durably in the header that a commit holds pages of the slab. Only the first call writes.
+        """Say durably in the header that a commit holds pages of the slab. Does nothing once this succeeded.
 
-        Raises StorageError if this fails. It is not tried again: a later call raises the same error, since
-        a sync that succeeds after one that failed proves nothing.
+        Raises StorageError if this fails. After a failed write a later call writes the header again. After a
+        failed sync it raises the same error, since a sync that succeeds after one that failed proves nothing.
         """
         if self.uuid is None:
             raise ConfigError("A plain slab cannot be committed.", "Make the slab with durable=True.")
@@ -197,13 +202,17 @@ class Slab(Closing):
         self._finalizer = weakref.finalize(self, _end, self._open)
 
     def _write_header(self, *, committed: bool = False) -> None:
-        """Write and sync the header."""
+        """Write and sync the header.
+
+        A write that fails leaves the header of before or the new one, which differ in one byte or in the
+        bytes of pages. Whichever it is, the next call writes all of it.
+        """
         assert self.uuid is not None
         if self._broken is not None:
             raise self._broken.again()
         content = SlabHeader(self.uuid, self.rank, self.nbytes, committed).pack()
+        self._open.files.write(self._open.descriptor, self.path, 0, content)
         try:
-            self._open.files.write(self._open.descriptor, self.path, 0, content)
             self._open.files.sync(self._open.descriptor, self.path)
         except StorageError as error:
             self._broken = error.again()

@@ -12,7 +12,7 @@ import pytest
 from commit_states import Loader
 from committed_runs import Job
 from crash_states import Disk
-from recorded_commits import Record, killed, streamed, whole
+from recorded_commits import Record, killed, refused, streamed, whole
 
 from infinity.aio import Faults
 
@@ -25,6 +25,7 @@ RUNS: dict[str, Record] = {
     "streamed from ram to nvme": streamed(Job(home="ram"), Job()),
     "streamed from ram to two paths": streamed(Job(home="ram"), Job(paths=2, update="eager")),
     "killed and resumed": killed(Job()),
+    "a header refused": refused(Job(paths=2)),
 }
 ORDERS = (True, False)
 """Whether the names that survive are the first n operations, or any."""

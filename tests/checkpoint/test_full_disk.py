@@ -95,6 +95,57 @@ def test_every_write_of_a_commit(home: str, tmp_path: Path) -> None:
         assert runtime.load() == len(cases) - 1
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("home", ["nvme", "unified", "mixed"])
+def test_a_header_that_the_first_commit_cannot_write(home: str, code: int, tmp_path: Path) -> None:
+    """The commit fails, the run goes on, and the next commit writes the header and is whole."""
+    run, faults = Run(tmp_path, home=home), Faults()
+    with run.opened() as (model, runtime):
+        losses = run.train(model, runtime, range(4))
+    files = Recording(faults)
+    with run.opened(observer=files, faults=faults) as (model, runtime):
+        again = run.train(model, runtime, range(1))
+        calls = files.calls.copy()
+        files.fail("write", 1, code)
+        with pytest.raises(StorageError) as caught:
+            runtime.save(state="lost").wait()
+        assert (caught.value.errno, Path(caught.value.path).suffix) == (code, ".slab")
+        assert (files.calls - calls)["any"] == 1, "nothing was written after it"
+        assert not runtime._components.store.nvme.keep
+        again += run.train(model, runtime, range(1, 2))
+        runtime.save(state="two").wait()
+        two = everything(model, runtime)
+        again += run.train(model, runtime, range(2, 4))
+        assert again == losses
+    with run.opened(resume=True) as (model, runtime):
+        assert runtime.load() == "two"
+        assert differences(everything(model, runtime), two) == []
+        assert run.train(model, runtime, range(2, 4)) == losses[2:]
+
+
+def test_a_run_without_a_commit_leaves_nothing_after_a_failed_header(tmp_path: Path) -> None:
+    run, faults = Run(tmp_path), Faults()
+    files = Recording(faults)
+    with run.opened(observer=files, faults=faults) as (model, runtime):
+        run.train(model, runtime, range(1))
+        files.fail("write", 1, errno.ENOSPC)
+        with pytest.raises(StorageFull):
+            runtime.save().wait()
+    assert names(run.swap) == names(run.directory) == []
+
+
+def test_a_header_that_cannot_be_synced_ends_the_run(tmp_path: Path) -> None:
+    run, faults = Run(tmp_path), Faults()
+    files = Recording(faults)
+    with run.opened(observer=files, faults=faults) as (model, runtime):
+        run.train(model, runtime, range(1))
+        files.fail("sync", 1, errno.EIO)
+        with pytest.raises(StorageError, match="sync"):
+            runtime.save().wait()
+        with pytest.raises(StorageError, match="sync"):
+            run.train(model, runtime, range(1, 2))
+
+
 def test_a_full_disk_that_nobody_waits_for(tmp_path: Path) -> None:
     """The next `save` raises the error, once, and the one after that makes a commit."""
     run, faults = Run(tmp_path), Faults()

@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 from planned_models import partly_frozen, planned, stack
 
 from infinity.config import Precision
-from infinity.layout.chunks import build
-from infinity.layout.units import survey
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.slab_layout import (
     PageImages,
     SlabLayout,
     frozen_bytes,
-    second_offset,
     slab_layout,
     trainable_bytes,
 )
@@ -80,19 +77,6 @@ def test_what_is_trained_takes_two_places_and_the_rest_one(*, model, frozen, pre
     frozen_too = sum(unit.nbytes for unit in units) - trainable
     assert frozen_too == sum(map(frozen_bytes, units))
     assert made.durable_bytes == 2 * (trainable + states) + frozen_too
-
-
-@settings(max_examples=100, deadline=None)
-@given(model=models, precision=precisions, chunk=st.sampled_from([4096, 8192, 1 << 20]))
-def test_chunks_fill_the_second_image_in_the_order_of_the_page(*, model, precision, chunk) -> None:
-    """In the second image of a parameter page, chunks lie one behind the other, each in its whole bytes."""
-    surveyed = survey(partly_frozen(model), precision)
-    for unit in build(surveyed, surveyed.group(1 << 20), chunk).units:
-        end = 0
-        for index, each in enumerate(unit.chunks):
-            assert second_offset(unit, index) == end
-            end += -(-each.count * unit.regions[each.region].dtype.itemsize // 4096) * 4096
-        assert end == trainable_bytes(unit)
 
 
 def test_two_units_by_hand() -> None:

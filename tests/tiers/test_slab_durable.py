@@ -87,6 +87,23 @@ def test_a_sync_that_failed_is_not_tried_again(tmp_path: Path) -> None:
         assert files.failed == ("sync", slab.path.name)
         assert len(files.operations) == files.fail_at + 1
         assert not slab.committed
+        assert slab.sync_failed
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_header_that_was_not_written_is_written_by_the_next_call(tmp_path: Path, code: int) -> None:
+    files = FailingFiles(code=code)
+    with Slab(tmp_path, MIB, durable=True, files=files) as slab:
+        files.fail_at = len(files.operations)
+        with pytest.raises(StorageError) as caught:
+            slab.mark_committed()
+        assert caught.value.errno == code
+        assert files.failed == ("write", slab.path.name)
+        assert not slab.committed
+        assert not slab.sync_failed
+        slab.mark_committed()
+        assert slab.committed
+        assert read_header(slab.path, FILES).committed
 
 
 def test_a_plain_slab_cannot_be_committed(tmp_path: Path) -> None:

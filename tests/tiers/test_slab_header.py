@@ -155,6 +155,15 @@ def test_what_a_crash_can_leave_of_a_new_header_is_reclaimed(
     assert left_by_a_crash(path, FILES)
 
 
+@pytest.mark.parametrize("wrote", [*range(50), 512, 4095])
+def test_any_part_of_a_mark_leaves_a_header(tmp_path: Path, wrote: int) -> None:
+    """A write that ends half way, as on a full disk, leaves the header of before or the committed one."""
+    before = SlabHeader(UUID, 3, HEADER.nbytes, committed=False)
+    path = put(tmp_path, GOLDEN[:wrote] + before.pack()[wrote:])
+    assert read_header(path, FILES) == (HEADER if wrote > 12 else before)
+    assert left_by_a_crash(path, FILES) == (wrote <= 12)
+
+
 def test_a_committed_header_is_never_taken_for_a_leftover(tmp_path: Path) -> None:
     """Not even a damaged one, as long as anything in it cannot come from the creation of this slab."""
     assert not left_by_a_crash(put(tmp_path, GOLDEN), FILES)
