@@ -303,9 +303,11 @@ class Runtime(Closing):
         """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.
 
         The model's parameters cannot be used afterwards. If they are needed, copy the model's state_dict()
-        before.
+        before. In a process that was forked from the runtime's process the call does nothing.
         """
         parts = self._components
+        if parts.health.forked:
+            return
         with parts.pager.lock:
             if parts.health.closed:
                 return

@@ -74,7 +74,8 @@ class Commit:
         """Complete the updates that the commit needs, and wait until the commit is durable.
 
         Raises the error by which the commit failed: StorageFull or StorageError. Also raises StorageError if
-        a read of an update failed; the commit is pending still then, and a second call repeats the read.
+        a read of an update failed; the commit is pending still then, and a second call repeats the read. In
+        a process that was forked from the runtime's process it raises ConfigError.
         """
         self._drive(self)
         self.join()
@@ -247,6 +248,8 @@ class Committer:
             commit.end(failure)
 
     def _drive(self, commit: Commit) -> None:
+        if self._health.forked:
+            self._health.check()  # else it would wait for a thread that this process does not have
         with self._lock:
             if commit is self.last and not commit.done:
                 try:

@@ -206,7 +206,7 @@ class Chain:
             else:
                 self._read_states(rest[: self.state_bytes])
         except BaseException:
-            self._let_go()
+            self._drop_reads()
             raise
         self._to(ChainState.READING)
 
@@ -219,7 +219,7 @@ class Chain:
         try:
             self._read_states(memory[: self.state_bytes])
         except BaseException:
-            self._let_go()
+            self._drop_reads()
             raise
         self._room = memory[self.state_bytes :]
         self.was_ahead = True
@@ -305,6 +305,10 @@ class Chain:
                 self.copy = store.copy_up(into, self._parameter)
         except InfinityError as error:
             self._lose(error)
+            raise
+        except BaseException as error:
+            if store.ledger is not None and store.ledger.pending is not None:
+                self.interrupted(error)  # the commit may hold the places to which a repetition would write
             raise
         try:
             if store.ledger is not None:
@@ -412,6 +416,17 @@ class Chain:
         self._states = memory
         if nbytes:
             self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
+
+    def _drop_reads(self) -> None:
+        """End the reads that have begun, and give up the staging.
+
+        Their homes list them until the next request there, and reads that nobody has waited for keep their
+        memory.
+        """
+        try:
+            self.end()
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Drop all references to the inputs' memory except that to the gradient, if `open` kept it."""

@@ -22,6 +22,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.gradients.staged_chunks import StagedChunks
 from infinity.optim.chain import NOTHING, Chain, Present
+from infinity.optim.chain_state import ChainState
 from infinity.optim.update_queue import UpdateQueue
 from infinity.pages.store import Store
 
@@ -110,11 +111,12 @@ class Staging:
                     self._queue.read_ahead(chain, memory)
 
     def _grant(self, chain: Chain, memory: torch.Tensor, present: Present | None) -> None:
-        chain.grant(memory, present)
         try:
+            chain.grant(memory, present)
             self._queue.begun(chain)
         except BaseException as error:
-            chain.interrupted(error)
+            if chain.state is not ChainState.DUE:
+                chain.interrupted(error)
             raise
 
     def _try_take(self, nbytes: int) -> torch.Tensor | None:

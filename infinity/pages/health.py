@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from infinity.errors import ConfigError, InfinityError
 
 
@@ -13,8 +15,17 @@ class Health:
 
     def __init__(self) -> None:
         self.closed = False
+        self._process = os.getpid()
         self.failure: InfinityError | None = None
         """The error after which the parameters can no longer be right; None if there was no such error."""
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the runtime's process.
+
+        A forked process has none of the runtime's threads and pages, and may change no file of the runtime.
+        """
+        return self._process != os.getpid()
 
     def lose(self, error: InfinityError) -> None:
         """Record an error after which the model's parameters can no longer be correct.
@@ -35,7 +46,14 @@ class Health:
         self.lose(error)
 
     def check(self) -> None:
-        """Raise ConfigError if the runtime is closed, or the recorded failure if there is one."""
+        """Raise ConfigError if the runtime is closed or belongs to the process that this one was forked from,
+        or the recorded failure if there is one.
+        """
+        if self.forked:
+            raise ConfigError(
+                "The runtime of this model belongs to the process that this one was forked from.",
+                "Use the model there, or start this process with the spawn method.",
+            )
         if self.closed:
             raise ConfigError(
                 "The runtime of this model is closed, and its parameters are gone with it.",
